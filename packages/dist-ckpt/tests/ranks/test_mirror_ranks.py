@@ -1,6 +1,7 @@
 """Ranks of one host load from a store together: each block is fetched by one of them, and each loss is told."""
 
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -10,12 +11,14 @@ from contextlib import suppress
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
 from s3_server import Fault, S3Server
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, ShardedTensor
-from sixfold.dist_ckpt.stores import ByPointer, MemoryStore
+from sixfold.dist_ckpt import CheckpointError, ShardedTensor, dcp
+from sixfold.dist_ckpt.files import integrity
+from sixfold.dist_ckpt.stores import ByPointer, MemoryStore, mirror
 from sixfold.dist_ckpt.stores.mirror import Mirror
 
 RANKS_IMPORT = ("s3fs",)
@@ -161,21 +164,23 @@ def test_ranks_of_two_hosts_have_a_mirror_each(folder, spool):
     assert run_ranks(load_on_two_hosts, 2, folder, spool) == [(True, [])] * 2
 
 
-def load_from_folder(rank, ranks, place, spool, free_bytes):
+def load_from_folder(rank, ranks, place, spool, free_bytes, axis=1):
     tempfile.tempdir = str(spool)
     if free_bytes and rank == 0:
         plain = shutil.disk_usage
         shutil.disk_usage = lambda path: plain(path)._replace(free=free_bytes)
-    return loaded(rank, ranks, Folder(place))
+    return loaded(rank, ranks, Folder(place), axis)
 
 
-def test_damage_is_told_on_all_ranks_by_the_stores_own_name(folder, spool):
-    assert run_ranks(load_from_folder, 2, folder, spool, None) == [True] * 2
+@pytest.mark.parametrize("axis", [0, 1])
+def test_damage_is_told_on_all_ranks_by_the_stores_own_name(folder, spool, axis):
+    """In rows it lies in the one block that both ranks want: who hashes it looks at blocks that the other one holds."""
+    assert run_ranks(load_from_folder, 2, folder, spool, None, axis) == [True] * 2
     (path,) = folder.rglob(DATA)
     data = bytearray(path.read_bytes())
     data[13_000_000] ^= 1
     path.write_bytes(data)
-    for kind, text, _ in run_ranks(load_from_folder, 2, folder, spool, None):
+    for kind, text, _ in run_ranks(load_from_folder, 2, folder, spool, None, axis):
         assert kind == "CorruptError"
         assert text.startswith(f"folder://store/{path.parent.name}/{path.name}")
         assert "damaged: w" in text
@@ -202,3 +207,65 @@ def test_a_rank_that_fails_before_it_fetches_is_not_waited_for(folder, spool):
     for kind, text, seconds in run_ranks(load_with_an_error_of_one_rank, 2, folder, spool):
         assert (kind, text.partition(" raised")[0]) == ("CheckpointError", f"progress(0, {WHOLE.nbytes // 2})")
         assert seconds < 6.0
+
+
+SHAPES = {f"t{n}": (300 + 57 * n, 260 + 31 * n) for n in range(6)}  # some 0.5 MiB each
+
+
+def a_box(rng, shape):
+    size = [rng.choice([n, rng.randint(1, n)]) for n in shape]
+    return size, [rng.randint(0, n - k) for n, k in zip(shape, size, strict=True)]
+
+
+def load_any_layout(rank, ranks, place, spool, room):
+    """The same parts of the same tensors from the store and from its files as a folder; what differs, and the takes."""
+    tempfile.tempdir, mirror._HELD_BYTES = str(spool), room
+    taken, wrong, plain = [], [], Mirror.take
+
+    def take(*args):
+        taken.append(plain(*args))
+        return taken[-1]
+
+    Mirror.take = take
+    for seed in range(6):
+        verify = random.Random(seed).choice(["touched", "full", "off"])
+        found = []
+        for where in (Folder(place), place):
+            rng = random.Random(100 * seed + rank)
+            wanted = []
+            for key in rng.choices(list(SHAPES), k=rng.randint(0, 4)):
+                size, start = a_box(rng, SHAPES[key])
+                data = torch.zeros(size, dtype=rng.choice([torch.float32] * 3 + [torch.float64]))
+                wanted.append(ShardedTensor(key, data, data.dtype, tuple(size), SHAPES[key], tuple(start), None))
+            loaded = dist_ckpt.load({"all": wanted}, where, verify=verify, validate_access_integrity=False)
+            found.append(loaded.get("all", []))
+        wrong += [(seed, n) for n, (a, b) in enumerate(zip(*found, strict=True)) if not torch.equal(a, b)]
+    direct, taken[:] = sum(taken), []
+    for seed in range(3):  # torch's own load, where each rank had made a mirror of its own before
+        keys = random.Random(100 * seed + rank).sample(list(SHAPES), 2)
+        found = []
+        for where in (Folder(place), place):
+            state = {key: torch.zeros(SHAPES[key]) for key in sorted(keys)}
+            torch_dcp.load(state, storage_reader=dcp.Reader(where))
+            found.append(state)
+        wrong += [(seed, key) for key in keys if not torch.equal(found[0][key], found[1][key])]
+    return wrong, direct, sum(taken)
+
+
+@pytest.mark.parametrize("room", [0, 1 << 20, 1 << 26])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_loads_of_any_layout_from_a_store_give_what_its_files_give(tmp_path, spool, monkeypatch, ranks, room):
+    monkeypatch.setattr(integrity, "BLOCK_BYTES", 1 << 16)
+    generator = torch.Generator().manual_seed(1)
+    memory = MemoryStore()
+    wholes = {key: torch.rand(shape, generator=generator) for key, shape in SHAPES.items()}
+    dist_ckpt.save({key: ShardedTensor.from_rank_offsets(key, value) for key, value in wholes.items()}, memory,
+                   group=None)  # fmt: skip
+    for name, data in memory.files.items():
+        path = tmp_path / "store" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    results = run_ranks(load_any_layout, ranks, tmp_path / "store", spool, room)
+    assert [wrong for wrong, _, _ in results] == [[]] * ranks
+    assert bool(sum(direct for _, direct, _ in results)) == bool(room), "blocks were taken by load"
+    assert bool(sum(by_reader for _, _, by_reader in results)) == bool(room), "by dcp.Reader"

@@ -43,11 +43,12 @@ class Block(NamedTuple):
 
 
 class Span(NamedTuple):
-    """Blocks ``first`` to ``stop - 1`` of a file."""
+    """Blocks ``first`` to ``stop - 1`` of a file. ``alone``: wanted by one rank of a host only."""
 
     file: str
     first: int
     stop: int
+    alone: bool = False
 
     def blocks(self) -> Iterator[Block]:
         """One by one."""

@@ -170,11 +170,12 @@ def _mismatch(record: ShardedTensor, shape: tuple[int, ...], dtype: torch.dtype,
     return None
 
 
-def assign(touched: Sequence[Sequence[Span]]) -> list[list[Span]]:
+def assign(touched: Sequence[Sequence[Span]], *, marks_alone: bool = False) -> list[list[Span]]:
     """Share the blocks that ranks touch: each to one rank that reads it anyway, evenly.
 
     Args:
         touched: spans of blocks by rank, sorted.
+        marks_alone: give blocks that one rank alone touches as spans of their own, which say so.
     Returns:
         Spans by rank, disjoint, in the order of files and blocks; together all that is touched.
     """
@@ -189,7 +190,7 @@ def assign(touched: Sequence[Sequence[Span]]) -> list[list[Span]]:
         at = 0
         for place, begins, rank in sorted(events[file]):
             if active and place > at:
-                _deal(Span(file, at, place), list(active), load, shares)
+                _deal(Span(file, at, place, marks_alone and len(active) == 1), list(active), load, shares)
             at = place
             if begins:
                 active[rank] = None
@@ -204,11 +205,11 @@ def _deal(span: Span, ranks: list[int], load: list[int], shares: list[list[Span]
     for turn, first in enumerate(range(span.first, span.stop, step)):
         candidates = [ranks[(turn + i) % len(ranks)] for i in range(min(16, len(ranks)))]
         rank = min(candidates, key=load.__getitem__)
-        part = Span(span.file, first, min(first + step, span.stop))
+        part = span._replace(first=first, stop=min(first + step, span.stop))
         load[rank] += part.stop - part.first
         own = shares[rank]
-        if own and own[-1].file == part.file and own[-1].stop == part.first:
-            part = Span(part.file, own.pop().first, part.stop)
+        if own and own[-1] == (part.file, own[-1].first, part.first, part.alone):
+            part = part._replace(first=own.pop().first)
         own.append(part)
 
 

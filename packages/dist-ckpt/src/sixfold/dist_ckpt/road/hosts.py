@@ -55,7 +55,7 @@ class Seen:
         """The checkpoint, whose bytes may arrive while it is read."""
         checkpoint = open_checkpoint(self.folder, verify=verify)
         if self.mirror is not None:
-            checkpoint.arrives = self.mirror.arrives
+            checkpoint.arrives, checkpoint.takes = self.mirror.arrives, self.mirror.take
         return checkpoint
 
     def touched(self, checkpoint: Checkpoint, frames: set[ByteRange], ranks: int) -> list[Span]:
@@ -78,7 +78,8 @@ class Seen:
         """The blocks that ranks touch, by rank, each given to one of those on a host that touch it."""
         shares: list[list[Span]] = [[] for _ in touched]
         for ranks in self.hosts:
-            for rank, share in zip(ranks, assign([touched[rank] for rank in ranks]), strict=True):
+            found = assign([touched[rank] for rank in ranks], marks_alone=self.mirror is not None)
+            for rank, share in zip(ranks, found, strict=True):
                 shares[rank] = share
         return shares
 

@@ -18,19 +18,20 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt.errors import CorruptError, MismatchError, at
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, at
 from sixfold.dist_ckpt.files import frame as frames
 from sixfold.dist_ckpt.files import weights_only
-from sixfold.dist_ckpt.files.integrity import Block, Hasher
+from sixfold.dist_ckpt.files.integrity import Block, Hasher, spans_of
 from sixfold.dist_ckpt.geometry.box import Box, cuts, describe
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.pause import collection_paused
@@ -103,6 +104,7 @@ class Reader:
         self._hashed_elsewhere = checkpoint.integrity is not None and checkpoint.verify != "off"
         self._handles: dict[str, int] = {}
         self._unseen: dict[int, list[tuple[Read, int]]] = defaultdict(list)  # runs by record, where they were taken
+        self._looks: Counter[Block] = Counter()  # at blocks that arrive: by runs, and by frames that are copied from
         self.cast_keys: set[str] = set()
 
     def run(
@@ -126,6 +128,8 @@ class Reader:
             records[index].view(piece).zero_()
         with collection_paused():
             windows = self._windows(records, plan, blocks)
+            if self._checkpoint.is_arriving:
+                self._count_looks(windows)
         order = sorted(windows)
         last = {step.record: place for place in order for step in windows[place].steps}
         left = [index for index in range(len(records)) if index not in last]
@@ -192,6 +196,15 @@ class Reader:
                 window.steps.append(step)
         return windows
 
+    def _count_looks(self, windows: dict[WindowPlace, _Window]) -> None:
+        """What looks at each block, so that one is only taken where nothing looks at it again."""
+        size = self._block_bytes
+        for (file, _), window in windows.items():
+            for run in chain(window.runs, *window.blocks.values()):
+                self._looks[Block(file, run.start // size)] += 1
+            for span in chain.from_iterable(spans_of([step.chunk.frame], size) for step in window.copies):
+                self._looks.update(span.blocks())
+
     def _run(self, step: Read, record: ShardedTensor, start: int) -> ByteRun | None:
         """The read as one run of bytes in file and memory; None if it is none."""
         data, itemsize = record.data, step.stored_dtype.itemsize
@@ -255,7 +268,9 @@ class Reader:
         try:
             integrity.compare(self._checkpoint.folder / file, number, hasher.hexdigest())
         except CorruptError as error:
-            keys = self._checkpoint.damaged_keys(file, number * integrity.block_bytes, stop)
+            keys = list[str]()
+            with suppress(CheckpointError):  # of a store that fails now: the damage is told all the same
+                keys = self._checkpoint.damaged_keys(file, number * integrity.block_bytes, stop)
             more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
             known = f"; damaged: {', '.join(keys[:_MOST_KEYS])}{more}" if keys else ""
             raise CorruptError(f"{error}{known} [see errors/dist-ckpt.html#damaged-bytes]") from error
@@ -296,9 +311,13 @@ class Reader:
         self._moved(copied)
 
     def _read(self, file: str, run: ByteRun) -> None:
+        target = memoryview((ctypes.c_char * (run.stop - run.start)).from_address(run.address)).cast("B")
+        is_last_look = self._looks[Block(file, run.start // self._block_bytes)] == 1
+        if is_last_look and self._checkpoint.take(file, run.start, target):
+            self._moved(len(target))
+            return
         self._checkpoint.await_bytes(file, run.start, run.stop)
         handle, at = self._handles[file], run.start
-        target = memoryview((ctypes.c_char * (run.stop - run.start)).from_address(run.address)).cast("B")
         while at < run.stop:
             count = os.preadv(handle, [target[at - run.start :]], at)
             if count == 0:
@@ -309,13 +328,19 @@ class Reader:
     def _read_mistaken(self, records: Sequence[ShardedTensor], done: Iterable[int]) -> None:
         """Read again what stood elsewhere in its frame, of records that are else complete: sources.py's
         [Note: taken for ours]."""
+        integrity = self._checkpoint.integrity
         for step, start in (taken for index in done for taken in self._unseen.pop(index, ())):
             try:
                 is_mistaken = self._sources.seen_start(step) != start
             except CorruptError:  # which is found again below, and told with its place
                 is_mistaken = True
-            if is_mistaken:
-                self._copy_values(records, step)
+            if not is_mistaken:
+                continue
+            self._copy_values(records, step)
+            if integrity is not None and self._hashed_elsewhere:  # but blocks that were taken came a second time
+                with self._told(step):
+                    for span in spans_of([step.chunk.frame], self._block_bytes):
+                        integrity.check_blocks(self._checkpoint.folder, span.blocks())
 
     def _copy(self, records: Sequence[ShardedTensor], step: Read) -> None:
         self._copy_values(records, step)

@@ -41,7 +41,7 @@ class Checkpoint:
 
     ``integrity`` is None for folders of other libraries. ``verify`` is one of ``VERIFY_MODES``. ``identity``
     tells the folder from one that takes its place later. Where bytes arrive while it is read, ``arrives`` gives for a
-    path what waits for them.
+    path what waits for them, and ``takes`` hands out what did not go through a file.
     """
 
     folder: Path
@@ -51,6 +51,7 @@ class Checkpoint:
     identity: tuple[int, ...]
     unread: tuple[ByteRange, ...] = ()  # large files that say what others say too: a load hashes them as it does data
     arrives: Callable[[Path], Arrives] | None = None
+    takes: Callable[[Path, int, memoryview], bool] | None = None
     _maps: OrderedDict[str, Mapped] = field(default_factory=OrderedDict)  # the ``KEPT_MAPS`` used last
     _lock: Lock = field(default_factory=Lock)
 
@@ -74,6 +75,10 @@ class Checkpoint:
         if self.arrives is not None:
             self.arrives(self.folder / name)(start, stop)
 
+    def take(self, name: str, start: int, into: memoryview) -> bool:
+        """Get bytes of a file that were held for this rank alone; False if they are, or will be, in the file."""
+        return self.takes is not None and self.takes(self.folder / name, start, into)
+
     def forget(self, name: str, start: int, stop: int) -> None:
         """Bytes [start, stop) of a file will not be looked at soon."""
         if (found := self._maps.get(name)) is not None:
@@ -96,13 +101,14 @@ class Checkpoint:
         """Keys whose frame is damaged and has bytes in [start, stop) of a file.
 
         A block may hold many frames; the CRC-32s of each tell which. Objects have them too: torch.save writes them.
+        Where all of [start, stop), which is damaged, is of one frame, nothing else needs to be looked at.
         """
         inside = [
             (key, frame)
             for key, frame in self.manifest.frames_by_key()
             if frame.file == file and frame.offset < stop and frame.offset + frame.length > start
         ]
-        return sorted({key for key, frame in inside if not self._is_whole(frame)})
+        return sorted({key for key, frame in inside if _holds(frame, start, stop) or not self._is_whole(frame)})
 
     def _is_whole(self, frame: ByteRange) -> bool:
         try:
@@ -124,6 +130,10 @@ class Checkpoint:
             elif data is not None and self.verify != "off":
                 at(path, lambda: frames.check_records(memoryview(data)))
         return data
+
+
+def _holds(frame: ByteRange, start: int, stop: int) -> bool:
+    return frame.offset <= start and stop <= frame.offset + frame.length
 
 
 def open_checkpoint(path: str | Path, *, verify: str = "touched") -> Checkpoint:

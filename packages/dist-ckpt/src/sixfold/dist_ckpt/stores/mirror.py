@@ -8,6 +8,12 @@ all share. A mapped file has a byte for each block, set when it is there. Who ne
 the rank that fetches it fails (its own error), dies (nobody holds its lock any more) or nothing arrives for
 ``timeout_s``. A block that no rank was to fetch is fetched when it is needed.
 
+[Note: held blocks] A block that one rank alone wants need not go through a file, whose fresh pages cost more than all
+else. Up to ``_HELD_BYTES`` of such blocks wait in the memory of the rank that fetched them, which copies them to where
+it wants them and forgets them. Who looks at the file for one all the same (its rank for a part of it, another rank
+when it tells which keys are damaged) writes it there first, or fetches it again. What is fetched again nobody has
+hashed: reader.py takes a block only where one run alone wants it, and hashes what it has to read again.
+
 [Note: a mirror's end] The folder lies where ``tempfile`` puts files and goes when the load ends, well or not. Each rank
 holds a lock in it while it lives, which the system takes back when it is killed: the next load on the host removes
 the folders whose locks nobody holds. Where no exchange says that all have read, each leaves a mark, and who finds the
@@ -54,7 +60,9 @@ from sixfold.dist_ckpt.stores.maps import Arrives
 from sixfold.dist_ckpt.stores.ranges import MOST_RANGE_BYTES, at_once, begun, cut, ranges_of
 from sixfold.dist_ckpt.stores.store import POINTER, Store, is_small_file
 
-_READY = 1
+_READY, _HELD = 1, 2  # in the file; arrived, and kept for its rank
+_HELD_BYTES = 1 << 26
+_LEAST_HELD_BYTES = 1 << 16  # of a block: reader.py takes none that is shorter
 _HEAD_BYTES = 1 << 16  # of a safetensors file, which tells itself how long its header is
 _LOOK_S = 0.2  # between two looks at whether a rank lives
 _LONGEST_PAUSE_S = 0.005
@@ -84,6 +92,8 @@ class Mirror:
         self._first: dict[str, int] = {}  # number of each file's first block among all blocks
         self._owners = array("q")  # by block; -1: nobody's
         self._block_bytes = BLOCK_BYTES
+        self._alone = bytearray()  # by block; 1: own, and no other rank of this host wants it
+        self._held: dict[int, tuple[bytes, int]] = {}  # by block: what arrived with it, and where in that it begins
         self._lock_handle: int | None = None
         self._states: mmap.mmap | None = None
         self._failure: CheckpointError | None = None
@@ -160,11 +170,13 @@ class Mirror:
         for name in sorted(self._sizes):
             self._first[name] = blocks
             blocks += -(-self._sizes[name] // block_bytes)
-        self._owners = array("q", [-1]) * blocks
+        self._owners, self._alone = array("q", [-1]) * blocks, bytearray(blocks)
         for rank, spans in shares.items():
             for span in spans:
-                first = self._first[span.file]
-                self._owners[first + span.first : first + span.stop] = array("q", [rank]) * (span.stop - span.first)
+                place = slice(self._first[span.file] + span.first, self._first[span.file] + span.stop)
+                self._owners[place] = array("q", [rank]) * (span.stop - span.first)
+                alone = span.alone and rank == self._rank and span.file not in self._whole
+                self._alone[place] = bytes([alone]) * (span.stop - span.first)
         own = [span for span in shares.get(self._rank, ()) if span.file not in self._whole]
         ranges = ranges_of(own, self._sizes, block_bytes)
         try:
@@ -198,6 +210,25 @@ class Mirror:
         """
         name = path.relative_to(self.folder).as_posix()
         return (lambda start, stop: None) if name in self._whole else partial(self._await, name)
+
+    def take(self, path: Path, start: int, into: memoryview) -> bool:
+        """Copy a whole block that is held into memory and forget it, when it is there. See [Note: held blocks].
+
+        Raises: as what ``arrives`` gives.
+        """
+        name, size = path.relative_to(self.folder).as_posix(), self._block_bytes
+        if self._states is None or start % size or start >= self._sizes.get(name, 0):
+            return False
+        index = self._first[name] + start // size
+        if not self._alone[index]:
+            return False
+        self._await_block(index, self._rank)
+        held = self._held.get(index)
+        if held is None or len(into) != min(size, self._sizes[name] - start):
+            return False
+        into[:] = memoryview(held[0])[held[1] : held[1] + len(into)]
+        self._held.pop(index, None)
+        return True
 
     def fetch_all(self) -> None:
         """Fetch all that is not there yet, by this process alone."""
@@ -253,6 +284,7 @@ class Mirror:
         if is_mine and (self._locks is None or self._left_by_all(self._locks)):
             shutil.rmtree(self._root, ignore_errors=True)
         self._is_closed = True
+        self._held.clear()
         if self._lock_handle is not None:
             os.close(self._lock_handle)
             self._lock_handle = None
@@ -302,7 +334,7 @@ class Mirror:
     def _fetch(self, ranges: list[ByteRange]) -> None:
         """The thread that fetches."""
         try:
-            typed(lambda: self._fill(ranges, self._mark))
+            typed(lambda: self._fill(ranges, self._keep))
         except BaseException as error:
             if not self._is_closed:
                 self._fail(error)
@@ -321,8 +353,8 @@ class Mirror:
     def _error_path(self, rank: int) -> Path:
         return self._root / f"error-{rank}"
 
-    def _fill(self, ranges: Sequence[ByteRange], mark: Callable[[ByteRange], None] | None = None) -> None:
-        """Fetch ranges and write them where they belong."""
+    def _fill(self, ranges: Sequence[ByteRange], keep: Callable[[ByteRange, bytes], None] | None = None) -> None:
+        """Fetch ranges and write them where they belong, or ``keep`` them."""
         with self._or_replaced(ranges):
             for stored, data in self._store.read_ranges([r._replace(file=self._base + r.file) for r in ranges]):
                 if self._is_closed:
@@ -331,11 +363,9 @@ class Mirror:
                 self._gets += 1
                 if len(data) != part.length:
                     raise FileNotFoundError(part.file)
-                self._write(part, data)
-                if mark is not None:
-                    mark(part)
+                (keep or self._write)(part, data)
 
-    def _write(self, part: ByteRange, data: bytes) -> None:
+    def _write(self, part: ByteRange, data: bytes | memoryview) -> None:
         try:
             with (self.folder / part.file).open("r+b", buffering=0) as file:
                 done = 0
@@ -347,34 +377,69 @@ class Mirror:
                 raise no_room(self._store.name, place, part.length, free) from error
             raise StorageError(f"{self._root.parent}: {error.strerror or error}", error.errno) from error
 
-    def _mark(self, part: ByteRange) -> None:
-        """A range of whole blocks has arrived."""
+    def _keep(self, part: ByteRange, data: bytes) -> None:
+        """A range of whole blocks has arrived: it is held, or written. See [Note: held blocks]."""
+        first, stop = self._blocks_of(part)
+        if all(self._alone[first:stop]) and self._may_hold(data):
+            self._held.update((first + n, (data, n * self._block_bytes)) for n in range(stop - first))
+            self._mark(part, _HELD)
+        else:
+            self._put(part, data)
+
+    def _may_hold(self, data: bytes) -> bool:
+        """What arrived stays as long as any block of it is held. What is no ``bytes`` the store may use again."""
+        held = {id(whole): len(whole) for whole, _ in list(self._held.values())}
+        fits = sum(held.values()) + len(data) <= _HELD_BYTES
+        return fits and self._block_bytes >= _LEAST_HELD_BYTES and isinstance(data, bytes)
+
+    def _put(self, part: ByteRange, data: bytes | memoryview) -> None:
+        self._write(part, data)
+        self._mark(part, _READY)
+
+    def _mark(self, part: ByteRange, state: int) -> None:
         assert self._states is not None, "started"
-        first, size = self._first[part.file] + part.offset // self._block_bytes, self._block_bytes
-        self._states[first : first + -(-part.length // size)] = bytes([_READY]) * -(-part.length // size)
+        first, stop = self._blocks_of(part)
+        self._states[first:stop] = bytes([state]) * (stop - first)
+
+    def _blocks_of(self, part: ByteRange) -> tuple[int, int]:
+        """Numbers, among all blocks, of the first one of a range of whole blocks, and behind its last."""
+        first = self._first[part.file] + part.offset // self._block_bytes
+        return first, first + -(-part.length // self._block_bytes)
 
     def _await(self, name: str, start: int, stop: int) -> None:
         """Until bytes [start, stop) of a file are there. See [Note: one fetches, all see]."""
         if self._states is None:
             self._fill(list(cut(name, start, min(stop, self._sizes[name]), MOST_RANGE_BYTES)))
             return
-        size = self._block_bytes
-        first, last = self._first[name] + start // size, self._first[name] + -(-stop // size)
-        for index in range(first, last):
+        size, first = self._block_bytes, self._first[name]
+        wanted = range(first + start // size, first + -(-stop // size))
+        for index in wanted:
             if self._owners[index] >= 0:
                 self._await_block(index, self._owners[index])
-            elif self._states[index] != _READY:
-                with self._one_at_a_time:
-                    at = (index - self._first[name]) * size
-                    self._fill(list(cut(name, at, min(at + size, self._sizes[name]), MOST_RANGE_BYTES)), self._mark)
+        if any(self._states[index] != _READY for index in wanted):
+            with self._one_at_a_time:
+                self._bring(name, [index for index in wanted if self._states[index] != _READY])
+
+    def _bring(self, name: str, blocks: Sequence[int]) -> None:
+        """Write blocks that are held; fetch those that no rank was to fetch, or that were taken."""
+        absent, size = list[ByteRange](), self._block_bytes
+        for index in blocks:
+            at = (index - self._first[name]) * size
+            part = ByteRange(name, at, min(size, self._sizes[name] - at))
+            if held := self._held.pop(index, None):
+                self._put(part, memoryview(held[0])[held[1] : held[1] + part.length])
+            else:
+                absent.append(part)
+        if absent:
+            self._fill(absent, self._put)
 
     def _await_block(self, at: int, owner: int) -> None:
         states = self._states
         assert states is not None, "started"
         pause_s, seen, look, deadline = 0.0002, -1, 0.0, 0.0
-        while states[at] != _READY:
+        while not states[at]:
             if (now := time.monotonic()) > look:
-                look, arrived = now + _LOOK_S, states[:].count(_READY)
+                look, arrived = now + _LOOK_S, len(states) - states[:].count(0)
                 if arrived != seen:
                     seen, deadline = arrived, now + self._timeout_s
                 self._check_fetches(owner, at)
@@ -393,7 +458,7 @@ class Mirror:
             raise StorageError(text, code) if kind == "StorageError" else BY_NAME.get(kind, CheckpointError)(text)
         lock = lock_path(self._root, owner) if self._locks is None else self._locks[owner]
         assert self._states is not None, "started"
-        if owner != self._rank and not is_held(lock) and self._states[at] != _READY:
+        if owner != self._rank and not is_held(lock) and not self._states[at]:
             raise LostPeerError(
                 f"rank {owner} died while it fetched blocks of {self._store.name} that rank {self._rank} waits for. "
                 "Restart the job"

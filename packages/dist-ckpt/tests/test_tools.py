@@ -437,6 +437,21 @@ def test_every_tool_takes_urls(folder, tmp_path):
         tools.verify(url + "none")
 
 
+def test_diff_names_a_tensor_of_common_data_that_one_side_does_not_have(tmp_path):
+    dist_ckpt.save({"w": one("w", torch.ones(1)), "c": 1}, tmp_path / "a")
+    dist_ckpt.save({"w": one("w", torch.ones(1)), "c": 1, "t": torch.ones(2)}, tmp_path / "b")
+    assert tools.diff(tmp_path / "a", tmp_path / "b")["common_differs"] == ["t"]
+    assert tools.diff(tmp_path / "b", tmp_path / "a")["common_differs"] == ["t"]
+
+
+def test_diff_tells_a_float_from_one_of_numpy(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    dist_ckpt.save({"w": one("w", torch.ones(1)), "lr": 0.5}, tmp_path / "a")
+    dist_ckpt.save({"w": one("w", torch.ones(1)), "lr": numpy.float64(0.5)}, tmp_path / "b")
+    assert tools.diff(tmp_path / "a", tmp_path / "b")["common_differs"] == ["lr"]
+    assert tools.diff(tmp_path / "b", tmp_path / "a")["common_differs"] == ["lr"]
+
+
 def test_diff_compares_tensors_of_every_layout(tmp_path):
     def saved(name, last):
         whole = torch.tensor([[1.0, 0.0], [0.0, last]])
@@ -557,3 +572,11 @@ def test_verify_tells_a_damaged_index_of_safetensors_as_a_problem(folder, tmp_pa
     (tmp_path / "s" / "model.safetensors.index.json").write_text(index)
     (problem,) = tools.verify(tmp_path / "s")["problems"]
     assert problem["kind"] == ("unsafe" if ".." in index else "unreadable")
+
+
+def test_verify_tells_an_index_of_safetensors_that_is_a_folder_as_a_problem(folder, tmp_path):
+    pytest.importorskip("safetensors", reason="the export needs the library")
+    tools.convert(folder, tmp_path / "s", to="safetensors")
+    (tmp_path / "s" / "model.safetensors.index.json").mkdir()
+    (problem,) = tools.verify(tmp_path / "s")["problems"]
+    assert problem["kind"] == "unreadable"

@@ -59,7 +59,8 @@ def files(folder: Path) -> list[tuple[str, int]]:
     found = {str(path.relative_to(folder)): path.stat().st_size for path in paths}
     if safetensors_folder.is_one(folder):
         with suppress(CheckpointError):  # what is wrong with the index, a listing tells
-            found = {name: found[name] for name in safetensors_folder.file_names(folder) if name in found}
+            names = typed(lambda: safetensors_folder.file_names(folder))
+            found = {name: found[name] for name in names if name in found}
     return sorted(found.items())
 
 

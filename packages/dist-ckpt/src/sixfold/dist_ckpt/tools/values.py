@@ -154,8 +154,8 @@ def equal(a: Any, b: Any) -> bool:
     if _is_unusual(a) or _is_unusual(b):  # those that have no ``==``
         return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and _saved(a) == _saved(b)
     if hasattr(a, "shape") or hasattr(b, "shape"):  # tensors, and arrays and numbers of numpy
-        if not isinstance(b, torch.Tensor if isinstance(a, torch.Tensor) else type(a)):
-            return False
+        if not hasattr(a, "shape") or not isinstance(b, torch.Tensor if isinstance(a, torch.Tensor) else type(a)):
+            return False  # every object is one of ``object``, and numpy's float64 is a ``float``
         return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)

@@ -580,3 +580,12 @@ def test_verify_tells_an_index_of_safetensors_that_is_a_folder_as_a_problem(fold
     (tmp_path / "s" / "model.safetensors.index.json").mkdir()
     (problem,) = tools.verify(tmp_path / "s")["problems"]
     assert problem["kind"] == "unreadable"
+
+
+def test_inspect_and_diff_tell_common_data_that_cannot_be_read(folder, tmp_path):
+    tools.convert(folder, tmp_path / "z", to="zarr")
+    (tmp_path / "z" / "common.pt").unlink()
+    (tmp_path / "z" / "common.pt").mkdir()
+    for look in (tools.inspect, lambda path: tools.diff(path, path)):
+        with pytest.raises(StorageError, match=r"common\.pt"):
+            look(tmp_path / "z")

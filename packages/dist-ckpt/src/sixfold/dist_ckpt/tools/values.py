@@ -24,7 +24,7 @@ from typing import Any, TypeVar
 import torch
 
 from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.errors import MismatchError
+from sixfold.dist_ckpt.errors import MismatchError, typed
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.state import plain
@@ -108,7 +108,7 @@ def common_data(folder: Path) -> dict[Any, Any]:
 
 def _pickles(folder: Path, objects: Sequence[str]) -> Iterator[bytes]:
     if (folder / "common.pt").exists():
-        yield storage.read_small(folder / "common.pt")
+        yield typed(lambda: storage.read_small(folder / "common.pt"))
     if objects and (checkpoint := opened(folder)) is not None:
         for frame in (checkpoint.manifest.objects[name] for name in objects):
             yield bytes(checkpoint.frame(frame))

@@ -20,6 +20,8 @@ from sixfold.dist_ckpt import CheckpointError, ShardedTensor, dcp
 from sixfold.dist_ckpt.files import integrity
 from sixfold.dist_ckpt.stores import ByPointer, MemoryStore, mirror
 from sixfold.dist_ckpt.stores.mirror import Mirror
+from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
+from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
 
 RANKS_IMPORT = ("s3fs",)
 
@@ -207,6 +209,27 @@ def test_a_rank_that_fails_before_it_fetches_is_not_waited_for(folder, spool):
     for kind, text, seconds in run_ranks(load_with_an_error_of_one_rank, 2, folder, spool):
         assert (kind, text.partition(" raised")[0]) == ("CheckpointError", f"progress(0, {WHOLE.nbytes // 2})")
         assert seconds < 6.0
+
+
+def load_for_each_other_with_an_error_of_one_rank(rank, ranks, place, spool, failing):
+    tempfile.tempdir = str(spool)
+
+    def progress(done, total):
+        if rank == failing:
+            raise OSError("the terminal is gone")
+
+    loader, start = FullyParallelLoadStrategyWrapper(TorchDistLoadShardedStrategy()), time.monotonic()
+    wanted = {"w": ShardedTensor.from_rank_offsets("w", torch.zeros_like(WHOLE), replica_id=rank)}
+    with pytest.raises(CheckpointError) as caught:
+        dist_ckpt.load(wanted, Folder(place), loader, timeout_s=12.0, progress=progress)
+    return str(caught.value), time.monotonic() - start
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_fails_before_it_fetches_is_not_waited_for_by_those_that_it_reads_for(folder, spool, failing):
+    for text, seconds in run_ranks(load_for_each_other_with_an_error_of_one_rank, 2, folder, spool, failing):
+        assert text.startswith("progress(0, ")
+        assert seconds < 9.0
 
 
 SHAPES = {f"t{n}": (300 + 57 * n, 260 + 31 * n) for n in range(6)}  # some 0.5 MiB each

@@ -110,10 +110,15 @@ class Seen:
         if self.mirror is not None:
             self.mirror.start(shares, nbytes)
 
-    def give_up(self, error: BaseException) -> None:
-        """Fetch no more; others of the host that wait for this rank's blocks hear why."""
-        if self.mirror is not None:
-            self.mirror.give_up(error)
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """After an error inside fetch no more; others of the host that wait for this rank's blocks hear why."""
+        try:
+            yield
+        except BaseException as error:
+            if self.mirror is not None:
+                self.mirror.give_up(error)
+            raise
 
     def check_unchanged(self) -> None:
         """StorageError if another save has taken the place, in a store that is no local folder."""

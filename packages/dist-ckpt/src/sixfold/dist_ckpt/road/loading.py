@@ -142,8 +142,12 @@ class Load:
         seen, checkpoint, relay = looked.seen, looked.checkpoint, looked.relay
         waits = relay is not None or seen.mirror is not None
         try:
-            with nullcontext() if waits or looked.reads.nbytes > _SHORT_BYTES else collection_paused():
-                with nullcontext() if relay is None else relay.running():  # which sends what is promised, come what may
+            with (
+                seen.giving_up(),
+                nullcontext() if waits or looked.reads.nbytes > _SHORT_BYTES else collection_paused(),
+            ):
+                # A relay sends what is promised, come what may, and waits for ranks that wait for this one's blocks.
+                with nullcontext() if relay is None else relay.running(), seen.giving_up():
                     meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
                     window_bytes = WINDOW_BYTES if relay is None else _RELAY_WINDOW_BYTES
                     reader = Reader(checkpoint, self.asked.dtype_policy, threads, window_bytes, meter.add)
@@ -153,12 +157,10 @@ class Load:
                     blocks = [block for span in own for block in span.blocks()]
                     reader.run(looked.tensors, looked.reads, blocks, None if relay is None else relay.on_complete)
                 values = _values(looked, reader, self.asked.safe_globals)
-            meter.finish()
+                meter.finish()
             return values, reader.cast_keys
-        except BaseException as error:
-            seen.give_up(error)  # others may wait for what this rank was to fetch
-            if isinstance(error, CorruptError):  # which another save that takes the place meanwhile explains
-                seen.check_unchanged()
+        except CorruptError:  # which another save that takes the place meanwhile explains
+            seen.check_unchanged()
             raise
         finally:
             checkpoint.check_unchanged()

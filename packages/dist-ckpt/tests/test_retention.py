@@ -12,7 +12,7 @@ import torch
 from dist_ckpt_helpers import flip_byte, one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, StorageError, retention, strategies, tools
+from sixfold.dist_ckpt import CheckpointError, MismatchError, StorageError, retention, strategies, tools
 from sixfold.dist_ckpt.strategies import base
 
 
@@ -290,3 +290,18 @@ def test_a_system_that_fails_while_a_prune_looks_at_what_is_left_is_a_typed_erro
 def test_rules_that_cannot_work_are_refused(tmp_path, options):
     with pytest.raises(CheckpointError):
         retention.prune(tmp_path, **options)
+
+
+def test_a_step_of_a_strategy_that_is_not_registered_is_an_error_of_latest_and_no_none(tmp_path):
+    """Before, ``latest`` gave the step below, or None: a run whose script lacks an import began anew."""
+    for step in (1, 2):
+        dist_ckpt.save({"w": 1}, retention.step_path(tmp_path, step))
+    config = retention.step_path(tmp_path, 2) / "metadata.json"
+    config.write_text(config.read_text().replace("torch_dist", "mine"))
+    with pytest.raises(MismatchError, match=r"step-00000002: Cannot find a default strategy for.*mine"):
+        retention.latest(tmp_path)
+    dist_ckpt.save({"w": 1}, retention.step_path(tmp_path, 3))
+    assert retention.latest(tmp_path) == retention.step_path(tmp_path, 3)  # nobody asks below it
+    assert [step for step, _ in retention.checkpoints(tmp_path)] == [1, 3]
+    retention.prune(tmp_path, keep_last=1)
+    assert config.exists()

@@ -122,6 +122,8 @@ def test_what_another_process_or_rank_cannot_see_is_refused_by_the_call(saver, m
         with pytest.raises(CheckpointError, match=r"of one process; .* save"):
             saver.save(state(1), place)
     monkeypatch.setattr(Mine, "__module__", "__main__")
+    with pytest.raises(CheckpointError, match="mine/step-00000007 is a Mine of __main__"):
+        dist_ckpt.async_save({"a": 1}, dist_ckpt.retention.step_path(Mine(), 7))
     with pytest.raises(CheckpointError, match="mine is a Mine of __main__"):
         saver.save(state(1), Mine())
 

@@ -12,7 +12,7 @@ from dist_ckpt_helpers import flip_byte
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedTensor, ShardedTensorFactory
+from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedTensor, ShardedTensorFactory, ShardingError
 
 
 def shard(rank, ranks, value=1.0):
@@ -155,3 +155,25 @@ def test_common_data_that_differs_is_named_once(tmp_path):
     assert first == ["common data differs between ranks at host, seed.torch; the first rank's was saved"]
     assert second == []
     assert dist_ckpt.load_common_state_dict(tmp_path / "c")["host"] == "node0"
+
+
+class Held:
+    """A class of a user's own, allowed by add_safe_globals, that holds a tensor."""
+
+    def __init__(self, values):
+        self.values = values
+
+
+def save_unlike_held_tensors(rank, ranks, folder):
+    torch.serialization.add_safe_globals([Held])
+    try:
+        dist_ckpt.save({"a": Held(torch.full((2,), rank))}, folder / "c")
+    except ShardingError as error:
+        return str(error)
+
+
+def test_tensors_inside_objects_of_a_users_class_that_differ_are_an_error(tmp_path):
+    """Before, the first rank's were saved with a warning, and those of the others lost."""
+    first, second = run_ranks(save_unlike_held_tensors, 2, tmp_path)
+    assert first == second and "a: ranks [0], [1] hold different values" in first
+    assert not (tmp_path / "c").exists()

@@ -102,9 +102,15 @@ def latest(root: str | Path | ByPointer) -> Path | str | ByPointer | None:
 
     Raises:
         StorageError: the system or the store does not let us see; a run that took that for a None would begin anew.
+        MismatchError: a step above it is of a strategy that is not registered here: nobody knows whether it is whole.
     """
     run = _run_at(root)
-    return next((step_path(root, step) for step in reversed(run.steps()) if run.is_complete(step)), None)
+    for step in reversed(run.steps()):
+        if run.is_complete(step):
+            return step_path(root, step)
+        if isinstance(run, _LocalRun):
+            serialization.check_is_registered(run.path(step))
+    return None
 
 
 @overload
@@ -165,8 +171,11 @@ class _LocalRun:
         """Of all that could be a checkpoint, ascending."""
         return sorted({int(found["step"]) for found, _ in self._named(None, "old")})
 
+    def path(self, step: int) -> Path:
+        return self._root / _name(step)
+
     def is_complete(self, step: int) -> bool:
-        return serialization.check_is_distributed_checkpoint(self._root / _name(step))
+        return serialization.check_is_distributed_checkpoint(self.path(step))
 
     def delete(self, step: int) -> None:
         siblings = [path for found, path in self._named("old") if int(found["step"]) == step]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from sixfold.dist_ckpt.errors import CheckpointError, typed
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.plans.validation import StrictHandling, parse_strict
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
@@ -286,6 +286,17 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path | Store) -> bool:
             open_checkpoint(folder, verify="off")
 
     return opens(lambda: looked(store, look))  # no answer is no "no": a run would begin from zero
+
+
+def check_is_registered(folder: Path) -> None:
+    """MismatchError if the folder's metadata.json names a strategy that nobody has registered in this process."""
+    for action, pair in zip(
+        (StrategyAction.LOAD_SHARDED, StrategyAction.LOAD_COMMON), read_config(folder) or (), strict=False
+    ):
+        try:
+            base.get(action, *pair)
+        except MismatchError as error:
+            raise MismatchError(f"{folder}: {error}") from error
 
 
 def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> base.SaveShardedStrategy:

@@ -48,6 +48,7 @@ from sixfold.dist_ckpt.road import saving, transfer
 from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores import ByPointer
+from sixfold.dist_ckpt.stores.by_pointer import ChildStore
 from sixfold.dist_ckpt.stores.ranges import begun as in_thread
 from sixfold.dist_ckpt.stores.store import Store
 
@@ -285,15 +286,17 @@ def start(request: SaveRequest) -> AsyncSave:
 
 def _check_is_possible(request: SaveRequest) -> None:
     """CheckpointError for what only ``save`` can do."""
-    store, why = request.store, None
+    store, why, own = request.store, None, request.store
+    while isinstance(own, ChildStore):
+        own = own.parent
     if not threading.main_thread().is_alive():
         why = (
             "is asked for while the interpreter ends, and waits for no background save that begins now: begin it before"
         )
     elif not store.is_shared:
         why = "is memory of one process; background saves are written by another"
-    elif type(store).__module__ == "__main__":
-        why = f"is a {type(store).__name__} of __main__, which the worker process never runs: import it from a module"
+    elif type(own).__module__ == "__main__":
+        why = f"is a {type(own).__name__} of __main__, which the worker process never runs: import it from a module"
     elif request.engine is None:
         why = (
             f"is saved by {request.sharded} and {request.common}, which save by themselves: background saves go with "

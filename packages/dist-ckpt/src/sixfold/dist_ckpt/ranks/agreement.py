@@ -2,9 +2,10 @@
 
     common data --> digests (this file) --> first rank: equal? --> if not, check: an error or a warning that names paths
 
-[Note: what may differ] Tensors and numpy arrays, wherever they stand in a leaf, are data: where they differ between
-ranks, saving one of them loses the others, so that is an error. Numbers, texts and everything else are warned of: host
-names and clocks differ in most jobs. ``preprocess_common_before_consistancy_check`` may drop either from the check.
+[Note: what may differ] Tensors and numpy arrays, wherever they stand in a leaf, are data (also in an object of a user's
+class): where they differ between ranks, saving one of them loses the others, so that is an error. Numbers, texts and
+everything else are warned of: host names and clocks differ in most jobs.
+``preprocess_common_before_consistancy_check`` may drop either from the check.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def digest_of(leaf: Any) -> Digest:
         return Digest(crc32(leaf.tobytes(), crc32(f"{leaf.dtype.str}{leaf.shape}".encode())), True)
     parts = plain.parts_of(leaf)
     if not parts:
-        return Digest(_of_object(leaf))
+        return _of_object(leaf)
     found = [digest_of(part) for _, part in parts]
     if isinstance(leaf, set | frozenset):
         found.sort()  # the order of a set of texts is another in each process
@@ -83,15 +84,25 @@ def _of_tensor(tensor: torch.Tensor) -> int:
     return crc32(tensor_bytes(values), kind)
 
 
-def _of_object(leaf: Any) -> int:
+class _Pickler(pickle.Pickler):
+    """Sees whether tensors or arrays are in what it pickles: an object of a user's class may hold some."""
+
+    has_data = False
+
+    def persistent_id(self, obj: Any) -> None:
+        numpy = sys.modules.get("numpy")
+        self.has_data |= isinstance(obj, torch.Tensor) or (numpy is not None and isinstance(obj, numpy.ndarray))
+
+
+def _of_object(leaf: Any) -> Digest:
     buffer = io.BytesIO()
-    pickler = pickle.Pickler(buffer, protocol=4)
+    pickler = _Pickler(buffer, protocol=4)
     pickler.fast = True  # without a memo equal values give equal bytes, whatever they share
     try:
         pickler.dump(leaf)
     except Exception:  # the first rank's dump reports what cannot be pickled, with its path
-        return 0
-    return crc32(buffer.getvalue())
+        return Digest(0)
+    return Digest(crc32(buffer.getvalue()), pickler.has_data)
 
 
 def check(exchange: Exchange, found: dict[str, Digest]) -> None:

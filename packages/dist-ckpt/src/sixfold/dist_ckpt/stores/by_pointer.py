@@ -349,40 +349,40 @@ class ChildStore(ByPointer, tells=True):
     """The files of ``parent`` whose names begin with ``folder`` and a slash."""
 
     def __init__(self, parent: ByPointer, folder: str) -> None:
-        self._parent, self._start = parent, f"{folder}/"
+        self.parent, self._start = parent, f"{folder}/"
         self.is_shared, self.streams = parent.is_shared, parent.streams
 
     @property
     def name(self) -> str:
-        return f"{self._parent.name}/{self._start[:-1]}"
+        return f"{self.parent.name}/{self._start[:-1]}"
 
     def list_files(self) -> dict[str, int]:
-        return self._own(self._parent.list_files())
+        return self._own(self.parent.list_files())
 
     def marks(self) -> Mapping[str, object]:
-        return self._own(self._parent.marks())
+        return self._own(self.parent.marks())
 
     def _own(self, files: Mapping[str, _Value]) -> dict[str, _Value]:
         return {name.removeprefix(self._start): value for name, value in files.items() if name.startswith(self._start)}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
-        return self._parent.read(self._start + name, start, stop)
+        return self.parent.read(self._start + name, start, stop)
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
-        for part, data in self._parent.read_ranges([part._replace(file=self._start + part.file) for part in ranges]):
+        for part, data in self.parent.read_ranges([part._replace(file=self._start + part.file) for part in ranges]):
             yield part._replace(file=part.file.removeprefix(self._start)), data
 
     def create(self, name: str, nbytes: int) -> Sink:
-        return self._parent.create(self._start + name, nbytes)
+        return self.parent.create(self._start + name, nbytes)
 
     def create_new(self, name: str, data: bytes) -> bool:
-        return self._parent.create_new(self._start + name, data)
+        return self.parent.create_new(self._start + name, data)
 
     def delete(self, name: str) -> None:
-        self._parent.delete(self._start + name)
+        self.parent.delete(self._start + name)
 
     def patient(self, timeout_s: float) -> Self:
-        return type(self)(self._parent.patient(timeout_s), self._start[:-1])
+        return type(self)(self.parent.patient(timeout_s), self._start[:-1])
 
 
 def _board(save: Save) -> str:

@@ -78,6 +78,8 @@ def odd(*arguments, **options):
     if kind == "slow":
         time.sleep(float(count))
     elif kind == "stops" and calls == 1:
+        if os.getpid() != os.getpgrp():
+            os.setsid()  # else the kernel wakes it, by SIGHUP and SIGCONT, when its trainer dies
         os.kill(os.getpid(), signal.SIGSTOP)
     elif kind == "dies" and calls == int(count):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -355,7 +355,7 @@ def test_what_a_store_may_use_again_is_written_at_once(large):
 
 
 def test_a_safetensors_file_of_a_store_loads_to_its_last_byte(seen):
-    from safetensors.torch import save
+    save = pytest.importorskip("safetensors.torch", reason="the extra safetensors").save
 
     store = MemoryStore("hub")
     whole = torch.arange(5_000_001, dtype=torch.float32)

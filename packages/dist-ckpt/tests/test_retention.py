@@ -298,7 +298,7 @@ def test_a_step_of_a_strategy_that_is_not_registered_is_an_error_of_latest_and_n
         dist_ckpt.save({"w": 1}, retention.step_path(tmp_path, step))
     config = retention.step_path(tmp_path, 2) / "metadata.json"
     config.write_text(config.read_text().replace("torch_dist", "mine"))
-    with pytest.raises(MismatchError, match=r"step-00000002: Cannot find a default strategy for.*mine"):
+    with pytest.raises(MismatchError, match=r"step-00000002 is of a strategy that is not registered here: .*mine"):
         retention.latest(tmp_path)
     dist_ckpt.save({"w": 1}, retention.step_path(tmp_path, 3))
     assert retention.latest(tmp_path) == retention.step_path(tmp_path, 3)  # nobody asks below it

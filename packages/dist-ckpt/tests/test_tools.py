@@ -534,7 +534,7 @@ def test_a_key_cannot_speak_to_the_terminal(tmp_path, capsys):
 
 
 def test_a_reader_that_goes_away_and_an_interrupt_change_no_status(folder, tmp_path, monkeypatch):
-    command = f"{shlex.quote(sys.executable)} -m sixfold.dist_ckpt verify --json {shlex.quote(str(folder))}"
+    command = f"{shlex.quote(sys.executable)} -W ignore -m sixfold.dist_ckpt verify --json {shlex.quote(str(folder))}"
     script = f"trap '' PIPE; {command} | true; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100)
     assert (done.stdout, done.stderr) == ("0\n", "")

@@ -301,6 +301,7 @@ def test_a_saver_that_nobody_keeps_lives_until_its_save_has_ended(saver, stopped
     """The interpreter's end waits for the savers that live."""
     other, open_savers = background.AsyncSaver(group=None, timeout_s=60), background._open_savers(os.getpid())
     other._worker, other._arena = saver._worker, saver._arena  # a worker takes a second to start
+    gc.collect()  # savers of other tests
     handle, count = other.save(state(2), tmp_path / "c"), len(open_savers)
     del other
     gc.collect()

@@ -296,7 +296,7 @@ def check_is_registered(folder: Path) -> None:
         try:
             base.get(action, *pair)
         except MismatchError as error:
-            raise MismatchError(f"{folder}: {error}") from error
+            raise MismatchError(f"{folder} is of a strategy that is not registered here: {error}") from error
 
 
 def get_default_save_sharded_strategy(backend: str = "torch_dist", version: int = 1) -> base.SaveShardedStrategy:

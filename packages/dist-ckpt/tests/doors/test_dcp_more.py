@@ -267,7 +267,7 @@ def test_what_a_planner_reads_from_within_a_chunk_is_hashed_too(tmp_path):
     assert dcp_load({"w": torch.zeros(4)}, dcp.Reader(tmp_path / "c"), planner=Behind())["w"].tolist() == [1, 2, 3, 0]
     path = tmp_path / "c" / "__0_0.distcp"
     data = path.read_bytes()
-    path.write_bytes(data.replace(struct.pack('<4f', 0, 1, 2, 3), struct.pack('<4f', 1, 2, 3, 4)))
+    path.write_bytes(data.replace(struct.pack("<4f", 0, 1, 2, 3), struct.pack("<4f", 1, 2, 3, 4)))
     assert path.read_bytes() != data
     with pytest.raises(CheckpointException) as caught:
         dcp_load({"w": torch.zeros(4)}, dcp.Reader(tmp_path / "c"), planner=Behind())

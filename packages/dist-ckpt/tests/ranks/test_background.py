@@ -21,6 +21,7 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, ShardedTensor
 from sixfold.dist_ckpt.background import board, control, process
 from sixfold.dist_ckpt.background import saver as background
+from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -487,6 +488,30 @@ def test_a_trainer_that_dies_in_its_workers_commit_is_waited_for_and_the_others_
     assert (found, loaded) == (end, value), text
     assert end == "committed" or "it may still do so" in text
     assert seconds < 20, "the save's own deadline is 60 s"
+
+
+def lose_the_first_worker_before_another_writes(rank, ranks, folder):
+    """The first trainer takes away what was written, and tells of it a little later."""
+    process._WORKER = (ODD_WORKER, "late:1" if rank else "slow:0")
+    process._start_worker = Forked
+    dist_ckpt.save(state(rank, ranks, 1), folder / "c")
+    abandon = LocalStore.abandon
+
+    def abandon_slowly(store, save):
+        abandon(store, save)
+        time.sleep(2.5)
+
+    LocalStore.abandon = abandon_slowly
+    handle = dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=60)
+    if rank == 0:
+        os.kill(handle.worker_pid, signal.SIGKILL)
+    return ending(handle, 50)
+
+
+def test_files_that_the_first_rank_takes_away_are_not_told_as_the_work_of_another_save(tmp_path):
+    ends = run_ranks(lose_the_first_worker_before_another_writes, 2, tmp_path, timeout=90)
+    assert {(kind, text) for kind, text, _ in ends} == {("LostPeerError", ends[0][1])}
+    assert "the worker of rank 0 died" in ends[0][1]
 
 
 def operations_of_a_wait(rank, ranks, folder):

@@ -240,6 +240,9 @@ def await_outcome(job: Job, gauge: Gauge, share: Any = None) -> Outcome:
 def fail(job: Job, error: CheckpointError, gauge: Gauge) -> Outcome:
     """A rank has met an error: it ends the save for all, unless another rank has done so."""
     if job.rank == 0:
+        with suppress(OSError):  # first: who finds its files gone must not take that for the work of another save
+            if job.ranks > 1:
+                board_of(job).verdict(f"{GIVE_UP}-0")
         job.content.store.abandon(job.ticket.save)  # which also frees the disk for what is put now
     if job.ranks == 1:
         return Outcome(error=error)

@@ -280,7 +280,8 @@ def test_a_rank_that_stops_is_named_before_the_deadline(ranks):
     results = run_ranks(in_step_two, ranks, "stops", allow_exit=(1,))
     for rank in {0, ranks - 1} - {1}:
         (text, unit, step, op, lost), seconds = results[rank]
-        assert (step, lost) == (2, (1,)) and unit is not None and op == "gather", text
+        # Its answer to the digest of the step before may not have left: then that is what the others wait for first.
+        assert (step, lost) == (2, (1,)) and (op, unit is None) in {("gather", False), ("check", True)}, text
         assert "the process of rank 1 is stopped; no sign of life from rank 1" in text
         assert "(no beat for" in text or "another rank reported a fault" in text
         assert seconds < DEADLINES["stops"] / 2 + KNOWN_S, f"{seconds:.1f} s"

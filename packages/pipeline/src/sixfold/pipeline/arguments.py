@@ -2,25 +2,74 @@
 
     program, stages, options --> checks (this file) --> run
 
-No process group here; ranks are numbers.
+No process group here; ranks are numbers. What is wrong on one rank is told to all, so nothing is raised before ranks
+are connected: ``refusal`` returns its error.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from sixfold.pipeline.action import Kind
-from sixfold.pipeline.errors import ScheduleError, number
+from sixfold.pipeline.errors import ScheduleError, number, whole
 from sixfold.pipeline.passes import lower, reduce_grad
-from sixfold.pipeline.program import Program, Weights
+from sixfold.pipeline.program import Program, Weights, program_given
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.verify import verify
 
-__all__ = ["check_loss", "check_program", "check_stages", "check_timeout", "complete"]
+__all__ = ["check_loss", "check_program", "check_stages", "check_timeout", "complete", "given_stages", "refusal"]
+
+
+def given_stages(stages: Stage | Sequence[Stage]) -> list[Stage]:
+    """``stages``, or one stage, as a list.
+
+    Raises:
+        ScheduleError: something in it is no Stage, such as a module.
+    """
+    if isinstance(stages, Stage):
+        return [stages]
+    if isinstance(stages, nn.Module) or not isinstance(stages, Iterable):
+        raise ScheduleError(f"stages is a {type(stages).__name__}; it is a list of Stage(module, index)")
+    found = list(stages)
+    for at, stage in enumerate(found):
+        if hasattr(stage, "submod") and hasattr(stage, "stage_index"):
+            raise ScheduleError(f"stages[{at}] is a {type(stage).__name__}; make it with Stage.from_torch(stage)")
+        if not isinstance(stage, Stage):
+            raise ScheduleError(f"stages[{at}] is a {type(stage).__name__}; it is a Stage: Stage(module, index)")
+    return found
+
+
+def refusal(
+    program: Program,
+    stages: Stage | Sequence[Stage],
+    loss_fn: Callable[[Any, Any], Any] | None,
+    scale: str,
+    *,
+    lookahead: int,
+    dynamic_shapes: object,
+    edges: object,
+    overlap: str,
+) -> ScheduleError | None:
+    """Why these arguments cannot work; None where they can."""
+    try:
+        program_given(program)
+        check_loss(loss_fn, scale, given_stages(stages))
+        whole("lookahead", lookahead, least=0)
+        if dynamic_shapes not in (True, False, "announced"):
+            raise ScheduleError(f"dynamic_shapes is {dynamic_shapes!r}; it is True, False or 'announced'")
+        if not (edges in (None, "groups", "one", "host") or callable(edges)):
+            raise ScheduleError(
+                f"edges is {edges!r}; it makes the group of an edge, or is 'groups', 'one', 'host' or None"
+            )
+        if overlap not in ("order", "streams"):
+            raise ScheduleError(f"overlap is {overlap!r}; it is 'order' or 'streams'")
+    except ScheduleError as error:
+        return error
+    return None
 
 
 def check_loss(loss_fn: Callable[[Any, Any], Any] | None, scale: str, stages: Sequence[Stage]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 from sixfold.pipeline.errors import ScheduleError, number
 from sixfold.pipeline.fit import Measured, fit
 from sixfold.pipeline.memory import activation_share
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program import Program, program_given
 
 __all__ = ["Costs", "Hop"]
 
@@ -111,6 +111,7 @@ class Costs:
         hop: Hop = 0.0,
     ) -> Costs:
         """Costs of a rank's whole share; each of its v stages gets 1/v, activations included."""
+        program_given(program)
         share = activation_share(program)
         forward, backward_input = _amount("forward", forward), _amount("backward_input", backward_input)
         backward_weight = _amount("backward_weight", backward_weight)

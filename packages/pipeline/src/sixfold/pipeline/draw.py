@@ -14,7 +14,7 @@ from sixfold.pipeline.action import WORK
 from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.picture import save_png, write_svg
-from sixfold.pipeline.program import Program, Weights
+from sixfold.pipeline.program import Program, Weights, program_given
 from sixfold.pipeline.simulate import Timeline, simulate
 from sixfold.pipeline.trace import write_trace
 
@@ -65,12 +65,15 @@ def _named(first: Program | Timeline, second: Program | Timeline | None) -> dict
 def _timeline(program_or_timeline: Program | Timeline) -> Timeline:
     if isinstance(program_or_timeline, Timeline):
         return program_or_timeline
+    program_given(program_or_timeline)
     return simulate(program_or_timeline, Costs.per_rank(program_or_timeline))
 
 
 def _text(program_or_timeline: Program | Timeline) -> str:
     if isinstance(program_or_timeline, Program):
         return str(program_or_timeline)
+    if not isinstance(program_or_timeline, Timeline):
+        program_given(program_or_timeline)
     return _to_scale(program_or_timeline, _columns([program_or_timeline]))
 
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sixfold.pipeline.errors import ScheduleError, whole
+from sixfold.pipeline.meet import group_of, refuse, transport_of
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.run import PipelineRunner
 from sixfold.pipeline.schedules import by_name
@@ -42,6 +43,15 @@ def program_of(schedule: str | Path, ranks: int, microbatches: int, chunks: int 
     if not _is_file(schedule):
         return by_name(str(schedule)).with_chunks(ranks, microbatches, chunks)
     return _in_file(Path(schedule), ranks, microbatches, ranks * chunks)
+
+
+def _program(schedule: str | Path, ranks: int, microbatches: int, stages: int) -> Program:
+    """Of so many stages."""
+    if _is_file(schedule):
+        return _in_file(Path(schedule), ranks, microbatches, stages)
+    if stages % ranks:
+        raise ScheduleError(f"num_stages is {stages}, which {ranks} ranks do not divide; a CSV may place them so")
+    return program_of(schedule, ranks, microbatches, stages // ranks)
 
 
 def _is_file(schedule: str | Path) -> bool:
@@ -93,21 +103,19 @@ class TorchSchedule:
         **options: Any,
     ) -> None:
         given = list(stages) if isinstance(stages, Sequence) else [stages]
-        group = _one_of("group", given, group)
+        group = group_of(_one_of("group", given, group))
         count = whole("num_stages", _one_of("num_stages", given, num_stages), least=1)
         ranks = group.size()
-        self._microbatches = whole("n_microbatches", n_microbatches, least=1)
-        self._stages = [stage if isinstance(stage, Stage) else Stage.from_torch(stage) for stage in given]
         self._loss_fn = loss_fn
         self._loss_kwargs: dict[str, Any] = {}
+        try:
+            self._microbatches = whole("n_microbatches", n_microbatches, least=1)
+            self._stages = [stage if isinstance(stage, Stage) else Stage.from_torch(stage) for stage in given]
+            self.program = _program(schedule, ranks, self._microbatches, count)
+        except (ScheduleError, OSError) as error:  # the others make theirs, and are told
+            refuse(error, transport_of(group, None), options.get("store"), options.get("timeout_s", 600.0))
         own = all(stage.data_parallel is None for stage in self._stages)
         self._equal, self._divide = scale_grads, scale_grads and own
-        if _is_file(schedule):
-            self.program = _in_file(Path(schedule), ranks, self._microbatches, count)
-        elif count % ranks:
-            raise ScheduleError(f"num_stages is {count}, which {ranks} ranks do not divide; a CSV may place them so")
-        else:
-            self.program = program_of(schedule, ranks, self._microbatches, count // ranks)
         self._last = self.program.placement[-1] == group.rank()
         self.runner = PipelineRunner(
             self.program,
@@ -176,8 +184,11 @@ class TorchSchedule:
 
     def _cut(self, args: tuple[Any, ...], target: Any, kwargs: dict[str, Any]) -> tuple[Any, Any, list[dict[str, Any]]]:
         m = self._microbatches
-        inputs = cut(args, m, "args", equal=self._equal) if args else None
-        return inputs, cut(target, m, "target", equal=self._equal), cut(kwargs, m, "kwargs", equal=self._equal)
+        try:
+            inputs = cut(args, m, "args", equal=self._equal) if args else None
+            return inputs, cut(target, m, "target", equal=self._equal), cut(kwargs, m, "kwargs", equal=self._equal)
+        except ScheduleError as error:  # the other ranks are in the call already, and wait for this one
+            self.runner.fail(error)
 
 
 def cut(value: Any, m: int, name: str, *, equal: bool) -> list[Any]:

@@ -16,7 +16,7 @@ from sixfold.pipeline.action import BACKWARD_ENDS, COMPUTE, MESSAGES, Action, Ki
 from sixfold.pipeline.counterexample import check_size
 from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.paper import turns
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program import Program, program_given
 
 __all__ = ["lower", "post_ahead", "posted_order", "reduce_grad"]
 
@@ -39,6 +39,7 @@ def lower(program: Program) -> Program:
         ScheduleError: the program has messages already or lacks forwards, or its order does not let every rank through.
     Cost: O(actions).
     """
+    program_given(program)
     _check_actions(program)
     check_size(program)
     placement = program.placement

@@ -16,7 +16,7 @@ from itertools import pairwise
 from sixfold.pipeline.action import MESSAGES, PER_STAGE, Action, Kind
 from sixfold.pipeline.errors import ScheduleError, whole
 
-__all__ = ["Program", "Weights"]
+__all__ = ["Program", "Weights", "program_given"]
 
 _LINE = re.compile(r"\s*([0-9]{1,15})\s*:(.*)")
 _WEIGHTS = re.compile(r"\s*weights\s*:(.*)")
@@ -213,3 +213,23 @@ def _cells(cells: Iterable[str], rank: int) -> tuple[Action, ...]:
             except ScheduleError as error:
                 raise ScheduleError(f"rank {rank}, column {column}: {error}", rank=rank, position=column) from None
     return tuple(actions)
+
+
+def program_given(value: object) -> None:
+    """``value`` is a Program, and not a schedule's name or function.
+
+    Raises:
+        ScheduleError: it is none; the text says how to make one.
+    """
+    if isinstance(value, Program):
+        return
+    if isinstance(value, str):
+        raise ScheduleError(
+            f"program is {value!r}; it is a Program: program_of({value!r}, ranks, microbatches) makes one of a name"
+        )
+    if callable(value):
+        name = getattr(value, "__name__", type(value).__name__)
+        raise ScheduleError(f"program is the function {name}; call it: {name}(ranks, microbatches)")
+    raise ScheduleError(
+        f"program is a {type(value).__name__}; it is a Program, such as one_f_one_b(ranks, microbatches)"
+    )

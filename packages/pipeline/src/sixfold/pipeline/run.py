@@ -15,16 +15,18 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from sixfold.pipeline.agree import broadcast
-from sixfold.pipeline.arguments import check_loss, check_stages, check_timeout
+from sixfold.pipeline.arguments import check_stages, check_timeout, given_stages, refusal
 from sixfold.pipeline.carried import Carried
 from sixfold.pipeline.compile import Compiled, StepResult, step_device
 from sixfold.pipeline.data_parallel import Replicas
-from sixfold.pipeline.errors import PipelineTimeout, ScheduleError, whole
+from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.faults import Store
 from sixfold.pipeline.measure import gathered
-from sixfold.pipeline.program import Program, Weights
+from sixfold.pipeline.meet import connect, group_of, refuse, transport_of
+from sixfold.pipeline.program import Program, Weights, program_given
 from sixfold.pipeline.programs import Programs, one_process
 from sixfold.pipeline.reports import Faults
 from sixfold.pipeline.simulate import Timeline, measured
@@ -32,7 +34,7 @@ from sixfold.pipeline.snapshot import restored, taken
 from sixfold.pipeline.split import input_microbatches, keyword_microbatches, target_microbatches
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.tied import Ties, tie
-from sixfold.pipeline.transport import Links, Transport, over
+from sixfold.pipeline.transport import Links, Transport
 from sixfold.pipeline.watchdog import PeerLost
 from sixfold.pipeline.wiring import Goal
 
@@ -50,14 +52,14 @@ class PipelineRunner:
 
     Args:
         program: compute-only programs are lowered here.
-        stages: those that the program places on this rank, any order.
-        group: rank r of the program is group rank r; None runs all stages in this process. Reports of what failed or
-            did not come call ranks by their numbers among all ranks of the job.
+        stages: those that the program places on this rank (``program.stages_of(rank)``), any order; or the only one.
+        group: rank r of the program is group rank r; a mesh of one dimension is its group; None runs all stages in this
+            process. Reports of what failed or did not come call ranks by their numbers among all ranks of the job.
         loss_fn: ``loss_fn(output, target)`` -> scalar; needed where the last stage is.
         scale: "mean" divides each loss by m before its backward, "sum" does not, "token" takes
             (sum, count) from ``loss_fn`` and divides the step's gradients once by the total count.
         timeout_s: deadline of every wait for another rank.
-        store: for ranks to tell each other where they stand after a failure.
+        store: for ranks to tell each other where they stand after a failure; None takes the group's.
         lookahead: compute actions by which a receive is posted before its place.
         profile: results hold when each action began and ended, of those calls that do not say ``profile=False``.
         dynamic_shapes: shapes may differ in every step and microbatch without notice; "announced": only in a step that
@@ -79,8 +81,8 @@ class PipelineRunner:
     def __init__(
         self,
         program: Program,
-        stages: Sequence[Stage],
-        group: dist.ProcessGroup | Transport | None = None,
+        stages: Stage | Sequence[Stage],
+        group: dist.ProcessGroup | DeviceMesh | Transport | None = None,
         loss_fn: LossFn | None = None,
         *,
         scale: str = "mean",
@@ -92,13 +94,24 @@ class PipelineRunner:
         edges: Callable[[int, int], dist.ProcessGroup] | Literal["groups", "one", "host"] | None = None,
         overlap: Literal["order", "streams"] = "order",
     ) -> None:
-        if overlap not in ("order", "streams"):
-            raise ScheduleError(f"overlap is {overlap!r}; it is 'order' or 'streams'")
-        check_loss(loss_fn, scale, stages)
-        if dynamic_shapes not in (True, False, "announced"):
-            raise ScheduleError(f"dynamic_shapes is {dynamic_shapes!r}; it is True, False or 'announced'")
-        timeout_s = check_timeout(timeout_s)
-        lookahead = whole("lookahead", lookahead, least=0)
+        wrong = refusal(
+            program,
+            stages,
+            loss_fn,
+            scale,
+            lookahead=lookahead,
+            dynamic_shapes=dynamic_shapes,
+            edges=edges,
+            overlap=overlap,
+        )
+        try:
+            timeout_s = check_timeout(timeout_s)
+        except ScheduleError as error:
+            wrong, timeout_s = wrong or error, 600.0
+        group = group_of(group)
+        if wrong is not None:  # said behind the join, so that the others are told and do not wait
+            refuse(wrong, transport_of(group, None), store, timeout_s)
+        stages, lookahead = given_stages(stages), whole("lookahead", lookahead, least=0)
         for stage in stages:
             if isinstance(stage.data_parallel, Replicas):
                 stage.data_parallel.timeout_s = timeout_s
@@ -113,7 +126,7 @@ class PipelineRunner:
         self._links: dict[int, Links] = {}  # of this rank; empty where all are in this process
         self._program = program
         self._here = None if group is None else self._rank  # None: all ranks are here
-        transport = over(group, edges) if isinstance(group, dist.ProcessGroup) else group
+        transport = transport_of(group, edges)
         self._ranks = len(program.ranks) if transport is None else transport.ranks
         one = bool(getattr(transport, "one", False))
         self._programs = Programs(
@@ -129,7 +142,8 @@ class PipelineRunner:
         )
         if transport is not None:
             backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "gloo"
-            self._join(transport, backend, store, timeout_s)
+            device = step_device(self._stages, backend)
+            self._links[transport.rank], self._faults = connect(transport, device, store, timeout_s)
         try:  # behind the join, so that the others are told what is wrong here, and do not wait
             if len(self._stages) != len(stages):
                 check_stages(program, stages, self._here)
@@ -311,6 +325,21 @@ class PipelineRunner:
         weights = Weights.FLUSHED if self._carried is None else Weights.PIPEDREAM  # as Carried.result says
         return None if events is None else measured(events, weights)
 
+    def fail(self, error: BaseException) -> NoReturn:
+        """End this runner on all ranks: what was found wrong here outside of its calls, such as by a data loader.
+
+        Others raise ``error``'s text from the call in which they wait for this rank, or from their next one.
+
+        Raises:
+            ScheduleError: ``error`` itself where it is one, else one with its text, from it.
+        """
+        self._not_broken()
+        if isinstance(error, Exception) and not isinstance(error, ScheduleError):
+            wrapped = ScheduleError(f"{type(error).__name__}: {error}")
+            wrapped.__cause__ = error
+            error = wrapped
+        self._fail(error, self._ran, -1)
+
     def _not_broken(self) -> None:
         if self._faults.broken is not None:
             raise ScheduleError(f"this runner failed before ({self._faults.broken}); make a new one")
@@ -340,6 +369,7 @@ class PipelineRunner:
         calls: Iterator[Callable[[], object]] | None = None
         over = False
         try:
+            program_given(program)
             compiled = self._carried if mode == "drain" else self._programs.get(program, mode, goal)
             assert compiled is not None, "drain looks whether something is in flight"
             if ties is not None:
@@ -395,21 +425,6 @@ class PipelineRunner:
             keyword_microbatches(kwargs, m),
             keep_outputs,
         )
-
-    def _join(self, transport: Transport, backend: str, store: Store | None, timeout_s: float) -> None:
-        begin, names = time.monotonic(), getattr(transport, "names", None)
-        try:
-            links = transport.join(step_device(self._stages, backend), timeout_s)
-        except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError too: a peer did not come
-            name = self._rank if names is None else names[self._rank]
-            message = f"rank {name} waited {timeout_s:g} s for all {transport.ranks} ranks to make their runner"
-            if time.monotonic() - begin < timeout_s:
-                message = f"rank {name} has no connection to all {transport.ranks} ranks: {error}"
-            raise PipelineTimeout(
-                f"{message} [see errors/pipeline.html#the-ranks-did-not-make-their-runner-together]", rank=self._rank
-            ) from error
-        self._links[transport.rank] = links
-        self._faults = Faults(self._rank, transport.ranks, links, store, names)
 
     def _fail(self, error: BaseException, compiled: Compiled | Carried | None = None, at: int = -1) -> NoReturn:
         """The step is over, here and on every other rank."""

@@ -23,7 +23,7 @@ from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.memory import activation_share, peak_activations, peak_outputs, peak_received, weight_versions
 from sixfold.pipeline.paper import play, stuck
-from sixfold.pipeline.program import Program, Weights
+from sixfold.pipeline.program import Program, Weights, program_given
 
 __all__ = ["Event", "Timeline", "measured", "simulate"]
 
@@ -73,6 +73,7 @@ def simulate(program: Program, costs: Costs) -> Timeline:
             the STEP that makes them.
     Cost: O(actions).
     """
+    program_given(program)
     if len(costs.forward) != program.stages:
         raise ScheduleError(f"costs are for {len(costs.forward)} stages; the program has {program.stages}")
     timed = WORK | {kind for kind, price in ((Kind.UNSHARD, costs.unshard), (Kind.REDUCE_GRAD, costs.reduce)) if price}

@@ -21,7 +21,7 @@ from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.counterexample import broken, check_size, deadlock, grid, missing
 from sixfold.pipeline.errors import ScheduleError, number
 from sixfold.pipeline.memory import activation_share, peak_activations, weight_versions
-from sixfold.pipeline.program import Program, Weights
+from sixfold.pipeline.program import Program, Weights, program_given
 from sixfold.pipeline.slots import check_gathers, check_one_reduction, check_reductions, check_steps
 from sixfold.pipeline.waits import Wait, meet, shortest_cycle
 
@@ -72,6 +72,7 @@ def verify(
         ScheduleError: one action and the rule it breaks, or the shortest ``cycle`` of waits; a grid shows where.
     Cost: O(actions) for a right program.
     """
+    program_given(program)
     if transport not in ("rendezvous", "buffered"):
         raise ScheduleError(f"transport is {transport!r}; it is 'rendezvous' or 'buffered'")
     if memory_cap is not None and not (memory_cap := number("memory_cap", memory_cap)) > 0:

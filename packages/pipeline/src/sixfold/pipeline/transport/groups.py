@@ -206,7 +206,7 @@ class GroupLinks:
         timeout_s: deadline of every single wait.
     """
 
-    store: Store | None = None
+    store: Store | None
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, edges: Edges) -> None:
         self.rank, self.ranks = group.rank(), group.size()
@@ -335,6 +335,7 @@ class GroupLinks:
         members = "-".join(map(str, dist.get_process_group_ranks(self._group)))
         self.key = f"sixfold.pipeline/{members}/{serial}"
         self._store = PrefixStore(f"sixfold.pipeline.{serial}", store)
+        self.store = self._store
         if self.rank == 0:
             self._store.set("alarm", f"sixfold-{uuid4().hex}")
         self._alarm = Alarm(self._store.get("alarm").decode(), self.rank, self.ranks) if can_share() else None

@@ -13,6 +13,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Size
@@ -73,7 +74,7 @@ def metadata_of(manifest: Manifest, data: bytes | None, *, trusted_bytes: bool) 
     Raises:
         CorruptError: it is not what such a file is. UnsafeError: it names what no checkpoint needs.
     """
-    found = Metadata({}, None, {})
+    found = Metadata({}, None, {}, torchs.StorageMeta(save_id=manifest.save_id))
     for key, stored in manifest.tensors.items():
         entry = torchs.TensorStorageMetadata(torchs.TensorProperties(dtype=stored.dtype), Size(stored.shape), [])
         found.state_dict_metadata[key] = entry
@@ -86,9 +87,23 @@ def metadata_of(manifest: Manifest, data: bytes | None, *, trusted_bytes: bool) 
     if data is not None:
         root = unpickle.loads(data, trusted_bytes=trusted_bytes)
         try:
+            found.storage_meta = _storage_meta(root.get("storage_meta"), manifest.save_id)
             found.planner_data = _planner_data(root.get("planner_data"), [*found.state_dict_metadata])
         except (AttributeError, TypeError, RecursionError) as error:
             raise CorruptError(f"not a readable Metadata: {type(error).__name__}: {error}") from error
+    return found
+
+
+def _storage_meta(stored: Any, save_id: str | None) -> torchs.StorageMeta:
+    """What the file says of its save, as far as it is text or a path; ``save_id`` where it says nothing."""
+    found = torchs.StorageMeta(save_id=save_id)
+    if isinstance(stored, Node):
+        place, named = stored.get("checkpoint_id"), stored.get("save_id")
+        parts = place.get("parts") if unpickle.kind_of(place) == "PosixPath" else None
+        if isinstance(parts, tuple) and all(isinstance(part, str) for part in parts):
+            place = Path(*parts)
+        found.checkpoint_id = place if isinstance(place, str | Path) else None
+        found.save_id = named if isinstance(named, str) else save_id
     return found
 
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, _EmptyStateDictLoadPlanner
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -166,6 +166,7 @@ class Reader(StorageReader):
         dtype_policy: where the dtype asked for is not the stored one: "cast" converts as torch does and warns once,
             "exact" refuses values that would be lost, "strict" any difference.
         safe_globals: classes that values may name besides torch's own list.
+        thread_count: threads of each rank that read; None for this rank's share of the host's cores.
     Raises:
         CheckpointError: an argument is none of these. In ``load``, inside torch's CheckpointException: CorruptError,
             MismatchError, ShardingError, UnsafeError, StorageError as of ``sixfold.dist_ckpt.load``.
@@ -178,13 +179,17 @@ class Reader(StorageReader):
         verify: str = "touched",
         dtype_policy: str = "cast",
         safe_globals: Sequence[Any] = (),
+        thread_count: int | None = None,
     ) -> None:
         super().__init__()
+        if thread_count is not None and thread_count < 1:
+            raise CheckpointError(f"thread_count is {thread_count}; it is >= 1")
         plans.check_policy(dtype_policy)
         if verify not in VERIFY_MODES:
             raise CheckpointError(f"verify is {verify!r}; it is one of {VERIFY_MODES}")
         self.path = path
         self.verify, self.dtype_policy, self.safe_globals = verify, dtype_policy, tuple(safe_globals)
+        self.thread_count = thread_count
         self.load_id = str(uuid.uuid4())
         self._now: _Opened | None = None
         self._at_end: weakref.finalize[..., Reader] | None = None  # closes the mirrors
@@ -228,7 +233,8 @@ class Reader(StorageReader):
             self._failure = error
             raise
         self._failure = None
-        found.storage_meta = StorageMeta(load_id=self.load_id)
+        assert found.storage_meta is not None, "metadata_of makes one"
+        found.storage_meta.load_id = self.load_id
         return found
 
     def _open(self) -> Metadata:
@@ -353,7 +359,7 @@ class Reader(StorageReader):
         hashed = _blocks_of(share.blocks[share.rank]) | (_blocks_of(touched) - _blocks_of(now.wished))
         odd = {n for n, record in enumerate(records) if not _is_writable(record, goals[n][1])}
         direct = replace(planned, reads=tuple(read for read in planned.reads if read.record not in odd))
-        reader = engine.Reader(checkpoint, self.dtype_policy, share.threads)
+        reader = engine.Reader(checkpoint, self.dtype_policy, self.thread_count or share.threads)
         has_digests = checkpoint.integrity is not None and self.verify != "off"
 
         def filled(number: int) -> None:

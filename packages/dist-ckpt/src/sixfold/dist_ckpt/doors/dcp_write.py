@@ -24,6 +24,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -49,6 +50,7 @@ from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, paths, store_at
 from sixfold.dist_ckpt.stores.store import Content, Part, Save, complete, part_name
 from sixfold.dist_ckpt.stores.stream import PartFile
+from sixfold.dist_ckpt.stores.url import is_known
 
 Place = str | os.PathLike[str] | Store
 _Places = list[tuple[MetadataIndex, ByteRange]]  # of a file, in its order
@@ -86,11 +88,14 @@ class Writer(StorageWriter, BlockingAsyncStager):
     Args:
         path: the folder of the checkpoint, whose parents are made; a URL that fsspec opens; a Store. "" if each call
             names a ``checkpoint_id``.
-        if_exists: "replace" a checkpoint in the folder, in one step, or "error" if it is not empty.
+        if_exists: "replace" a checkpoint in the folder, in one step (the default), or "error" if it is not empty.
+        overwrite: the same in torch's words: False is "error".
         thread_count: threads of each rank that write.
         check_finite: NaN or infinity in a tensor is an error.
         owns: names of files that a trainer puts beside the checkpoint into the same folder, such as Lightning's
             ``meta.pt``: they go with the checkpoint that is replaced. Without it a folder of other files is refused.
+        cache_staged_state_dict: ``async_save`` copies into the same memory each time, as torch's writer of that
+            argument does: faster, and the memory stays. Keep the Writer, and end a save before the next.
     Raises:
         CheckpointError: an argument is none of these. Errors of a save are inside torch's CheckpointException:
             StorageError, ShardingError as of ``sixfold.dist_ckpt.save``.
@@ -100,13 +105,18 @@ class Writer(StorageWriter, BlockingAsyncStager):
         self,
         path: Place,
         *,
-        if_exists: str = "replace",
+        if_exists: str | None = None,
+        overwrite: bool | None = None,
         thread_count: int = 2,
         check_finite: bool = False,
         owns: Iterable[str] = (),
+        cache_staged_state_dict: bool = False,
     ) -> None:
         StorageWriter.__init__(self)
-        BlockingAsyncStager.__init__(self)
+        BlockingAsyncStager.__init__(self, cache_staged_state_dict)
+        if if_exists is not None and overwrite is not None:
+            raise CheckpointError(f"overwrite={overwrite} and if_exists={if_exists!r} say the same; pass one of them")
+        if_exists = if_exists or ("error" if overwrite is False else "replace")
         check_if_exists(if_exists)
         if thread_count < 1:
             raise CheckpointError(f"thread_count is {thread_count}; it is >= 1")
@@ -117,14 +127,18 @@ class Writer(StorageWriter, BlockingAsyncStager):
         self._rank, self._alone = 0, False
         self._ticket: _Ticket | None = None  # the first rank's, of the save that goes on
         self._abandon: weakref.finalize[..., Any] | None = None
+        self._stager: DefaultStager | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_ticket": None, "_abandon": None}
+        return {**self.__dict__, "_ticket": None, "_abandon": None, "_stager": None}
 
     # Staging, for async_save: a copy of everything, in memory of its own, at the call.
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A copy of the state dict on the CPU, what is no tensor included, as torch's default stager makes it."""
-        staged: Any = DefaultStager(StagingOptions(False, False, False, False)).stage(state_dict)
+        stager = self._stager or DefaultStager(StagingOptions(False, False, False, False))
+        if self.cache_staged_state_dict:
+            self._stager = stager  # it copies a tensor into the memory that it made for it before
+        staged: Any = stager.stage(state_dict)
         return staged  # type: ignore[no-any-return]
 
     # The calls of torch's save, in their order.
@@ -339,12 +353,12 @@ class Writer(StorageWriter, BlockingAsyncStager):
 
 
 def is_place(checkpoint_id: str | os.PathLike[str]) -> bool:
-    """Whether this names the place of a checkpoint: a path, or a URL that fsspec opens."""
+    """Whether this names the place of a checkpoint: a path, or a URL of a protocol that fsspec knows."""
     try:
-        paths.located(checkpoint_id, "checkpoint_id")
+        place = paths.located(checkpoint_id, "checkpoint_id")
     except CheckpointError:
         return False
-    return True
+    return isinstance(place, Path) or is_known(place)
 
 
 def _abandon_here(store: Store, save: Save, process: int) -> None:

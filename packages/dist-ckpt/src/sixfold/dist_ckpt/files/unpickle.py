@@ -71,6 +71,13 @@ class _Properties(Node):
         self.__dict__["state"] = state
 
 
+class _Path(Node):
+    """A path, as torch stores the checkpoint_id of a save: its state is its parts."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.__dict__["parts"] = parts
+
+
 def kind_of(value: Any) -> str:
     """Name of the class that a pickle gave an object; of a plain value, its type."""
     return type(value).kind if isinstance(value, Node) else type(value).__name__
@@ -98,7 +105,7 @@ class _Unpickler(pickle.Unpickler):
                 " [see errors/dist-ckpt.html#a-foreign-pickle]"
             )
         if full not in self._kinds:
-            base = _Properties if name == "TensorProperties" else Node
+            base = {"TensorProperties": _Properties, "PosixPath": _Path}.get(name, Node)
             self._kinds[full] = type(name, (base,), {"kind": name})
         return self._kinds[full]
 

@@ -126,7 +126,10 @@ class Load:
         missing = decision.missing if mode.minds_missing else set()
         if mode.logs:
             _warn_of_keys(missing, decision.unexpected)
-        return (result, missing, decision.unexpected) if mode.returns else result
+        if not mode.returns:
+            return result
+        stored = looked.checkpoint.manifest
+        return result, _given_keys(missing, stored), _given_keys(decision.unexpected, stored)
 
     def opened(self, seen: Seen) -> tuple[Checkpoint, dict[Any, Any], bool]:
         """The checkpoint, its common data, and whether each value was stored under its own name: by DCP, or its way."""
@@ -355,6 +358,11 @@ def _warn_of_stateful(looked: Looked, decision: _Decision) -> None:
     owners = tuple(f"{tree.key_text(step.path)}." for step in looked.merges if step.owner is not None)
     if lost := sorted(key for key in decision.missing if owners and key.startswith(owners)):
         _log.warning("Not in the state dicts of the objects that load, and so not loaded: %s", ", ".join(lost))
+
+
+def _given_keys(names: set[str], stored: Manifest) -> set[str]:
+    """Keys as users give them to records: of a cell of objects its grid's key, as megatron-core returns them."""
+    return {name if name in stored.tensors else by_name.record_of(name).key for name in names}
 
 
 def _warn_of_keys(missing: set[str], unexpected: set[str]) -> None:

@@ -9,6 +9,7 @@ included, which megatron itself dropped after 0.12. No files, no ranks.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -42,6 +43,15 @@ class ShardedBase:
     key: str
     data: Any
     replica_id: ReplicaId
+
+    def validate_metadata_integrity(self) -> None:
+        """Check the record's own rules; raises ShardingError with the key and the numbers."""
+
+    def without_data(self) -> ShardedBase:
+        """A copy with ``data=None``."""
+        bare = copy(self)
+        bare.data = None
+        return bare
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
@@ -229,6 +239,35 @@ class ShardedTensor(ShardedBase):
         """Whether the shard is one of equal parts per axis."""
         return self.axis_fragmentations is not None
 
+    def local_chunk_offset_in_global(self) -> tuple[int, ...]:
+        """The place of the shard in the grid of equal parts, in parts per axis; prepended axes in elements.
+
+        Raises:
+            ShardingError: there is no regular grid.
+        """
+        self._check_regular()
+        own = zip(self.global_offset[self.prepend_axis_num :], self.local_shape, strict=True)
+        return (*self.global_offset[: self.prepend_axis_num], *(at // length if length else 0 for at, length in own))
+
+    def max_allowed_chunks(self) -> tuple[int, ...]:
+        """Elements of one part of the grid per axis, prepended axes included; the name is megatron-core's.
+
+        Raises:
+            ShardingError: there is no regular grid, or its parts are not equal.
+        """
+        fragments = self._check_regular()
+        for axis, (length, parts) in enumerate(zip(self.global_shape, fragments, strict=True)):
+            if length % parts and not self.allow_shape_mismatch:
+                raise ShardingError(
+                    f"{self.key}: axis {axis} has {length} elements, which {parts} equal parts do not share"
+                )
+        return tuple(length // parts for length, parts in zip(self.global_shape, fragments, strict=True))
+
+    def _check_regular(self) -> tuple[int, ...]:
+        if self.axis_fragmentations is None:
+            raise ShardingError(f"{self.key}: axis_fragmentations is None; only a regular grid has numbered parts")
+        return self.axis_fragmentations
+
     @property
     def box(self) -> Box:
         """The local box in the global tensor; a flattened shard holds a range of it."""
@@ -341,6 +380,10 @@ class ShardedObject(ShardedBase):
         self.global_shape = int_tuple(self.key, "global_shape", self.global_shape)
         self.global_offset = int_tuple(self.key, "global_offset", self.global_offset)
         self.replica_id = replica(self.key, self.replica_id)
+        self.validate_metadata_integrity()
+
+    def validate_metadata_integrity(self) -> None:
+        """ShardingError unless the cell lies in the grid."""
         inside = len(self.global_shape) == len(self.global_offset) and all(
             0 <= at < n for at, n in zip(self.global_offset, self.global_shape, strict=True)
         )

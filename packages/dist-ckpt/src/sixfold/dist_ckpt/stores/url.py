@@ -50,6 +50,16 @@ _PASSING_STATUSES = frozenset([408, 429, 500, 502, 503, 504])
 _Value = TypeVar("_Value")
 
 
+def is_known(url: str) -> bool:
+    """Whether fsspec is installed and knows the protocol of a URL, and of each part of a chained one."""
+    try:
+        import fsspec
+    except ImportError:
+        return False
+    known = set(fsspec.available_protocols())
+    return all(part.partition("://")[0] in known for part in url.split("::"))
+
+
 class UrlStore(ByPointer, tells=True):
     """A checkpoint behind a URL. It is pickled as its URL: each process makes a connection of its own.
 

@@ -221,8 +221,11 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
         for record in tensors.values():
             record.init_data("cpu")
         passing = relay.Relay(lambda: (list(tensors.values()), {}), within, self._memory, whole_shards=True)
-        asked = {("tensors", number): record for number, record in enumerate(passing.mine)}
-        asked |= {("objects", *path): record for path, record in objects.items()}
+        # What this rank reads for all is its to read: strategies of users may pass over replicas.
+        asked: dict[tree.KeyPath, ShardedBase] = {
+            ("tensors", number): replace(record, replica_id=0) for number, record in enumerate(passing.mine)
+        }
+        asked |= {("objects", *path): replace(record, replica_id=0) for path, record in objects.items()}
         with passing.running():
             loaded = self.base_strategy.load(tree.nest(dict(asked)), checkpoint_dir)
             for number, record in enumerate(passing.mine):

@@ -12,6 +12,19 @@ def pytest_addoption(parser):
     for option, default in COUNTS.items():
         parser.addoption(option, type=int, default=default, help=f"of dist-ckpt's randomised tests ({default})")
 
+    parser.addoption(
+        "--fill-freed",
+        action="store_true",
+        help="dist-ckpt fills memory that is given back with bytes 0xFF; with --early-server, in all ranks",
+    )
+
+
+def pytest_configure(config):
+    if config.getoption("--fill-freed"):
+        from sixfold.dist_ckpt.recycled import CHECK
+
+        CHECK.fills = True
+
 
 @pytest.fixture
 def corruptions(request):

@@ -23,6 +23,7 @@ import torch
 
 from sixfold.dist_ckpt.errors import StorageError
 from sixfold.dist_ckpt.files.frame import LARGE_ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMENT
+from sixfold.dist_ckpt.recycled import recycled
 from sixfold.dist_ckpt.state.dense import is_plain
 from sixfold.dist_ckpt.stores.pool import Pool
 
@@ -166,6 +167,10 @@ class Arena:
                 target.copy_(source)
             list(moved)
         return places
+
+    def freed(self) -> None:
+        """What was taken is needed no more: the worker has ended its job."""
+        recycled(self._bytes[mmap.PAGESIZE :])
 
     def close(self) -> None:
         """Give the memory back; the worker's mapping keeps it until the worker ends."""

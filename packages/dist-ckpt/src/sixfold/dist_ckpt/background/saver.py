@@ -163,6 +163,7 @@ class AsyncSaver:
             return
         self._flight._ended.wait()
         flight, self._flight = self._flight, None  # before the warning, which may be an error (-W error)
+        self._arena.freed()
         self._leaving = [thread for thread in (*self._leaving, flight._thread) if thread.is_alive()]
         if flight._error is not None and not flight._is_told:
             warnings.warn(f"a background save failed and nobody waited for it: {flight._error}", stacklevel=5)
@@ -235,7 +236,7 @@ class AsyncSaver:
         places = self._arena.take([tensor for tensor in tensors.values() if tensor is not None])
         records = [_without_data(record) for record in content.records]
         # Common data is in common_bytes; as objects it could name classes that the worker cannot import.
-        return replace(content, records=records, common={}), dict(zip(tensors, places, strict=True))
+        return replace(content, records=records, common={}, is_owned=True), dict(zip(tensors, places, strict=True))
 
 
 def _without_data(record: ShardedTensor) -> ShardedTensor:

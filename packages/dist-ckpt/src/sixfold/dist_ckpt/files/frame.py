@@ -27,7 +27,8 @@ from sixfold.dist_ckpt.errors import CorruptError
 from sixfold.dist_ckpt.files.crc import crc32
 
 _LOCAL, _CENTRAL, _END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
-_END64, _LOCATOR64 = b"PK\x06\x06", b"PK\x06\x07"
+_END64, _LOCATOR64, _DESCRIPTOR = b"PK\x06\x06", b"PK\x06\x07", b"PK\x07\x08"
+_DESCRIBED = 8  # the flag of a record whose descriptor follows its data
 _LIMIT32 = 0xFFFFFFFF
 _PADDING_ID = 0x4246  # torch's own id for alignment padding
 _DATE_1980 = 0x21  # 1 January 1980: equal input gives equal bytes
@@ -86,10 +87,10 @@ def data_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
 
 
 class Template(NamedTuple):
-    """A frame whose CRC-32 is not known yet: it stands between the two parts of head and of tail."""
+    """A frame whose CRC-32 is not known yet: it stands between the parts of head and of tail."""
 
-    head: tuple[bytes, bytes]
-    tail: tuple[bytes, bytes]
+    head: tuple[bytes, ...]
+    tail: tuple[bytes, ...]
     head_bytes: int
     nbytes: int  # of the whole frame
 
@@ -99,62 +100,93 @@ class Template(NamedTuple):
         return Frame(crc.join(self.head), crc.join(self.tail))
 
 
-def template(dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Template:
-    """The frame of a contiguous tensor that starts at byte ``at`` of its file, made once for equal ones."""
+def template(dtype: torch.dtype, shape: tuple[int, ...], at: int, *, streamed: bool = False) -> Template:
+    """The frame of a contiguous tensor that starts at byte ``at`` of its file, made once for equal ones.
+
+    ``streamed``: the head needs no CRC-32, for a file that is written from start to end.
+    """
     data_bytes = prod(shape) * dtype.itemsize
-    return _template(dtype, shape, at % (LARGE_ALIGNMENT if data_bytes >= LARGE_BYTES else SMALL_ALIGNMENT))
+    alignment = LARGE_ALIGNMENT if data_bytes >= LARGE_BYTES else SMALL_ALIGNMENT
+    return _template(dtype, shape, at % alignment, streamed)
 
 
 @lru_cache(maxsize=4096)
-def _template(dtype: torch.dtype, shape: tuple[int, ...], at: int) -> Template:
-    data_bytes = prod(shape) * dtype.itemsize
-    head, tail = build(data_pickle(dtype, shape), data_bytes, 0, at)
-    in_head, in_tail = head.rindex(_LOCAL) + 14, tail.rindex(_CENTRAL) + 16  # where the zip format has the CRC-32
+def _template(dtype: torch.dtype, shape: tuple[int, ...], at: int, streamed: bool) -> Template:
+    return open_template(data_pickle(dtype, shape), prod(shape) * dtype.itemsize, at, streamed=streamed)
+
+
+def open_template(
+    pickled: bytes, data_bytes: int, at: int, *, streamed: bool = False, limit: int = _LIMIT32
+) -> Template:
+    """``build`` with the places of the CRC-32 left open.
+
+    They are counted, never looked for: a size may hold the bytes of a signature.
+    """
+    head, tail = build(pickled, data_bytes, 0, at, streamed=streamed, limit=limit)
+    records, directory = _small_records(pickled, limit)
+    in_head = len(records) + 14  # where the zip format has the CRC-32
+    in_tail = sum(len(_central_header(*entry, limit)) for entry in directory) + 16
+    if streamed:
+        in_tail += len(_descriptor(data_bytes, 0, limit))
     return Template(
-        (head[:in_head], head[in_head + 4 :]),
-        (tail[:in_tail], tail[in_tail + 4 :]),
+        (head,) if streamed else (head[:in_head], head[in_head + 4 :]),
+        (tail[:4], tail[8:in_tail], tail[in_tail + 4 :]) if streamed else (tail[:in_tail], tail[in_tail + 4 :]),
         len(head),
         len(head) + data_bytes + len(tail),
     )
 
 
-def build(pickled: bytes, data_bytes: int, data_crc32: int, at: int, *, limit: int = _LIMIT32) -> Frame:
+def build(
+    pickled: bytes, data_bytes: int, data_crc32: int, at: int, *, streamed: bool = False, limit: int = _LIMIT32
+) -> Frame:
     """The bytes before and after the raw data of a frame that starts at byte ``at`` of its file.
 
-    Sizes and places from ``limit`` on go to zip64 fields; tests lower it.
+    Sizes and places from ``limit`` on go to zip64 fields; tests lower it. ``streamed``: a data descriptor behind the
+    raw data holds the CRC-32, as in the files that torch writes, and the head holds none.
     """
+    parts, directory = _small_records(pickled, limit)
+    alignment = LARGE_ALIGNMENT if data_bytes >= LARGE_BYTES else SMALL_ALIGNMENT
+    bare = len(_local_header("data/0", data_bytes, data_crc32, b"", limit)) + 4  # 4: header of the padding field
+    padding = -(at + len(parts) + bare) % alignment
+    descriptor = _descriptor(data_bytes, data_crc32, limit) if streamed else b""
+    central = b"".join(_central_header(*entry, limit) for entry in directory)
+    central += _central_header("data/0", data_bytes, data_crc32, len(parts), limit, _DESCRIBED if streamed else 0)
+    extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
+    parts += _local_header("data/0", data_bytes, data_crc32, extra, limit, streamed)
+    end = _end(len(directory) + 1, len(central), len(parts) + data_bytes + len(descriptor), limit)
+    return Frame(bytes(parts), descriptor + central + end)
+
+
+def _small_records(pickled: bytes, limit: int) -> tuple[bytearray, list[tuple[str, int, int, int]]]:
+    """The records before the raw data, and their entries of the directory: name, size, CRC-32, place."""
     parts, directory = bytearray(), []
     for name, content in (("data.pkl", pickled), ("byteorder", sys.byteorder.encode()), ("version", b"3\n")):
         directory.append((name, len(content), crc32(content), len(parts)))
         parts += _local_header(name, len(content), crc32(content), b"", limit) + content
-    alignment = LARGE_ALIGNMENT if data_bytes >= LARGE_BYTES else SMALL_ALIGNMENT
-    bare = len(_local_header("data/0", data_bytes, data_crc32, b"", limit)) + 4  # 4: header of the padding field
-    padding = -(at + len(parts) + bare) % alignment
-    directory.append(("data/0", data_bytes, data_crc32, len(parts)))
-    extra = struct.pack("<HH", _PADDING_ID, padding) + bytes(padding)
-    parts += _local_header("data/0", data_bytes, data_crc32, extra, limit)
-    central = b"".join(_central_header(*entry, limit) for entry in directory)
-    return Frame(bytes(parts), central + _end(len(directory), len(central), len(parts) + data_bytes, limit))
+    return parts, directory
 
 
-def _local_header(name: str, size: int, crc: int, extra: bytes, limit: int) -> bytes:
+def _local_header(name: str, size: int, crc: int, extra: bytes, limit: int, streamed: bool = False) -> bytes:
     full = f"archive/{name}".encode()
-    version, size32 = 20, size
+    flags, known, known_crc = (_DESCRIBED, 0, 0) if streamed else (0, size, crc)
+    version, size32 = 20, known
     if size >= limit:
-        extra, version, size32 = struct.pack("<HHQQ", 1, 16, size, size) + extra, 45, _LIMIT32
-    return (
-        struct.pack("<4s5H3I2H", _LOCAL, version, 0, 0, 0, _DATE_1980, crc, size32, size32, len(full), len(extra))
-        + full
-        + extra
-    )
+        extra, version, size32 = struct.pack("<HHQQ", 1, 16, known, known) + extra, 45, _LIMIT32
+    lengths = len(full), len(extra)
+    fixed = struct.pack("<4s5H3I2H", _LOCAL, version, flags, 0, 0, _DATE_1980, known_crc, size32, size32, *lengths)
+    return fixed + full + extra
 
 
-def _central_header(name: str, size: int, crc: int, offset: int, limit: int) -> bytes:
+def _descriptor(size: int, crc: int, limit: int) -> bytes:
+    return struct.pack("<4sIQQ" if size >= limit else "<4sIII", _DESCRIPTOR, crc, size, size)
+
+
+def _central_header(name: str, size: int, crc: int, offset: int, limit: int, flags: int = 0) -> bytes:
     full = f"archive/{name}".encode()
     extra, version, size32 = b"", 20, size
     if size >= limit:
         extra, version, size32 = struct.pack("<HHQQ", 1, 16, size, size), 45, _LIMIT32
-    fixed = struct.pack("<4s6H3I", _CENTRAL, version, version, 0, 0, 0, _DATE_1980, crc, size32, size32)
+    fixed = struct.pack("<4s6H3I", _CENTRAL, version, version, flags, 0, 0, _DATE_1980, crc, size32, size32)
     return fixed + struct.pack("<5H2I", len(full), len(extra), 0, 0, 0, 0, offset) + full + extra
 
 

@@ -37,6 +37,7 @@ from sixfold.dist_ckpt.errors import LostPeerError, ShardingError
 from sixfold.dist_ckpt.geometry.box import Box, range_boxes
 from sixfold.dist_ckpt.plans.balance import Shared, share_out
 from sixfold.dist_ckpt.ranks.exchange import Exchange
+from sixfold.dist_ckpt.recycled import recycled
 from sixfold.dist_ckpt.state.dense import is_plain
 from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId, is_main_replica
 
@@ -326,6 +327,8 @@ class Relay:
         if tensor is not None and passage.sender != self._within.rank and not is_plain(tensor):
             for region, at in _regions(tensor, piece.start, piece.stop):
                 region.copy_(data[at].view(region.shape))
+        if self._is_bounded(piece) and not (tensor is not None and is_plain(tensor)):
+            recycled(data)  # a slot
 
     def _wait(self, work: dist.Work | None, peer: int, polled: bool) -> None:
         """``polled``: wait() on an accelerator's work does not block the host; a message of gloo cannot be polled."""

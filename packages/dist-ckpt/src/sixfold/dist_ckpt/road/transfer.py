@@ -3,10 +3,11 @@
     save plan + tensors --> write (this file) --> frames --> parts of a store
     load plan + frames --> reader.py --> the caller's tensors
 
-No group and no decision: what goes where was planned. What is not plain CPU memory (strided, conjugated, on another
-device) passes through CPU copies of ``COPY_BYTES`` each, of which ``FrameFile`` holds a few: a save into a folder needs
-4 MiB times ``4 * threads + 6`` besides the tensors, whatever their size and number. A store that takes several streams
-gets several files of a rank at once, each with the next frames of the plan; what it holds of them url.py says.
+No group and no decision: what goes where was planned. Tensors of callers pass through CPU copies of ``COPY_BYTES``
+each (see [Note: what is hashed is written] of stores/stream.py), of which ``FrameFile`` holds a few: a save into a
+folder needs 4 MiB times ``4 * threads + 6`` besides the tensors, whatever their size and number. A store that takes
+several streams gets several files of a rank at once, each with the next frames of the plan; what it holds of them
+url.py says.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.plans.plan import Write, file_counts, total_bytes
 from sixfold.dist_ckpt.plans.table import Encoded
+from sixfold.dist_ckpt.recycled import recycled
 from sixfold.dist_ckpt.road.sources import comparable
 from sixfold.dist_ckpt.state.dense import is_plain
 from sixfold.dist_ckpt.state.records import ShardedTensor
@@ -73,6 +75,7 @@ class RankContent:
     table: Encoded
     threads: int = 1
     metadata: str = "torch"  # or "compact": no .metadata is written
+    is_owned: bool = False  # the tensors lie in memory of this package: nobody changes them while they are written
 
     @property
     def file_bytes(self) -> int:
@@ -108,7 +111,7 @@ def write(
             if failed.is_set():
                 raise CheckpointError(f"{own.name} was given up: another file of this rank failed")
             start = file.position
-            add_frame(file, records[step.record], step, rank, check_finite, copies)
+            add_frame(file, records[step.record], step, rank, check_finite, copies, content.is_owned)
             own.places.extend((start, file.position - start))
         for stored_key, data in own.objects:
             own.object_places.append((stored_key, ByteRange(own.name, file.position, len(data))))
@@ -166,24 +169,35 @@ class _Frames:
 
 
 def add_frame(
-    file: PartFile, record: ShardedTensor, step: Write, rank: int, check_finite: bool, copies: Copies
+    file: PartFile,
+    record: ShardedTensor,
+    step: Write,
+    rank: int,
+    check_finite: bool,
+    copies: Copies,
+    is_owned: bool = False,
 ) -> None:
     """Write one chunk, an empty one too. Its data is hashed once, for the frame's CRC-32 and for the file's blocks."""
     size, nbytes = step.piece.box.size, prod(step.piece.box.size) * step.dtype.itemsize
     if check_finite:
         check_tensor_finite(step.key, record.view(step.piece), step.piece.box.offset, rank)
-    template = frames.template(step.dtype, size, file.position)
     if nbytes >= frames.LARGE_BYTES:
-        file.add_large(template.head_bytes, lambda: _raw_parts(record, step, copies), template.fill)
+        file.add_large(step.dtype, size, lambda at: _raw_parts(record, step, None if is_owned else copies, copies, at))
         return
-    raw = b"".join(bytes(part) for part, _ in _raw_parts(record, step, copies))
+    template = frames.template(step.dtype, size, file.position)
+    raw = b"".join(bytes(part) for part, _ in _raw_parts(record, step, None, copies, 0))  # the first copy
     crc = crc32(raw).to_bytes(4, "little")
     (head, more_head), (tail, more_tail) = template.head, template.tail
     file.add((head, crc, more_head, raw, tail, crc, more_tail), template.nbytes)
 
 
-def _raw_parts(record: ShardedTensor, step: Write, copies: Copies) -> Iterator[tuple[memoryview, object]]:
-    """The bytes of one chunk, and who owns them: where they lie in the tensor, else of CPU copies part by part."""
+def _raw_parts(
+    record: ShardedTensor, step: Write, plain: Copies | None, copies: Copies, at: int
+) -> Iterator[tuple[memoryview, object]]:
+    """The bytes of one chunk, which will lie at byte ``at`` of a file, part by part, and who owns their memory.
+
+    ``plain``: copies of what is plain CPU memory; None gives that where it lies. All else is copied anyway.
+    """
     data, piece, itemsize = record.data, step.piece, step.dtype.itemsize
     elements = prod(piece.box.size)
     if not elements:
@@ -192,7 +206,13 @@ def _raw_parts(record: ShardedTensor, step: Write, copies: Copies) -> Iterator[t
         first = 0 if piece.flat is None else piece.flat[0]
         assert first + elements <= data.numel(), f"{step} leaves its tensor"
         address = data.data_ptr() + first * itemsize
-        yield memoryview((ctypes.c_char * (elements * itemsize)).from_address(address)).cast("B"), data
+        left = elements * itemsize
+        if plain is None:
+            yield memoryview((ctypes.c_char * left).from_address(address)).cast("B"), data
+        while plain is not None and left:
+            take = min(left, COPY_BYTES - at % COPY_BYTES)  # at the borders of the file's blocks
+            yield plain.of_bytes(address, take)
+            address, at, left = address + take, at + take, left - take
         return
     view = record.view(piece)
     for cut in cuts(view.shape, COPY_BYTES // itemsize):
@@ -207,15 +227,29 @@ class Copies:
 
     def of(self, part: torch.Tensor) -> tuple[memoryview, object]:
         """The values of ``part`` in row-major order, and the owner of that memory."""
+        memory, loan = self._lent()
+        copy = memory[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
+        copy.copy_(part)
+        return frames.tensor_bytes(copy), loan
+
+    def of_bytes(self, address: int, nbytes: int) -> tuple[memoryview, object]:
+        """What lies in memory, and the owner of the copy."""
+        memory, loan = self._lent()
+        ctypes.memmove(memory.data_ptr(), address, nbytes)
+        return frames.tensor_bytes(memory)[:nbytes], loan
+
+    def _lent(self) -> tuple[torch.Tensor, object]:
         try:
             memory = self._free.pop()
         except IndexError:
             memory = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cpu")
-        copy = memory[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
-        copy.copy_(part)
         loan = _Loan()
-        finalize(loan, self._free.append, memory)
-        return frames.tensor_bytes(copy), loan
+        finalize(loan, self._back, memory)
+        return memory, loan
+
+    def _back(self, memory: torch.Tensor) -> None:
+        recycled(memory)
+        self._free.append(memory)
 
 
 class _Loan:

@@ -14,8 +14,10 @@ from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 
+import torch
+
+from sixfold.dist_ckpt.files import frame
 from sixfold.dist_ckpt.files.crc import join_pieces
-from sixfold.dist_ckpt.files.frame import Frame
 from sixfold.dist_ckpt.files.integrity import FileDigest
 from sixfold.dist_ckpt.stores.pool import Pool
 from sixfold.dist_ckpt.stores.stream import GATHER_BYTES, PartFile, hashed
@@ -54,16 +56,14 @@ class FrameFile(PartFile):
         self._reserved = nbytes >= _RESERVE_BYTES and _reserve(self._handle, nbytes)
 
     def add_large(
-        self,
-        head_bytes: int,
-        parts: Callable[[], Iterable[tuple[memoryview, object]]],
-        frame: Callable[[int], Frame],
+        self, dtype: torch.dtype, shape: tuple[int, ...], parts: Callable[[int], Iterable[tuple[memoryview, object]]]
     ) -> None:
-        """As its base. The parts are taken once, one by one as the writing goes on; nothing is copied."""
+        """As its base. The parts are taken one by one as the writing goes on."""
         self._flush()
         start = self.position
-        pieces = hashed(parts(), start + head_bytes, self._write)
-        head, tail = frame(join_pieces(pieces))
+        template = frame.template(dtype, shape, start)
+        pieces = hashed(parts(start + template.head_bytes), start + template.head_bytes, self._write)
+        head, tail = template.fill(join_pieces(pieces))
         self._hasher.update(head)
         self._hasher.add(pieces)
         self._write(head, start)

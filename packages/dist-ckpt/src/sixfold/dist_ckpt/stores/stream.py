@@ -2,8 +2,12 @@
 
     frames --> StreamFile (this file) --> Sink of a store: an upload, a buffer
 
-A frame's head holds the CRC-32 of the bytes behind it, and a stream has no way back: the bytes of a large tensor are
-read twice where they lie, once to hash them and once to send them. Nothing is copied, and there is no spool.
+A stream has no way back, so the CRC-32 of a large tensor stands behind its bytes, in a data descriptor. There is no
+spool.
+
+[Note: what is hashed is written] The caller's tensors may change while they are saved, by a thread or a process that
+shares them. So each byte is read from them once: a part is copied, and hashed and written where the copy lies. Only
+memory of this package's own, such as the arena of a background save, is hashed and written where it is.
 """
 
 from __future__ import annotations
@@ -12,8 +16,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import torch
+
+from sixfold.dist_ckpt.files import frame
 from sixfold.dist_ckpt.files.crc import Piece, crc32, join_pieces
-from sixfold.dist_ckpt.files.frame import Frame
 from sixfold.dist_ckpt.files.integrity import BlockHasher, FileDigest, cut_at_blocks
 
 GATHER_BYTES = 1 << 20
@@ -65,17 +71,13 @@ class PartFile(ABC):
 
     @abstractmethod
     def add_large(
-        self,
-        head_bytes: int,
-        parts: Callable[[], Iterable[tuple[memoryview, object]]],
-        frame: Callable[[int], Frame],
+        self, dtype: torch.dtype, shape: tuple[int, ...], parts: Callable[[int], Iterable[tuple[memoryview, object]]]
     ) -> None:
-        """Add a frame around raw bytes that lie elsewhere.
+        """Add a frame around the raw bytes of a tensor, which lie elsewhere.
 
         Args:
-            parts: gives the bytes in their order, each with the owner of its memory; may be called twice. They do
-                not change until the file is finished.
-            frame: makes head, of ``head_bytes``, and tail from the CRC-32 of the raw bytes.
+            parts: gives the bytes in their order, each with the owner of its memory, from the byte of the file on at
+                which they will lie. What it has given does not change while the owner is held.
         """
 
     def _flush(self) -> None:
@@ -93,15 +95,14 @@ class PartFile(ABC):
 def hashed(
     parts: Iterable[tuple[memoryview, object]],
     at: int,
-    write: Callable[[memoryview, int, object], None] | None = None,
+    write: Callable[[memoryview, int, object], None],
 ) -> list[Piece]:
     """The CRC-32s of bytes that will lie at byte ``at`` of a file, block by block; each is written then."""
     pieces = list[Piece]()
     for raw, owner in parts:
         for piece in cut_at_blocks(raw, at):
             pieces.append(Piece(crc32(piece), len(piece)))
-            if write is not None:
-                write(piece, at, owner)
+            write(piece, at, owner)
             at += len(piece)
     return pieces
 
@@ -114,20 +115,14 @@ class StreamFile(PartFile):
         self._sink, self._is_finished = sink, False
 
     def add_large(
-        self,
-        head_bytes: int,
-        parts: Callable[[], Iterable[tuple[memoryview, object]]],
-        frame: Callable[[int], Frame],
+        self, dtype: torch.dtype, shape: tuple[int, ...], parts: Callable[[int], Iterable[tuple[memoryview, object]]]
     ) -> None:
-        pieces = hashed(parts(), self.position + head_bytes)
-        head, tail = frame(join_pieces(pieces))
-        self.append(head)
+        template = frame.template(dtype, shape, self.position, streamed=True)
+        self.append(template.head[0])
         self._flush()
+        pieces = hashed(parts(self.position), self.position, self._write)
         self._hasher.add(pieces)
-        for raw, _ in parts():
-            for piece in cut_at_blocks(raw, 0):
-                self._write(piece, 0)
-        self.append(tail)
+        self.append(template.fill(join_pieces(pieces)).tail)
 
     def finish(self) -> FileDigest:
         """Close the sink; the digests of what it took."""

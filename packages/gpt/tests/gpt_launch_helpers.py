@@ -68,6 +68,26 @@ def save_on_sigterm(folder):
     return 143
 
 
+def save_slowly_on_sigterm(folder):
+    """As ``save_on_sigterm``; the step at hand takes half a second."""
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    note(folder, f"ready-{rank_of()}-{os.getpid()}")
+    while not asked:
+        time.sleep(0.01)
+    time.sleep(0.5)
+    note(folder, f"saved-{rank_of()}")
+    return 143
+
+
+def die_after_sigterm(folder):
+    """The save that a signal asks for goes wrong: the kernel kills its rank."""
+    signal.signal(signal.SIGTERM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+    note(folder, f"ready-{rank_of()}-{os.getpid()}")
+    time.sleep(60)
+    return 0
+
+
 def ignore_sigterm(folder):
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     note(folder, f"ready-{rank_of()}-{os.getpid()}")
@@ -100,15 +120,16 @@ def train_and_die_once(folder, number, config):
 
 
 def main():
-    """``python gpt_launch_helpers.py TARGET RANKS FOLDER``: a launcher of its own process, as ``sixfold`` is one."""
-    from sixfold.gpt import processes
+    """``python gpt_launch_helpers.py TARGET RANKS FOLDER SAME_S``: a launcher of its own process, as ``sixfold``."""
+    from sixfold.gpt import processes, stop
 
     processes.PRELOAD = ()
+    stop.SAME_S = float(sys.argv[4])
     try:
         sys.exit(processes.start_ranks(globals()[sys.argv[1]], int(sys.argv[2]), (sys.argv[3],)))
     except processes.RankError as error:
         print(error, file=sys.stderr)
-        sys.exit(1)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def config_file(tmp_path):
 def started(monkeypatch):
     """Ranks that would be started, with their config, instead of starting them."""
     calls = []
-    monkeypatch.setattr(cli, "start_ranks", lambda target, ranks, args, watch=None: calls.append((ranks, args[0])) or 0)
+    monkeypatch.setattr(cli, "start_ranks", lambda target, ranks, args, **options: calls.append((ranks, args[0])) or 0)
     for name in ("RANK", "SLURM_PROCID", "SIXFOLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     return calls

@@ -113,6 +113,7 @@ min_lr_ratio = 0.1
 
 [checkpoint]
 every = 0
+every_minutes = 30.0
 keep = 2
 keep_every = 0
 background = true

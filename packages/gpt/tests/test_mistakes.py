@@ -178,7 +178,7 @@ def write_run_folders(root):
     (root / "torn" / "checkpoints" / "step-00000001" / "common.pt").unlink()
 
 
-def as_one_rank(target, ranks, args, watch=None):
+def as_one_rank(target, ranks, args, **options):
     """In place of the ranks: one, in this process; its errors are raised as they are."""
     return target(*args)
 

@@ -130,18 +130,101 @@ def test_data_read_for_a_plan_has_the_deadline_too_and_is_read_once(tmp_path, mo
     free.set()
 
 
-def test_two_signals_of_one_moment_are_one_and_a_further_one_ends_at_once(monkeypatch):
-    killed = []
-    monkeypatch.setattr(stop.os, "kill", lambda pid, number: killed.append((pid, number)))
+def test_a_signal_later_than_the_same_moment_ends_the_process_at_once_with_a_status_that_is_not_saved(monkeypatch):
+    ended = []
+    monkeypatch.setattr(stop.os, "_exit", ended.append)
     flag = stop.StopFlag()
     flag.arm()
     try:
         flag._on_signal(signal.SIGTERM, None)
         flag._on_signal(signal.SIGTERM, None)
-        assert flag.asked and not killed
-        monkeypatch.setattr(flag, "SAME_S", -1.0)
+        assert flag.asked and not ended
+        monkeypatch.setattr(stop, "SAME_S", -1.0)
         flag._on_signal(signal.SIGTERM, None)
-        assert killed == [(os.getpid(), signal.SIGTERM)]
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "the signal that it sends again must end it"
+        assert ended == [137], "143 says that the run is saved"
     finally:
         flag.disarm()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+PHASES = {"first step": ("train_step", 1, 1), "a step": ("train_step", 2, 2), "a save": ("checkpoint.save", 1, 2),
+          "an evaluation": ("evaluate", 1, 2)}  # fmt: skip
+OF = {
+    "one SIGTERM": [signal.SIGTERM], "two SIGTERMs": [signal.SIGTERM] * 2, "three SIGTERMs": [signal.SIGTERM] * 3,
+    "a hang-up": [signal.SIGHUP], "Ctrl-C": [signal.SIGINT], "a double Ctrl-C": [signal.SIGINT] * 2,
+    "a hang-up and SIGTERM": [signal.SIGHUP, signal.SIGTERM],
+}  # fmt: skip
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("signals", OF)
+@pytest.mark.parametrize("phase", PHASES)
+def test_signals_of_one_moment_in_any_phase_end_in_a_saved_step(tmp_path, monkeypatch, phase, signals):
+    config = tiny_config(tmp_path, "model.num_layers=1", "train.steps=4", "checkpoint.every=2", "eval.every=2")
+    place, number, last = PHASES[phase]
+    owner, name = (loop.checkpoint, "save") if place == "checkpoint.save" else (loop, place)
+    function, calls = getattr(owner, name), []
+
+    def signalled(*args, **options):
+        calls.append(place)
+        if len(calls) == number:
+            for one in OF[signals]:
+                os.kill(os.getpid(), one)
+        return function(*args, **options)
+
+    monkeypatch.setattr(owner, name, signalled)
+    if signal.SIGINT in OF[signals]:  # the script that called train ends, too
+        with pytest.raises(KeyboardInterrupt, match="which is saved"):
+            train(config)
+    else:
+        assert train(config).reason == "sigterm"
+    [end] = lines(config, "end")
+    # Asked within the save or the evaluation of a step: that step is the last, or the one that follows it.
+    assert end["reason"] == "sigterm" and end["step"] in (last, last + 1)
+    assert [entry["step"] for entry in lines(config, "save")][-1] == end["step"]
+    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)] == [signal.SIG_DFL] * 2
+    assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
+
+
+def test_a_hang_up_that_nohup_ignores_and_a_callers_own_ctrl_c_stay_as_they_are(tmp_path):
+    mine = []
+    before = [signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGINT, lambda *_: mine.append(1))]
+    flag = stop.StopFlag()
+    try:
+        flag.arm()
+        os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGINT)
+        flag.disarm()
+        assert mine == [1] and not flag.asked
+    finally:
+        signal.signal(signal.SIGHUP, before[0])
+        signal.signal(signal.SIGINT, before[1])
+
+
+@pytest.mark.parametrize(("minutes", "saves"), [("1e-9", [1, 2, 3]), ("0", [3])])
+def test_a_run_saves_by_time_from_its_first_step_on(tmp_path, minutes, saves):
+    config = tiny_config(tmp_path, "model.num_layers=1", "train.steps=3", f"checkpoint.every_minutes={minutes}")
+    train(config)
+    assert [entry["step"] for entry in lines(config, "save")] == saves
+
+
+def test_minutes_count_from_the_newest_save_of_any_kind(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, "model.num_layers=1", "train.steps=9", "checkpoint.every=3")
+    assert config.checkpoint.every_minutes > 0, "a run that says nothing of saves saves by time"
+    now, step = [0.0], loop.train_step
+
+    class Clock:
+        monotonic = staticmethod(lambda: now[0])
+
+    def stepping(*args, **options):
+        now[0] += 60 * config.checkpoint.every_minutes / 2  # two steps are as long as the time
+        return step(*args, **options)
+
+    monkeypatch.setattr(loop, "train_step", stepping)
+    monkeypatch.setattr(loop, "time", Clock)
+    train(config)
+    # Due is asked before the step: three steps are never over without a save, and the time is over after two.
+    assert [entry["step"] for entry in lines(config, "save")] == [3, 6, 9]
+    other = tiny_config(tmp_path, "model.num_layers=1", "train.steps=9", run="other")
+    train(other)
+    assert [entry["step"] for entry in lines(other, "save")] == [3, 6, 9]

@@ -12,7 +12,7 @@ from run_helpers import JOB_S, final_tensors, lines, losses, run, train_rank
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold.dist_ckpt import retention
-from sixfold.gpt import checkpoint
+from sixfold.gpt import checkpoint, loop
 
 
 def late_rank(rank: int, ranks: int, text: str, behind: tuple[int, ...]) -> tuple[int, float | None, str]:
@@ -26,6 +26,20 @@ def late_rank(rank: int, ranks: int, text: str, behind: tuple[int, ...]) -> tupl
     if rank in behind:
         retention.latest = older
     return train_rank(rank, ranks, text)
+
+
+def clock_rank(rank: int, ranks: int, text: str) -> tuple[int, float | None, str]:
+    """Train; by rank 0's clock a save is due from the second step on, by rank 1's at the third and never again."""
+    due = {0: lambda step: step >= 2, 1: lambda step: step == 3}[rank]
+    loop.Run.save_is_due = lambda run: due(run.progress.step + 1)
+    return train_rank(rank, ranks, text)
+
+
+@pytest.mark.parametrize("layout", ["pp", "dp", "tp"])
+def test_ranks_with_different_clocks_save_by_time_at_one_step(tmp_path, layout):
+    config = tiny_config(tmp_path, "model.num_layers=2", "train.steps=5", f"parallel.{layout}=2")
+    ranktest.run_ranks(clock_rank, 2, config.to_toml(), timeout=JOB_S)
+    assert [entry["step"] for entry in lines(config, "save")] == [3, 5]
 
 
 def test_the_newest_checkpoint_is_chosen_by_rank_0_for_all(tmp_path):

@@ -35,16 +35,19 @@ def wait_for_steps(folder, count, seconds=60):
         time.sleep(0.02)
 
 
-def test_sigterm_to_the_command_saves_the_step_at_hand_and_is_143(config_file, tmp_path):
+def test_two_sigterms_to_the_command_save_the_step_at_hand_and_are_143(config_file, tmp_path):
     command = [sys.executable, "-m", "sixfold.gpt", "train", config_file, "parallel.pp=2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
         wait_for_steps(tmp_path / "run", 2)
         process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)
         out, err = process.communicate(timeout=120)
     finally:
         process.kill()
     assert (process.returncode, out) == (143, ""), err
+    assert err.count("sixfold: asked to stop: finishing this step and saving it") == 1
     [end] = records(tmp_path / "run", "end")
     assert (end["reason"], end["step"]) == ("sigterm", records(tmp_path / "run", "save")[-1]["step"])
     assert records(tmp_path / "run", "step")[-1]["step"] == end["step"]

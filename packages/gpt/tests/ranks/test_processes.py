@@ -22,8 +22,9 @@ def _no_preload(monkeypatch):
     monkeypatch.setattr(processes, "TERM_S", 0.3)
 
 
-def launcher(target, folder, count=2):
-    return subprocess.Popen([sys.executable, HELPERS, target, str(count), folder], stderr=subprocess.PIPE, text=True)
+def launcher(target, folder, count=2, same_s="1"):
+    command = [sys.executable, HELPERS, target, str(count), folder, same_s]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
 def wait_for(folder, count, prefix="ready-", seconds=10.0):
@@ -119,15 +120,47 @@ def test_sigterm_before_the_ranks_can_save_is_143_too(tmp_path):
     assert process.wait(10) == 143
 
 
-def test_a_second_sigterm_ends_at_once(tmp_path):
-    process = launcher("ignore_sigterm", tmp_path)
+@pytest.mark.parametrize(
+    "numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT, signal.SIGTERM), (signal.SIGHUP,)]
+)
+def test_signals_of_one_moment_are_one_and_every_rank_saves(tmp_path, numbers):
+    process = launcher("save_slowly_on_sigterm", tmp_path)
+    wait_for(tmp_path, 2)
+    for number in numbers:
+        process.send_signal(number)
+        time.sleep(0.15)
+    assert process.wait(10) == 143
+    assert {p.name for p in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
+
+
+def test_a_signal_that_comes_later_ends_the_ranks_at_once_and_the_status_does_not_say_saved(tmp_path):
+    process = launcher("ignore_sigterm", tmp_path, same_s="0.2")
     pids = wait_for(tmp_path, 2)
     process.terminate()
-    time.sleep(0.3)
+    time.sleep(0.4)
     assert process.poll() is None
     process.terminate()
-    assert process.wait(3) == 143
+    assert process.wait(3) == 137
     assert not any(map(is_alive, pids))
+    assert "a second signal ended the run at once" in process.stderr.read()
+
+
+def test_a_failure_after_a_signal_is_not_started_again(tmp_path):
+    with pytest.raises(RankError) as error:
+        start_ranks(ranks.die_after_sigterm, 1, (tmp_path,), watch=stop_this_process_once(tmp_path))
+    assert error.value.killed_by == signal.SIGKILL and error.value.final
+
+
+def stop_this_process_once(folder):
+    """SIGTERM to this process when its rank is ready."""
+    sent = []
+
+    def watch():
+        if not sent and list(Path(folder).glob("ready-*")):
+            sent.append(1)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    return watch
 
 
 def test_ranks_die_with_a_killed_launcher_and_share_its_session(tmp_path):

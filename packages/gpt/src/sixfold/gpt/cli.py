@@ -2,8 +2,9 @@
 
     argv --> cli (this file) --> train | demo | prepare | plot | timeline | sample | export | import
 
-Exit status: 0 done, 1 the run failed, 2 configuration or usage, 143 stopped by SIGTERM after saving. A verb imports
-what it needs when it runs; a wrong configuration is refused before torch is imported, a rank started or a folder made.
+Exit status: 0 done, 1 the run failed, 2 configuration or usage, 143 asked to stop and saved, 137 ended at once by a
+second signal, not saved. A verb imports what it needs when it runs; a wrong configuration is refused before torch is
+imported, a rank started or a folder made.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 from sixfold.gpt.cli_machines import add_verbs
 from sixfold.gpt.errors import ConfigError, raised_inside
-from sixfold.gpt.processes import STOPPED, RankError, failure_of, is_typed, start_ranks
+from sixfold.gpt.processes import RankError, failure_of, is_typed, start_ranks
+from sixfold.gpt.stop import STOPPED, Interrupted
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import TrainConfig
@@ -197,7 +199,10 @@ def train_rank(config: TrainConfig) -> int:
     """Body of one rank of ``sixfold train``; its exit status."""
     from sixfold.gpt.loop import train
 
-    return STOPPED if train(config).reason == "sigterm" else 0
+    try:
+        return STOPPED if train(config).reason == "sigterm" else 0
+    except Interrupted:  # of a rank that another launcher started: it had the terminal's Ctrl-C, too
+        return STOPPED
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -253,7 +258,7 @@ def run_ranks(config: TrainConfig, ranks: int) -> int:
 
     line = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps)
     try:
-        return start_ranks(train_rank, ranks, (config,), watch=line.poll)
+        return start_ranks(train_rank, ranks, (config,), watch=line.poll, tell=line.tell)
     finally:
         line.close()
 

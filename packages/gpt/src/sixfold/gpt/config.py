@@ -255,7 +255,8 @@ class CheckpointConfig(Table):
     """[checkpoint]: when to save, what to keep, what to start from."""
 
     TABLE: ClassVar[str] = "checkpoint"
-    every: Count = 0  # 0 = only at the end
+    every: Count = 0  # steps; 0 = by time alone
+    every_minutes: Size = 30.0  # since the newest save began, on the clocks of all ranks; 0 = never by time
     keep: Positive = 2  # newest
     keep_every: Count = 0
     background: bool = True

@@ -26,7 +26,8 @@ from sixfold.gpt.corpus import Corpus, cpython_corpus
 from sixfold.gpt.errors import ConfigError, TrainError
 from sixfold.gpt.metrics import MetricsTail, ProgressLine
 from sixfold.gpt.prepare import PreparedCorpus, prepare_cpython
-from sixfold.gpt.processes import STOPPED, RankError, start_ranks, warm_up
+from sixfold.gpt.processes import RankError, start_ranks, warm_up
+from sixfold.gpt.stop import STOPPED
 
 # A first guess, for the learning rate of the first half only; the number of updates is set at the resume, from what
 # this machine did until then.

@@ -39,8 +39,8 @@ from sixfold.gpt.planned import plan_run
 from sixfold.gpt.row_parts import Part
 from sixfold.gpt.schedule_lr import batch_size, learning_rate
 from sixfold.gpt.start import Start, initial_weights, same_config, starting_point, step_of
-from sixfold.gpt.step import NonFinite, StepOutcome, evaluate, train_step
-from sixfold.gpt.stop import StopFlag
+from sixfold.gpt.step import Asks, NonFinite, StepOutcome, evaluate, train_step
+from sixfold.gpt.stop import Interrupted, StopFlag
 from sixfold.gpt.straggler import StragglerReport
 from sixfold.gpt.upload import copies_to
 from sixfold.gpt.versioned import NotFiniteError
@@ -59,7 +59,7 @@ class TrainResult:
 
     Attributes:
         step: updates done. loss: of the last one, None if none was done.
-        reason: "finished" or "sigterm".
+        reason: "finished", or "sigterm": asked to stop, and saved.
     """
 
     step: int
@@ -94,6 +94,7 @@ class Run:
         self._timelines = timeline.Keeper(config.run.dir)
         self._ahead: tuple[int, Ahead[list[Microbatch]]] | None = None
         self._saved: tuple[int, float, AsyncSave | None] | None = None  # step, seconds blocked, handle
+        self._save_began = time.monotonic()  # the newest one, or the run
 
     def note(self, kind: str, **fields: Any) -> None:
         """One line of metrics.jsonl, written by one rank."""
@@ -150,6 +151,7 @@ class Run:
     def save(self, *, goes_on: bool) -> None:
         """Write a checkpoint of this step: in the background if training goes on and the config says so."""
         self.finish_save()
+        self._save_began = time.monotonic()
         with wire_errors(f"what was in flight at the save of step {self.progress.step}"):
             self.rank.settle()
         step = self.progress.step
@@ -214,8 +216,14 @@ class Run:
             self.note("eval", step=self.progress.step, loss=found[0], tokens=int(found[1]))
         return found is not None
 
-    def step(self, stop: bool) -> bool:
-        """One update. Returns whether all ranks agreed to stop after it."""
+    def save_is_due(self) -> bool:
+        """Whether this rank's clock says so and its newest save is written; ranks differ, and agree in the step."""
+        minutes = self.config.checkpoint.every_minutes
+        writing = self._saved is not None and self._saved[2] is not None and not self._saved[2].done()
+        return bool(minutes) and not writing and time.monotonic() - self._save_began >= 60 * minutes
+
+    def step(self, stop: bool) -> StepOutcome:
+        """One update; what all ranks agreed on in it, as whether to stop and whether to save."""
         start = time.monotonic()
         at = self.progress
         with self.rank.clock.part("data"):
@@ -225,7 +233,8 @@ class Run:
         traces = traced(self.config.run.dir, log.profile_steps, at.step + 1, self.rank.mesh.rank)
         try:
             with wire_errors(f"step {at.step}"), traces, self.rank.clock.part("compute"):
-                outcome = train_step(self.rank, batch, lr, stop=stop, timed=at.step + 1 in log.timeline_steps)
+                asks = Asks(stop=stop, save=self.save_is_due())
+                outcome = train_step(self.rank, batch, lr, asks, timed=at.step + 1 in log.timeline_steps)
         except NoTargetsError:
             raise NoTargetsError(self.config.data.eod_mask_loss, f"step {at.step}: ") from None
         except NotFiniteError as found:  # inside the program, where versions of weights are updated
@@ -260,7 +269,7 @@ class Run:
         if self.progress.step in log.timeline_steps:
             self._keep_timeline(outcome)
         self._stragglers.after_step(self.progress.step, outcome.ran, self.note)
-        return outcome.stop
+        return outcome
 
     def _keep_timeline(self, outcome: StepOutcome) -> None:
         """The step as rank 0's pipeline ran it, for `sixfold timeline`."""
@@ -294,14 +303,16 @@ class Run:
     def loop(self, flag: StopFlag) -> str:
         """Train to the last step or to an agreed stop. Returns the reason."""
         every = self.config.checkpoint.every
+        self._save_began = time.monotonic()
+        flag.arm()  # what comes during the first step waits for its end: a rank that died in it would lose it for all
         while self.progress.step < self.config.train.steps:
-            stopped = self.step(flag.asked)
-            flag.arm()
+            outcome = self.step(flag.asked)
+            stopped = outcome.stop
             step = self.progress.step
             last = step == self.config.train.steps
             due = self.evaluation_due()
             # Saved before it is evaluated: whoever stops or kills a run in an evaluation loses nothing.
-            saved = last or stopped or bool(every and step % every == 0)
+            saved = last or stopped or outcome.save or bool(every and step % every == 0)
             if saved:
                 self.save(goes_on=not (last or stopped))
             if due and not stopped:
@@ -378,6 +389,8 @@ def _train(run: Run, start: Start, source: Path | None) -> str:
         run.close()
         if run.board is not None:
             run.board.close()
+    if reason == "sigterm" and flag.interrupted:
+        raise Interrupted(f"stopped by Ctrl-C after step {run.progress.step}, which is saved in {run.root}")
     return reason
 
 
@@ -397,8 +410,9 @@ def train(
     Returns:
         How it ended, on every rank.
     Raises:
-        ConfigError: the config cannot work with this world or this data. TrainError: the run failed; the newest
-        whole checkpoint in ``run.dir`` is what a next start continues from.
+        KeyboardInterrupt: on a rank that had Ctrl-C: the step at hand is done and saved, as SIGTERM has it done.
+        ConfigError: the config cannot work with this world or this data. TrainError: the run failed; the newest whole
+        checkpoint in ``run.dir`` is what a next start continues from.
     """
     if forward_step is not None:
         raise ConfigError("forward_step is not supported: let a model_provider's module compute its losses")

@@ -224,6 +224,11 @@ class ProgressLine:
         if self._pending and time.monotonic() - self._shown_at >= self._every_s:
             self._flush()
 
+    def tell(self, text: str) -> None:
+        """A line of its own, led by the program's name."""
+        self._flush()
+        self._print(f"sixfold: {text}")
+
     def close(self) -> None:
         """Show what is left and leave the cursor on a fresh line."""
         self.poll()

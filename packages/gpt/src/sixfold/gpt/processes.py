@@ -32,9 +32,9 @@ from types import FrameType
 from typing import Any
 
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError, raised_inside
+from sixfold.gpt.stop import ENDED, STOPPED, Signals
 from sixfold.pipeline.errors import PipelineTimeout
 
-STOPPED = 143  # 128 + SIGTERM, as a shell would say
 POLL_S = 0.1
 GATHER_S = 0.3  # after the first failure: time for the reports that belong to the same moment
 TERM_S = 1.0  # from SIGTERM to SIGKILL once the run has failed: there is nothing to save
@@ -78,18 +78,27 @@ class _Rank:
 
 @dataclass(kw_only=True, slots=True)
 class _Stop:
-    """SIGTERM and SIGINT of the launcher: the first is forwarded, the second ends the ranks at once."""
+    """SIGTERM, Ctrl-C and a hang-up of the launcher: the first is forwarded, a later one ends the ranks at once.
+
+    As stop.py says in [Note: what a signal does].
+    """
 
     ranks: list[_Rank] = field(default_factory=list)
-    asked: int = 0
+    signals: Signals = field(default_factory=Signals)
+    tell: Callable[[str], None] = lambda text: None
     forwarded: bool = False
 
+    @property
+    def asked(self) -> int:
+        return self.signals.asked
+
     def on_signal(self, signum: int, frame: FrameType | None) -> None:
-        self.asked += 1
+        self.signals.count()
 
     def forward(self) -> None:
         if self.asked and not self.forwarded:
             self.forwarded = True
+            self.tell("asked to stop: finishing this step and saving it. A second signal ends the run without a save")
             _signal(self.ranks, signal.SIGTERM)
         if self.asked > 1:
             _signal(self.ranks, signal.SIGKILL)
@@ -98,13 +107,14 @@ class _Stop:
 def warm_up() -> None:
     """Start the server that ranks are forked from, which loads torch meanwhile. Costs this process a few milliseconds.
 
-    The server has SIGTERM blocked for good: one sent to a whole process group must reach the ranks, not kill what they
-    were forked from. Its environment, and so the ranks', has one OpenMP thread unless the user's says otherwise.
+    The server has SIGTERM and SIGHUP blocked for good: one sent to a whole process group must reach the ranks, not kill
+    what they were forked from. Its environment, and so the ranks', has one OpenMP thread unless the user's says
+    otherwise.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     resource_tracker.ensure_running()  # it would unblock SIGTERM half way below
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
@@ -116,22 +126,30 @@ def warm_up() -> None:
 
 
 def start_ranks(
-    target: Callable[..., int], ranks: int, args: tuple[Any, ...] = (), *, watch: Callable[[], None] | None = None
+    target: Callable[..., int],
+    ranks: int,
+    args: tuple[Any, ...] = (),
+    *,
+    watch: Callable[[], None] | None = None,
+    tell: Callable[[str], None] | None = None,
 ) -> int:
     """Run ``target(*args)`` in ``ranks`` processes and wait for all of them.
 
-    In each, ``launch.detect`` finds the rank. SIGTERM or Ctrl-C here is forwarded as SIGTERM; a second one ends the
-    ranks at once.
+    In each, ``launch.detect`` finds the rank. SIGTERM, Ctrl-C or a hang-up here is forwarded as SIGTERM; one that comes
+    more than ``stop.SAME_S`` later ends the ranks at once.
 
     Args:
-        target: module-level function; returns 0, or 143 if it stopped because of SIGTERM.
+        target: module-level function; returns 0, or 143 if it was asked to stop and has saved.
         watch: called here about ten times a second while ranks run; what it raises ends them.
+        tell: is given a line when the ranks are asked to stop.
     Returns:
-        0 if every rank finished, 143 if they were stopped by SIGTERM.
+        0 if every rank finished, 143 if they were asked to stop and every step that they did is saved.
     Raises:
-        RankError: the first failing rank's error; or that a rank was killed, with its number and signal.
+        RankError: the first failing rank's error; or that a rank was killed, with its number and signal; or, with
+            exit_code 137, that a second signal ended the ranks without a save.
     """
     with tempfile.TemporaryDirectory(prefix="sixfold-") as folder, _stop_signals() as stop:
+        stop.tell = tell or stop.tell
         warm_up()
         context = multiprocessing.get_context("forkserver")
         started = stop.ranks
@@ -152,12 +170,18 @@ def start_ranks(
 
 @contextmanager
 def _stop_signals() -> Iterator[_Stop]:
-    """Take SIGTERM and SIGINT while ranks run. Python handles signals in the main thread only; elsewhere it is left."""
+    """Take SIGTERM, SIGINT and SIGHUP while ranks run; a hang-up that nohup ignores stays ignored.
+
+    Python handles signals in the main thread only; elsewhere they are left.
+    """
     stop = _Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    old = {number: signal.signal(number, stop.on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    taken = {signal.SIGTERM, signal.SIGINT}
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        taken.add(signal.SIGHUP)
+    old = {number: signal.signal(number, stop.on_signal) for number in taken}
     try:
         yield stop
     finally:
@@ -203,6 +227,8 @@ def _hear(rank: _Rank) -> None:
 
 def _silent_end(rank: int, exit_code: int | None) -> Failure:
     now = time.time()
+    if exit_code == ENDED:  # it was signalled twice itself
+        return _ended_at_once(rank)
     if exit_code is not None and exit_code < 0:
         number = signal.Signals(-exit_code)
         hint = "; the kernel does so when memory runs out" if number == signal.SIGKILL else ""
@@ -245,15 +271,27 @@ def _is_stopped(process: BaseProcess) -> bool:
 
 def _outcome(ranks: list[_Rank], stop: _Stop, stopped: list[int]) -> int:
     failures = [r.failure for r in ranks if r.failure is not None]
-    # A rank that SIGTERM ended before it could save took its peers with it: that is a stop, not a failure.
-    if stop.asked > 1 or any(f.killed_by == signal.SIGTERM for f in failures):
+    unfinished = [r for r in ranks if r.result is None]
+    if stop.asked > 1 and unfinished:
+        raise RankError(_ended_at_once(unfinished[0].rank))
+    # A rank takes SIGTERM over before its first step. One that it ends has done nothing, and took its peers with it.
+    if any(f.killed_by == signal.SIGTERM for f in failures):
         return STOPPED
     if failures:
         first = _first(failures)
         held = "".join(f"; rank {rank} did not answer: a signal had stopped its process" for rank in stopped)
-        final = not _is_killed(first) and any(f.final for f in failures)
+        # Whoever asked for a stop does not want the run to be started again.
+        final = bool(stop.asked) or (not _is_killed(first) and any(f.final for f in failures))
         raise RankError(replace(first, text=first.text + held, final=final))
     return max(r.result or 0 for r in ranks)
+
+
+def _ended_at_once(rank: int) -> Failure:
+    text = (
+        "a second signal ended the run at once; what was done since the newest checkpoint is not saved "
+        "[see errors/gpt.html#a-second-signal-ended-the-run]"
+    )
+    return Failure(rank=rank, time=time.time(), text=text, exit_code=ENDED, final=True)
 
 
 def _first(failures: list[Failure]) -> Failure:
@@ -275,9 +313,10 @@ def _rank_main(
 ) -> None:
     """Body of a rank's process."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the launcher too, which asks all ranks to stop
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the launcher too, which asks all ranks to stop
+        signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
     os.environ.update({"SIXFOLD_RANK": str(rank), "SIXFOLD_RANKS": str(ranks), "SIXFOLD_STORE": store})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and a host name may resolve to nothing
     try:

@@ -37,6 +37,22 @@ AGREED = "sum of loss, norm and stop flag"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Asks:
+    """What a rank asks for after a step.
+
+    Attributes:
+        stop: it was asked to stop; one rank is enough.
+        save: by its clock a save is due; all ranks have to say so, for their clocks differ.
+    """
+
+    stop: bool = False
+    save: bool = False
+
+
+_NOTHING = Asks()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepOutcome:
     """What a step tells: the same on every rank.
 
@@ -44,6 +60,7 @@ class StepOutcome:
         loss: nats per unmasked target of the global batch.
         grad_norm: global norm before clipping.
         stop: some rank was asked to stop; all of them know it at this step.
+        save: by the clock of every rank a save is due.
         memory_bytes: of the largest rank.
         loss_by_dataset: the same loss of the targets of one dataset, by its number; those without a target left out.
         expert_load: (least, most) of a layer's tokens that an expert got, relative to an equal share, by its number.
@@ -53,6 +70,7 @@ class StepOutcome:
     loss: float
     grad_norm: float
     stop: bool
+    save: bool
     memory_bytes: int
     loss_by_dataset: dict[int, float]
     expert_load: dict[int, tuple[float, float]]
@@ -129,26 +147,26 @@ def _await_targets(rank: RankModel, counted: dist.Work | None) -> None:
 
 
 @communicates
-def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, stop: bool, sources: torch.Tensor) -> list[float]:
-    """[loss sum, stop flags, squares, memory of each rank ..., sources, loads], summed over the ranks that hold a part.
+def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, asks: Asks, sources: torch.Tensor) -> list[float]:
+    """[loss sum, stops, saves, squares, memory of each rank ..., sources, loads], summed over ranks that hold a part.
 
     Args:
         sources: (2, datasets), flattened behind the rest. Loads of experts are those of the step's backwards.
     """
     mesh, tp = rank.mesh, rank.mesh.axes.tp
     loads = take_loads(rank.model.module, rank.config.model, rank.device)
-    first = 3 + mesh.size
+    first = 4 + mesh.size
     values = torch.zeros(first + sources.numel() + loads.numel(), dtype=torch.float64, device=rank.device)
     values[first + sources.numel() :] = loads.flatten()  # tensor-parallel ranks route a share of the tokens each
     if tp.rank == 0:  # the others have the same losses
         values[0] = loss
         values[first : first + sources.numel()] = sources.flatten()
-    values[1] = float(stop)
-    values[3 + mesh.rank] = float(memory_bytes(rank.device))
+    values[1], values[2] = float(asks.stop), float(asks.save)
+    values[4 + mesh.rank] = float(memory_bytes(rank.device))
     if mesh.data is not None:
         with among(mesh.data, f"{AGREED} over dp and cp"):
             dist.all_reduce(values, group=mesh.data)
-    values[2] = square  # fsdp has summed it over dp x cp already; copies of other tensor-parallel ranks are not in it
+    values[3] = square  # fsdp has summed it over dp x cp already; copies of other tensor-parallel ranks are not in it
     for group, axis in ((tp.group, "tp"), (mesh.pipeline, "pp")):
         if group is not None:
             with among(group, f"{AGREED} over {axis}"):
@@ -157,14 +175,14 @@ def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, stop: bool
 
 
 def train_step(
-    rank: RankModel, batch: Sequence[Microbatch], lr: float, *, stop: bool = False, timed: bool = False
+    rank: RankModel, batch: Sequence[Microbatch], lr: float, asks: Asks = _NOTHING, *, timed: bool = False
 ) -> StepOutcome | NonFinite:
     """Run one update on this rank's microbatches. Collective over the mesh.
 
     Args:
         batch: this rank's microbatches, in order.
         lr: learning rate of this update.
-        stop: this rank was asked to stop.
+        asks: what this rank wants after it.
         timed: the outcome's ``ran`` has events, for which the host waits for its device.
     Returns:
         The outcome; or, on every rank alike, that loss or norm are not finite. Weights are then untouched.
@@ -172,7 +190,7 @@ def train_step(
     count, counted = _sum_targets(rank, batch)
     if isinstance(rank.model, VersionedModel):
         _await_targets(rank, counted)
-        return _versioned_step(rank, rank.model, batch, lr, count, stop)
+        return _versioned_step(rank, rank.model, batch, lr, count, asks)
     for group in rank.optimizer.param_groups:
         group["lr"] = lr
     program = rank.follow(len(batch))
@@ -185,7 +203,7 @@ def train_step(
     square = rank.model.grad_square_sum(rank.counts_in_norm)
     datasets = len(rank.config.data.train_prefixes)
     sources = by_source([m.rows for m in batch], datasets, rank.device)
-    loss, stopped, total, *rest = _agree(rank, _total(result.losses) / count, square, stop, sources)
+    loss, stops, saves, total, *rest = _agree(rank, _total(result.losses) / count, square, asks, sources)
     memory, rest = rest[: rank.mesh.size], rest[rank.mesh.size :]
     rank.runner.check()  # after the host's one read: what missed its deadline meanwhile is neither judged nor applied
     rank.model.check()
@@ -202,7 +220,8 @@ def train_step(
     return StepOutcome(
         loss=loss,
         grad_norm=norm,
-        stop=stopped > 0,
+        stop=stops > 0,
+        save=saves == rank.mesh.size,
         memory_bytes=int(max(memory)),
         loss_by_dataset=means(rest[:datasets], rest[datasets : 2 * datasets]),
         expert_load=extremes(rest[2 * datasets :], rank.config.model),
@@ -216,13 +235,13 @@ def _total(losses: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _versioned_step(
-    rank: RankModel, model: VersionedModel, batch: Sequence[Microbatch], lr: float, count: torch.Tensor, stop: bool
+    rank: RankModel, model: VersionedModel, batch: Sequence[Microbatch], lr: float, count: torch.Tensor, asks: Asks
 ) -> StepOutcome | NonFinite:
     """As ``train_step``; earlier stages have updates of the batch ahead of them. There is no norm of all gradients."""
     result, program = run_batch(rank, model, batch, lr, count)
     datasets = len(rank.config.data.train_prefixes)
     sources = by_source([m.rows for m in batch], datasets, rank.device)
-    loss, stopped, _, *rest = _agree(rank, _total(result.losses) / count, torch.zeros(()), stop, sources)
+    loss, stops, saves, _, *rest = _agree(rank, _total(result.losses) / count, torch.zeros(()), asks, sources)
     memory, rest = rest[: rank.mesh.size], rest[rank.mesh.size :]
     rank.runner.check()
     if not math.isfinite(loss):
@@ -230,7 +249,8 @@ def _versioned_step(
     return StepOutcome(
         loss=loss,
         grad_norm=math.nan,
-        stop=stopped > 0,
+        stop=stops > 0,
+        save=saves == rank.mesh.size,
         memory_bytes=int(max(memory)),
         loss_by_dataset=means(rest[:datasets], rest[datasets : 2 * datasets]),
         expert_load=extremes(rest[2 * datasets :], rank.config.model),

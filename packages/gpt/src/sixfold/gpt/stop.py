@@ -1,49 +1,88 @@
-"""SIGTERM, as a flag that the loop asks for between steps.
+"""SIGTERM, Ctrl-C and a hang-up, as a flag that the loop asks for between steps.
 
 signal --> StopFlag (this file) --> step.py carries it to all ranks --> save, end
+
+[Note: what a signal does] The first asks for a stop: the step at hand is finished and saved. Signals within ``SAME_S``
+of each other are one: whoever signals a whole process group reaches a rank twice, and a double Ctrl-C is one wish. A
+later one ends the process at once, with a status that does not say "saved". Before the first step there is nothing
+to save, and the default action is right: a signal that comes during the first step is kept until it is done.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 import time
 from types import FrameType
 from typing import Any
 
+SAME_S = 1.0
+STOPPED = 143  # 128 + SIGTERM, as a shell would say: asked to stop, and every step that was done is saved
+ENDED = 137  # 128 + SIGKILL: ended at once by a second signal, without a save
+# What each signal does where nobody has said otherwise. A handler of the caller's own, or nohup's SIG_IGN, stays.
+_DEFAULTS = {
+    signal.SIGTERM: (signal.SIG_DFL,),
+    signal.SIGHUP: (signal.SIG_DFL,),
+    signal.SIGINT: (signal.SIG_DFL, signal.default_int_handler),
+}
+AT_ONCE = "sixfold: a second signal ends the run at once; what was done since the newest checkpoint is not saved\n"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, after the step at hand was finished and saved."""
+
+
+class Signals:
+    """Counts what asks for a stop; signals within ``SAME_S`` of the one before are one."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+        self._last = -float("inf")
+
+    def count(self) -> int:
+        """One more signal has come; how many there were by now."""
+        now = time.monotonic()
+        if now - self._last > SAME_S:
+            self.asked += 1
+        self._last = now
+        return self.asked
+
 
 class StopFlag:
-    """SIGTERM asks for a stop after the step at hand; a second one ends the process at once.
+    """A signal asks for a stop after the step at hand; see [Note: what a signal does].
 
-    Armed after the first step: before it there is nothing to save, and the default action is right. Whoever signals a
-    whole process group reaches a rank twice, directly and through its launcher: signals close together are one.
+    Attributes:
+        asked: this process was asked to stop.
+        interrupted: by Ctrl-C, which whoever runs a script means to end it too.
     """
-
-    SAME_S = 1.0
 
     def __init__(self) -> None:
         self.asked = False
-        self._since = 0.0
-        self._armed = False
-        self._old: Any = None
+        self.interrupted = False
+        self._signals = Signals()
+        self._old: dict[signal.Signals, Any] = {}
 
     def arm(self) -> None:
-        """Take over SIGTERM, once. Python handles signals in the main thread only; elsewhere this does nothing."""
-        if not self._armed and threading.current_thread() is threading.main_thread():
-            self._armed, self._old = True, signal.signal(signal.SIGTERM, self._on_signal)
+        """Take over the signals, once. Python handles them in the main thread only; elsewhere this does nothing."""
+        if self._old or threading.current_thread() is not threading.main_thread():
+            return
+        for number, defaults in _DEFAULTS.items():
+            old = signal.getsignal(number)
+            if number == signal.SIGTERM or old in defaults:
+                self._old[number] = signal.signal(number, self._on_signal)
 
     def disarm(self) -> None:
-        """Give SIGTERM back."""
-        if self._armed:
+        """Give the signals back."""
+        for number, old in self._old.items():
             # None: the old handler was not Python's and cannot be put back from here.
-            signal.signal(signal.SIGTERM, self._old if self._old is not None else signal.SIG_DFL)
-            self._armed = False
+            signal.signal(number, old if old is not None else signal.SIG_DFL)
+        self._old = {}
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        if not self.asked:
-            self.asked, self._since = True, now
-        elif now - self._since > self.SAME_S:
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.kill(os.getpid(), signal.SIGTERM)
+        self.asked = True
+        self.interrupted = self.interrupted or signum == signal.SIGINT
+        if self._signals.count() > 1:
+            os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, AT_ONCE.encode())
+            os._exit(ENDED)

@@ -37,11 +37,11 @@ class Worker:
         self.connection, theirs = Pipe()
         self.gauge, self._is_killed = Gauge(arena_fd), False
         fds = theirs.fileno(), arena_fd
-        # Blocked in the worker for good, from its first instruction on: Ctrl-C and a launcher's SIGTERM reach a whole
-        # process group, and a trainer answers them by ending in order, after its save in flight.
+        # Blocked in the worker for good, from its first instruction on: Ctrl-C, a hang-up and a launcher's SIGTERM
+        # reach a whole process group, and a trainer answers them by ending in order, after its save in flight.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # asked first: the call that blocks may itself raise
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
             self.process = _start_worker(fds)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -122,7 +122,7 @@ def test_touched_checks_what_is_read_full_everything_and_off_nothing(tmp_path, m
 def test_the_folder_of_a_run_is_told_with_the_checkpoints_in_it(folder):
     folder.rename(folder.with_name("step-00000007"))
     shutil.copytree(folder.with_name("step-00000007"), folder.with_name("step-00000012"))
-    with pytest.raises(MismatchError, match=r"is not a checkpoint.*name one, such as .*/step-00000012$"):
+    with pytest.raises(MismatchError, match=r"is not a distributed checkpoint.*name one, such as .*/step-00000012$"):
         load_all(folder.parent)
 
 
@@ -130,7 +130,7 @@ def test_folders_that_are_no_checkpoint(tmp_path):
     with pytest.raises(MismatchError, match="does not exist"):
         load_all(tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(MismatchError, match="not a checkpoint"):
+    with pytest.raises(MismatchError, match="not a distributed checkpoint"):
         load_all(tmp_path / "empty")
     (tmp_path / "file").write_text("x")
     with pytest.raises(MismatchError, match="is a file"):

@@ -313,7 +313,7 @@ def _open_manifest(folder: Path, integrity: Integrity | None, verify: str, *, ha
         if has_config or any(folder.glob("*.distcp")):
             raise CorruptError(f"{path} is missing: a save never finished, or the file was lost")
         raise MismatchError(
-            f"{folder} is not a checkpoint: it has neither metadata.json nor .metadata{_inside(folder)}"
+            f"{folder} is not a distributed checkpoint: it has neither metadata.json nor .metadata{_inside(folder)}"
         )
     trusted = integrity is not None
     if integrity is not None:

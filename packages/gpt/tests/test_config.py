@@ -48,6 +48,7 @@ max_epochs = 4.0
 document_mask = true
 cache_dir = ""
 tokenizer = ""
+eod_token = ""
 
 [parallel]
 pp = 1

@@ -81,7 +81,7 @@ def test_data_of_one_run_has_one_tokenizer(tmp_path):
 
 def test_pairs_without_a_note_are_taken_as_they_are(tmp_path):
     check_identity([str(tmp_path / "a"), write_note(tmp_path / "b")], "bytes")
-    assert tokenizer_of([str(tmp_path / "a")]).name == "bytes"
+    assert tokenizer_of([str(tmp_path / "a")]).eod == -1, "no id ends a document: the index says where"
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"name": "bytes"}'])

@@ -122,6 +122,12 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--cpython", action="store_true", help="the demo's corpus instead of files")
     prepare.add_argument("--out", required=True, metavar="PREFIX", help="path of the pair, without extension")
     prepare.add_argument("--tokenizer", default="bytes", help="bytes or a tokenizer.json (%(default)s)")
+    prepare.add_argument(
+        "--eod-token",
+        default="",
+        metavar="NAME",
+        help="token of a tokenizer.json that ends a document (default: finds it)",
+    )
     prepare.add_argument("--key", default="text", help="where a jsonl line holds its text (%(default)s)")
     prepare.add_argument("--workers", type=_positive, default=1, help="processes (%(default)s)")
     prepare.set_defaults(run=_prepare)
@@ -136,6 +142,8 @@ def _parser() -> argparse.ArgumentParser:
     sample = verbs.add_parser("sample", help="let a trained model write")
     sample.add_argument("path", type=Path, metavar="PATH", help="run folder or checkpoint folder")
     sample.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
+    sample.add_argument("--tokenizer", default="", help="bytes or a tokenizer.json (default: the run's own)")
+    sample.add_argument("--eod-token", default="", metavar="NAME", help="token of it that ends a document")
     sample.add_argument("--tokens", type=_positive, default=200, help="tokens at most (%(default)s)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (%(default)s)")
     sample.add_argument("--top-k", type=int, default=50, help="of the likeliest K only; 0 is all (%(default)s)")
@@ -361,10 +369,10 @@ def _prepare(args: argparse.Namespace) -> int:
     from sixfold.gpt import prepare
 
     if not args.cpython:
-        done = prepare.prepare(args.inputs, args.out, tokenizer=args.tokenizer, key=args.key, workers=args.workers)
-        print(done)
+        names = ("tokenizer", "eod_token", "key", "workers")
+        print(prepare.prepare(args.inputs, args.out, **{name: getattr(args, name) for name in names}))
         return 0
-    if args.inputs or args.tokenizer != "bytes":
+    if args.inputs or args.tokenizer != "bytes" or args.eod_token:
         raise ConfigError("prepare --cpython takes no other INPUT and writes bytes; prepare the files by a second call")
     corpus = prepare.prepare_cpython(args.out)
     for pair in (*corpus.train, corpus.valid):
@@ -384,8 +392,8 @@ def _plot(args: argparse.Namespace) -> int:
 def _sample(args: argparse.Namespace) -> int:
     from sixfold.gpt.sample import stream_run
 
-    draws = {name: getattr(args, name) for name in ("tokens", "temperature", "top_k", "top_p", "seed")}
-    pieces = stream_run(args.path, args.prompt, **draws)
+    names = ("tokenizer", "eod_token", "tokens", "temperature", "top_k", "top_p", "seed")
+    pieces = stream_run(args.path, args.prompt, **{name: getattr(args, name) for name in names})
     if args.json:
         print(json.dumps({"prompt": args.prompt, "text": "".join(pieces), "seed": args.seed}))
         return 0

@@ -65,7 +65,8 @@ class DataConfig(Table):
     max_epochs: Size = 4.0  # a dataset that training reads more often is told of; 0 = none is
     document_mask: bool = True
     cache_dir: str = ""
-    tokenizer: str = ""
+    tokenizer: str = ""  # "bytes" or a tokenizer.json; "" = what prepare wrote beside the pairs
+    eod_token: str = ""  # of a tokenizer.json: the token that ends a document; "" = the usual one
 
     def check(self) -> None:
         if not self.blend:

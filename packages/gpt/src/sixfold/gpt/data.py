@@ -96,7 +96,35 @@ def preflight(config: TrainConfig, datasets: OwnDatasets | None = None) -> None:
     prefixes = (*config.data.train_prefixes, *config.data.valid)
     for prefix in prefixes:
         IndexedDataset(prefix).close()
-    check_identity(prefixes, config.data.tokenizer)
+    check_identity(prefixes, config.data.tokenizer, config.data.eod_token)
+    _check_end(config)
+
+
+def _check_end(config: TrainConfig) -> None:
+    """Refuse a run that is to know the end of a document by its id, and does not.
+
+    Raises:
+        ConfigError: the keys that say it.
+    """
+    from sixfold.gpt.tokenizer import tokenizer_of
+
+    data = config.data
+    eod = tokenizer_of(data.blend, data.tokenizer, data.eod_token).eod
+    if eod < 0 and data.eod_token:
+        raise ConfigError(
+            f"data.eod_token is {data.eod_token!r} and nothing names a tokenizer that has it: data.tokenizer is empty "
+            f"and no pair of data.blend has a PREFIX.json; set data.tokenizer"
+        )
+    if eod < 0 and data.eod_mask_loss:
+        raise ConfigError(
+            "data.eod_mask_loss is true and nothing says which id ends a document: data.tokenizer is empty and no "
+            "pair of data.blend has a PREFIX.json; set data.tokenizer"
+        )
+    if eod >= config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {config.model.vocab_size} and id {eod} ends a document of this tokenizer; "
+            f"model.vocab_size is the tokenizer's, see what `sixfold prepare` printed"
+        )
 
 
 def train_samples(config: TrainConfig, steps: int | None = None) -> int:
@@ -145,7 +173,7 @@ def dataset_builder(
     options = GPTDatasetConfig(
         random_seed=config.train.seed,
         sequence_length=data.seq_length,
-        tokenizer=tokenizer_of(data.blend, data.tokenizer),
+        tokenizer=tokenizer_of(data.blend, data.tokenizer, data.eod_token),
         order=data.order,
         document_shuffle=data.document_shuffle,
         changes=changes,

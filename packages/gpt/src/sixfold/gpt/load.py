@@ -17,7 +17,7 @@ from sixfold.gpt.config import TABLES, GPTConfig, TrainConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.past import forget_idle_keys
 from sixfold.gpt.tables import build
-from sixfold.gpt.tokenizer import Tokenizer, tokenizer_for, tokenizer_of
+from sixfold.gpt.tokenizer import ByteTokenizer, NoTokenizer, Tokenizer, tokenizer_for, tokenizer_of
 from sixfold.gpt.toml import read_tables
 
 if TYPE_CHECKING:
@@ -125,16 +125,24 @@ def longest_row(folder: Path) -> int:
     return max(saved_config(folder).data.seq_length, int(before))
 
 
-def saved_tokenizer(folder: Path) -> Tokenizer:
+def saved_tokenizer(folder: Path, name: str = "", eod_token: str = "") -> Tokenizer:
     """The tokenizer of a checkpoint's run, or that of an import: tokenizer.json in the run folder.
 
+    Where neither the run nor its data names one, a model of 257 ids is one of bytes; else it is a `NoTokenizer`.
+
+    Args:
+        name, eod_token: in the place of what the run was trained with.
     Raises:
         ConfigError: it is not there, or its library is not installed.
     """
     if IMPORTED in saved_common(folder):
-        return tokenizer_for(str(folder.parent.parent / "tokenizer.json"))
-    data = saved_config(folder).data
-    return tokenizer_of(data.blend, data.tokenizer)
+        return tokenizer_for(name or str(folder.parent.parent / "tokenizer.json"), eod_token)
+    config = saved_config(folder)
+    data = config.data
+    found = tokenizer_of(data.blend, name or data.tokenizer, eod_token or data.eod_token)
+    if isinstance(found, NoTokenizer) and config.model.vocab_size == ByteTokenizer.vocab_size:
+        return ByteTokenizer()
+    return found
 
 
 def load_model(

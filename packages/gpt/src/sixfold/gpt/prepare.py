@@ -4,7 +4,7 @@
     corpus.py --> IndexedDatasetBuilder ---------+--> PREFIX.bin, PREFIX.idx, PREFIX.json   (this file)
 
 PREFIX.json is written before the pair appears: a kill in between leaves a note without data, never data that claims
-another tokenizer. An existing pair is never replaced. No torch here.
+another tokenizer. No existing pair is replaced, and no file of that name that is not such a note. No torch here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 
 from sixfold.gpt.corpus import Corpus, cpython_corpus
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.tokenizer import Tokenizer, identity_path, tokenizer_for
+from sixfold.gpt.tokenizer import FileTokenizer, Tokenizer, identity_path, recorded_identity, tokenizer_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,9 +28,14 @@ class Prepared:
     prefix: str
     documents: int
     tokens: int
+    tokenizer: str = "bytes"  # in a few words, for [model] vocab_size
 
     def __str__(self) -> str:
-        return f"{self.prefix}: {self.documents:,} documents, {self.tokens:,} tokens"
+        return f"{self.prefix}: {self.documents:,} documents, {self.tokens:,} tokens{_words(self.tokenizer)}"
+
+
+def _words(tokenizer: str) -> str:
+    return "" if tokenizer == "bytes" else f"; {tokenizer}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,17 +47,49 @@ class PreparedCorpus:
     sha256: str
 
 
-def _claim(prefix: str, tokenizer: Tokenizer, source: str) -> None:
-    """Refuse to replace a pair, make its folder and write its PREFIX.json."""
+def _refuse_taken(prefix: str) -> None:
+    """Refuse to replace a pair, or a PREFIX.json that no prepare wrote: it may be the corpus."""
     for suffix in (".bin", ".idx"):
         if Path(prefix + suffix).exists():
             raise ConfigError(
                 f"{prefix}{suffix} exists and prepare replaces nothing; choose another --out or remove the pair"
             )
+    try:
+        recorded_identity(prefix)
+    except ConfigError as error:
+        raise ConfigError(
+            f"{identity_path(prefix)} exists and no prepare wrote it; the pair's own note would have that name: choose "
+            f"another --out"
+        ) from error
+
+
+def _claim(prefix: str, tokenizer: Tokenizer, source: str) -> bool:
+    """Make the pair's folder and write its PREFIX.json.
+
+    Returns:
+        Whether the note was made here; an equal one may be there, of a prepare that was killed.
+    Raises:
+        ConfigError: a pair, another file or the note of another tokenizer is there.
+    """
+    _refuse_taken(prefix)
     path = identity_path(prefix)
     path.parent.mkdir(parents=True, exist_ok=True)
     note = {"name": tokenizer.name, "identity": tokenizer.unique_identifiers, "source": source}
-    path.write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
+    if isinstance(tokenizer, FileTokenizer):
+        note["eod_token"] = tokenizer.eod_token
+    try:
+        with path.open("x", encoding="utf-8") as file:
+            file.write(json.dumps(note, indent=2) + "\n")
+        return True
+    except FileExistsError:
+        _refuse_taken(prefix)
+        found = recorded_identity(prefix)
+        if found is not None and found["identity"] == note["identity"]:
+            return False
+    raise ConfigError(
+        f"{path} says that another tokenizer made {prefix}, which an earlier prepare has not finished; choose another "
+        f"--out, or remove {path}"
+    )
 
 
 def prepare(
@@ -60,6 +97,7 @@ def prepare(
     out_prefix: str | Path,
     *,
     tokenizer: str = "bytes",
+    eod_token: str = "",
     key: str = "text",
     workers: int = 1,
 ) -> Prepared:
@@ -68,7 +106,8 @@ def prepare(
     Args:
         inputs: a ``.jsonl`` file is a document per line, its text under ``key``; any other file is one document.
         out_prefix: path of the pair without extension; folders are made.
-        tokenizer: ``bytes`` or the path of a tokenizer.json.
+        tokenizer: ``bytes`` or the path of a tokenizer.json, or of a folder that has one.
+        eod_token: of a tokenizer.json: the text of the token that ends a document; "" finds the usual ones.
         workers: processes; the bytes written do not depend on it.
     Raises:
         ConfigError: no input, a missing input, an existing pair, an unknown tokenizer.
@@ -81,16 +120,19 @@ def prepare(
     for path in inputs:
         if not Path(path).is_file():
             raise ConfigError(f"input {path} is not a file; name text or jsonl files, or --cpython")
-    found, prefix = tokenizer_for(tokenizer), str(out_prefix)
-    _claim(prefix, found, f"{len(inputs)} files")
+    found, prefix = tokenizer_for(tokenizer, eod_token), str(out_prefix)
+    end = found.eod_token if isinstance(found, FileTokenizer) else None
+    mine = _claim(prefix, found, f"{len(inputs)} files")
     try:
         report = build(
-            [str(p) for p in inputs], prefix, tokenizer=found.name, json_key=key, workers=workers, append_eod=True
+            [str(p) for p in inputs], prefix, tokenizer=found.name, eod_token=end, json_key=key, workers=workers
         )
     except BaseException:
-        identity_path(prefix).unlink(missing_ok=True)
+        if mine:
+            identity_path(prefix).unlink(missing_ok=True)
         raise
-    return Prepared(prefix=prefix, documents=int(report.documents), tokens=int(report.tokens))
+    named = "bytes" if end is None else f"vocab_size {found.vocab_size}, documents end with {end} (id {found.eod})"
+    return Prepared(prefix=prefix, documents=int(report.documents), tokens=int(report.tokens), tokenizer=named)
 
 
 def _write(prefix: str, documents: Sequence[bytes], sha256: str) -> Prepared:
@@ -115,6 +157,8 @@ def prepare_cpython(out_prefix: str | Path, corpus: Corpus | None = None) -> Pre
         corpus: an extracted corpus; by default this Python's own.
     """
     corpus = corpus or cpython_corpus()
+    for name in (*corpus.train, "valid"):
+        _refuse_taken(f"{out_prefix}-{name}")
     train = tuple(_write(f"{out_prefix}-{name}", documents, corpus.sha256) for name, documents in corpus.train.items())
     return PreparedCorpus(
         train=train, valid=_write(f"{out_prefix}-valid", corpus.valid, corpus.sha256), sha256=corpus.sha256

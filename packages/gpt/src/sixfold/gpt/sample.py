@@ -8,7 +8,7 @@ their own on the CPU, so a seed gives the same text whatever ran before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,28 +105,35 @@ def stream(model: GPTModel, tokenizer: Tokenizer, prompt: str = "", **draws: Any
             logits = model(torch.tensor([(ids + written)[-how.context :]], device=device))[0, -1]
             return next_token(logits.cpu(), how.temperature, how.top_k, generator, top_p=how.top_p)
 
-    return _pieces(draw, tokenizer, how.tokens)
+    return _pieces(draw, tokenizer, how.tokens, tokenizer.encode(prompt))
 
 
-def _pieces(draw: Callable[[list[int]], int], tokenizer: Tokenizer, tokens: int) -> Iterator[str]:
-    """Text of the tokens that ``draw`` gives, from what was written before, until the document's end."""
-    written, shown = list[int](), 0
+def _pieces(
+    draw: Callable[[list[int]], int], tokenizer: Tokenizer, tokens: int, prompt: Sequence[int]
+) -> Iterator[str]:
+    """Text of the tokens that ``draw`` gives, from what was written before, until the document's end.
+
+    Decoded behind the prompt: many a tokenizer takes the space away from what it decodes first.
+    """
+    written, shown = list[int](), len(tokenizer.decode(prompt))
     for _ in range(tokens):
         token = draw(written)
         if token == tokenizer.eod:
             break
         written.append(token)
-        text = tokenizer.decode(written)
+        text = tokenizer.decode([*prompt, *written])
         if len(whole := text.rstrip("\ufffd")) > shown:  # a part of a character is decoded as U+FFFD
             yield whole[shown:]
             shown = len(whole)
-    if rest := tokenizer.decode(written)[shown:]:
+    if rest := tokenizer.decode([*prompt, *written])[shown:]:
         yield rest
 
 
-def open_run(path: str | Path) -> tuple[GPTModel, int, Tokenizer]:
+def open_run(path: str | Path, tokenizer: str = "", eod_token: str = "") -> tuple[GPTModel, int, Tokenizer]:
     """Model, length of its rows and tokenizer of a run folder or checkpoint folder, for one process on the CPU.
 
+    Args:
+        tokenizer, eod_token: as of `tokenizer_for`; "" are the run's own.
     Raises:
         ConfigError: no checkpoint or no tokenizer there. CheckpointError: it is damaged.
     """
@@ -134,17 +141,19 @@ def open_run(path: str | Path) -> tuple[GPTModel, int, Tokenizer]:
     from sixfold.gpt.load import load_model, longest_row, saved_tokenizer
 
     folder = find(path)
-    tokenizer = saved_tokenizer(folder)
-    return load_model(folder), longest_row(folder), tokenizer
+    found = saved_tokenizer(folder, tokenizer, eod_token)
+    return load_model(folder), longest_row(folder), found
 
 
-def stream_run(path: str | Path, prompt: str = "", **draws: Any) -> Iterator[str]:
-    """``stream`` with the model, tokenizer and context length of a run folder or checkpoint folder."""
+def stream_run(
+    path: str | Path, prompt: str = "", *, tokenizer: str = "", eod_token: str = "", **draws: Any
+) -> Iterator[str]:
+    """``stream`` with the model, tokenizer and context length of a run folder or checkpoint folder; see `open_run`."""
     Draws(**draws)  # refused before a model is read
-    model, context, tokenizer = open_run(path)
-    return stream(model, tokenizer, prompt, context=context, **draws)
+    model, context, found = open_run(path, tokenizer, eod_token)
+    return stream(model, found, prompt, context=context, **draws)
 
 
-def sample_run(path: str | Path, prompt: str = "", **draws: Any) -> str:
-    """``sample`` with the model, tokenizer and context length of a run folder or checkpoint folder."""
-    return "".join(stream_run(path, prompt, **draws))
+def sample_run(path: str | Path, prompt: str = "", **options: Any) -> str:
+    """What ``stream_run`` gives, as one text."""
+    return "".join(stream_run(path, prompt, **options))

@@ -51,7 +51,6 @@ FORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:release 0.1.0 named")
 @pytest.mark.parametrize("order", ["stateless", "apportioned"])
 @pytest.mark.parametrize("form", FORMS)
 def test_the_stream_does_not_depend_on_how_a_path_is_written(form, order):
@@ -102,7 +101,6 @@ def test_megatrons_order_takes_two_of_one_name_as_megatron_does():
     assert build(["en/wiki", "de/wiki"], order="megatron").names == ["wiki", "wiki"]
 
 
-@pytest.mark.filterwarnings("ignore:release 0.1.0 named")
 def test_a_change_may_write_the_path_of_a_dataset_in_another_way():
     change = BlendChange(at=20, blend=(["./data/wiki", f"{os.getcwd()}/data/code"], [5, 1]))
     written = build(["data/wiki", "data/code"], changes=[change])
@@ -113,7 +111,6 @@ def test_a_change_may_write_the_path_of_a_dataset_in_another_way():
         config(blend=(["wiki", "./wiki"], [1, 2]), split="1")
 
 
-@pytest.mark.filterwarnings("ignore:release 0.1.0 named")
 def test_dataset_names_are_found_however_their_paths_are_written_and_one_for_no_prefix_is_refused():
     for key in ("data/wiki", "./data/wiki", Path("data/wiki"), f"{os.getcwd()}/data/wiki"):
         assert build(["data/wiki", "data/code"], dataset_names={key: "en"}).names == ["en", "code"]
@@ -123,21 +120,17 @@ def test_dataset_names_are_found_however_their_paths_are_written_and_one_for_no_
         config(blend=(["data/wiki"], [1]), split="1", dataset_names={"data/wiki": 5})
 
 
-def test_who_had_another_name_in_0_1_0_is_told_and_the_name_brings_the_old_stream_back():
-    with pytest.warns(UserWarning, match=r"release 0\.1\.0 named .*\{'data/wiki': 'data/wiki', 'b/code': 'b/code'\}"):
-        config(blend=(["data/wiki", "b/code"], [1, 2]), split="1")
+def test_a_prefix_with_a_folder_is_taken_without_a_word():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        config(blend=(["wiki", "code"], [1, 2]), split="1")
-        config(blend=(["data/wiki"], [1]), split="1", order="apportioned")
+        config(blend=(["data/wiki", "b/code"], [1, 2]), split="1")
         old = config(blend=(["data/wiki"], [1]), split="1", dataset_names={"data/wiki": "data/wiki"})
     assert old.name_of("data/wiki") == "data/wiki"
 
 
 def test_a_state_of_a_folder_named_stream_is_refused_with_the_names_that_bring_it_back():
     state = build(["d/wiki", "d/code"], dataset_names={"d/wiki": "d/wiki", "d/code": "d/code"}).state_dict(20)
-    with pytest.warns(UserWarning, match="release"):
-        now = build(["d/wiki", "d/code"])
+    now = build(["d/wiki", "d/code"])
     with pytest.raises(BlendingError, match=r"name was \"d/wiki\" and is \"wiki\".*dataset_names=\{'d/wiki': 'd/wiki'"):
         now.load_state_dict(state)
 

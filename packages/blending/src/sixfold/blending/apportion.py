@@ -37,7 +37,7 @@ def exact_weights(weights: Weights) -> list[int]:
 
 def _ratio(number: int, weight: object) -> tuple[int, int]:
     """Numerator and denominator of one weight: a Fraction of each would be a fifth of the time of a start."""
-    if not isinstance(weight, float | Real) or not isfinite(weight) or weight < 0:
+    if not isinstance(weight, float | Real) or isinstance(weight, bool) or not isfinite(weight) or weight < 0:
         raise BlendingError(f"weight {number} is {weight!r}; weights are finite numbers >= 0")
     if isinstance(weight, float | int):
         return weight.as_integer_ratio()

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from sixfold.blending.apportion import Weights, apportion
 from sixfold.blending.apportioned import ApportionedBlend
 from sixfold.blending.blend_index import BlendIndex
-from sixfold.blending.checks import first_repeated, whole_number
+from sixfold.blending.checks import first_repeated, plain, whole_number
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.dataset import (
     MegatronDataset,
@@ -134,7 +134,7 @@ class BlendedDataset(Samples):
             self.size,
             self.config.sequence_length,
             identifiers=self.unique_identifiers,
-            path_to_cache=self.config.path_to_cache,
+            path_to_cache=self.config.cache_folder,
         )
 
     def _apportioned(self, shuffle: Shuffle | None) -> ApportionedBlend:
@@ -265,7 +265,7 @@ class BlendedDataset(Samples):
         if not isinstance(self.schedule, Schedule):
             index: dict[str, object] = {"size": self.size, "counts": self.schedule.counts(self.schedule.end).tolist()}
             if isinstance(self.schedule, BlendIndex):  # the counts do not fix the order of a greedy blend
-                index["weights"] = list(self.weights or [])
+                index["weights"] = [plain(weight) for weight in self.weights or []]
             return index_state(position, self.config, self.index_split, self.datasets, index, version)
         return stream_state(position, self.config, self.index_split, self.schedule, self.datasets, version)
 

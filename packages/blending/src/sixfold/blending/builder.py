@@ -6,9 +6,10 @@ With a process group every rank opens for itself and nothing is sent but errors 
 kept in files are built once: each rank builds a share of them, then all load them.
 """
 
+import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from os import fspath
 from typing import TYPE_CHECKING, TypeVar
 
 from sixfold.blending.apportion import apportion
@@ -21,6 +22,7 @@ from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.describe import record_name
 from sixfold.blending.megatron.weights import normalized, targets, with_surplus
 from sixfold.blending.mock import MockGPTDataset, refuse_a_blend
+from sixfold.blending.names import text_of
 from sixfold.blending.plan import build_cost, shares
 from sixfold.blending.prefixes import pair_of
 from sixfold.blending.shuffle import Shuffle
@@ -191,7 +193,7 @@ class BlendedMegatronDatasetBuilder:
             blend = self.config.blend_of(split)
             if blend is not None and self._bookends(split) is not None:
                 stateless = self.config.order == "stateless"
-                needed = self.config.prefixes_of(split) if stateless else [fspath(prefix) for prefix in blend[0]]
+                needed = self.config.prefixes_of(split) if stateless else [text_of(prefix) for prefix in blend[0]]
                 prefixes |= dict.fromkeys(needed)
         self._each(self._source, prefixes)
 
@@ -202,7 +204,7 @@ class BlendedMegatronDatasetBuilder:
 
     def _start_records(self, tasks: Sequence[Task]) -> None:
         """One file per blend of exact counts tells what its index files were built from; see ``cache.py``."""
-        folder = self.config.path_to_cache
+        folder = self.config.cache_folder
         if self.config.order != "apportioned" or not folder:
             return
         fields = {name: getattr(self.config, name) for name in self.cls._key_config_attributes()}
@@ -226,7 +228,7 @@ class BlendedMegatronDatasetBuilder:
         costs = []
         for prefix, _, samples, bookends in tasks:
             part = Part(*self._sequences(prefix, bookends))
-            kept = self.config.path_to_cache or getattr(part.source, "path_prefix", None)
+            kept = self.config.cache_folder or getattr(part.source, "path_prefix", None)
             # What cannot be kept is built by every rank for itself, at the end.
             cost = build_cost(len(part), part.tokens, samples, self.config.sequence_length) if kept else 0
             costs.append(cost)
@@ -244,8 +246,8 @@ class BlendedMegatronDatasetBuilder:
         if place == 0:
             for record in self._records.values():
                 try_to_write(record)
-            if self.config.path_to_cache:
-                sweep(self.config.path_to_cache)
+            if self.config.cache_folder:
+                sweep(self.config.cache_folder)
 
     def _build_blends(self, place: int, places: int) -> None:
         """The same for blends that have an index of their own in the cache."""
@@ -261,7 +263,7 @@ class BlendedMegatronDatasetBuilder:
         for split in Split:
             blend, bookends = self.config.blend_of(split), self._bookends(split)
             if blend is not None and bookends is not None and not self._absent(split, bookends):
-                prefixes = [fspath(prefix) for prefix in blend[0]]
+                prefixes = [text_of(prefix) for prefix in blend[0]]
                 for prefix, samples in zip(prefixes, self._asked(split, bookends), strict=True):
                     tasks[prefix, split, samples, bookends] = None
         return list(tasks)
@@ -280,7 +282,7 @@ class BlendedMegatronDatasetBuilder:
         blend = config.blend_of(split)
         if blend is None or bookends is None:
             return None
-        prefixes = [fspath(prefix) for prefix in blend[0]]
+        prefixes = [text_of(prefix) for prefix in blend[0]]
         if config.order == "stateless":
             prefixes = config.prefixes_of(split)
         if config.multiple_validation_sets and split is Split.valid:
@@ -309,7 +311,7 @@ class BlendedMegatronDatasetBuilder:
         blend = self.config.blend_of(split)
         if blend is None or self.sizes[split.value] != 0 or self._separate(split):
             return blend is None
-        return not any(self._tokens(fspath(prefix), bookends) for prefix in blend[0])
+        return not any(self._tokens(text_of(prefix), bookends) for prefix in blend[0])
 
     def _separate(self, split: Split) -> bool:
         """Datasets that are no blend: one alone, or several validation sets."""
@@ -323,7 +325,7 @@ class BlendedMegatronDatasetBuilder:
         if self.config.order == "megatron":
             return None if weights is None else normalized(weights)
         if weights is None and self.sizes[split.value] is not None:
-            return [self._tokens(fspath(prefix), bookends) for prefix in prefixes]
+            return [self._tokens(text_of(prefix), bookends) for prefix in prefixes]
         return weights
 
     def _asked(self, split: Split, bookends: Bookends) -> list[int | None]:
@@ -345,7 +347,7 @@ class BlendedMegatronDatasetBuilder:
         assert blend is not None, f"{split.name} has a blend"
         weights = self._weights(split, bookends)
         parts = zip(blend[0], self._asked(split, bookends), strict=True)
-        datasets = [self._dataset(fspath(prefix), split, samples, bookends) for prefix, samples in parts]
+        datasets = [self._dataset(text_of(prefix), split, samples, bookends) for prefix, samples in parts]
         if self.config.order == "megatron" and size is not None:
             size = min(size, sum(map(len, datasets))) if weights is None else sum(targets(weights, size))
         return BlendedDataset(datasets, weights, size, self.config, shuffle=self._shuffles.get(split))
@@ -361,11 +363,23 @@ class BlendedMegatronDatasetBuilder:
 
     def _source(self, prefix: str) -> DocumentSource:
         if prefix not in self._opened:
+            path = self.config.path_of(prefix)
             if self.config.order != "stateless":  # before: data that is replaced meanwhile must not vouch for an index
-                self._stamps[prefix] = stamps_of(pair_of(prefix))
+                self._stamps[prefix] = stamps_of(pair_of(path))
+            else:
+                self._tell_of_cache(path)
             with _naming(f"{prefix} was opened"):
-                self._opened[prefix] = self.cls.build_low_level_dataset(prefix, self.config)
+                self._opened[prefix] = self.cls.build_low_level_dataset(path, self.config)
         return self._opened[prefix]
+
+    def _tell_of_cache(self, path: str) -> None:
+        folder = f"{path}/cache/{self.cls.__name__}_indices"
+        if os.path.isdir(folder):
+            warnings.warn(
+                f'{folder} has indices of another order, and order is "stateless", which reads none: to go on with a '
+                'run of Megatron set order="megatron"',
+                stacklevel=2,
+            )
 
     def _sequences(self, prefix: str, bookends: Bookends) -> tuple[DocumentSource, range]:
         source = self._source(prefix)
@@ -389,7 +403,7 @@ class BlendedMegatronDatasetBuilder:
         if split in self._records:
             dataset._record = self._records[split]
         source, sequences = self._sequences(prefix, bookends)
-        if getattr(source, "path_prefix", None) == prefix:
+        if getattr(source, "path_prefix", None) == self.config.path_of(prefix):
             dataset._stamps = self._stamps.get(prefix)
         with _naming(f"the {split.name} part of {prefix} was made"):
             self.cls.__init__(dataset, source, prefix, sequences, samples, split, self.config)

@@ -158,11 +158,12 @@ class MappedArrays(Arrays):
     def __init__(self, paths: Mapping[str, str]) -> None:
         super().__init__()
         self.stamps: dict[str, Stamp] = {}
+        paths = {name: os.path.abspath(path) for name, path in paths.items()}  # a worker's folder may be another
         for name, path in paths.items():
             with open(path, "rb") as file:
                 self.stamps[name] = _stamp(os.fstat(file.fileno()))
                 self[name] = _mapped(file, self.stamps[name][0])
-        self._paths = dict(paths)
+        self._paths = paths
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _mapped_again, (self._paths, self.stamps)

@@ -6,6 +6,7 @@ numpy cuts 1.5 to 1 where it is asked for integers; here it is refused.
 """
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,9 +24,16 @@ def whole_number(what: str, value: object, least: int) -> int:
 def whole_numbers(what: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
     """``values`` as int64 in their shape, the same array if they are; BlendingError for what is no whole number."""
     array = np.asarray(values)
+    if isinstance(values, list | tuple) and any(isinstance(value, bool | np.bool_) for value in values):
+        array = np.asarray(values, dtype=np.bool_)  # numpy takes True beside a number for 1
     if array.size and (array.dtype.kind not in "iu" or (array.dtype.kind == "u" and array.max() > 2**63 - 1)):
         raise BlendingError(f"{what} are {array.dtype} of shape {array.shape}; they are whole numbers below 2^63")
     return array.astype(np.int64, copy=False)
+
+
+def plain(value: Any) -> Any:
+    """A number of numpy as Python's, which JSON takes; anything else as it is."""
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def first_repeated(items: Iterable[str], key: Callable[[str], str] | None = None) -> str | None:

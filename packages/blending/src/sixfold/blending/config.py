@@ -7,23 +7,30 @@ Field names and meanings are megatron-core's (``blended_megatron_dataset_config.
 """
 
 import logging
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from os import fspath
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.apportion import exact_weights
-from sixfold.blending.checks import first_repeated, whole_number
+from sixfold.blending.checks import first_repeated, plain, whole_number
 from sixfold.blending.epochs import refuse_max_epochs
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.greedy import refuse_too_many_datasets, refuse_weights
-from sixfold.blending.names import Prefix, base_name, place, same_file
+from sixfold.blending.names import (
+    Prefix,
+    base_name,
+    current_folder,
+    located,
+    names_apart,
+    place,
+    same_file,
+    text_of,
+)
 from sixfold.blending.splits import Bookends, Split, parse_split, split_matrix
 
 Blend = tuple[Sequence[Prefix], Sequence[float] | None]
@@ -36,6 +43,12 @@ _WITHOUT_EFFECT = (
     "sequence_parallel_size", "sequences_per_dataset", "context_parallel_size",
 )  # fmt: skip
 _logger = logging.getLogger("sixfold.blending")
+
+
+class _SplitOfMock(str):
+    """The split of a config without a blend, which nobody gave."""
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True)
@@ -81,16 +94,22 @@ class BlendedMegatronDatasetConfig:
     max_epochs_error: bool = False  # it is a BlendingError then
     changes: Sequence[BlendChange] = ()
     dataset_names: Mapping[Prefix, str] | None = None  # prefix --> name in the keys; default: its base name
+    prefix_folder: str | None = None  # of relative paths; None: the current folder when the config is made
     mock: bool = field(init=False, default=False)  # there is no blend: MockGPTDataset makes its data up
     fast_cache_load: bool = False  # of the peer; a cache that is vouched for is mapped without being read anyway
     defer_npy_index_mmap: bool = False  # of the peer; a map costs microseconds and no descriptor
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_folder", os.getcwd())  # relative prefixes keep their places in any process
-        whole_number("sequence_length", self.sequence_length, 1)
-        whole_number("num_dataset_builder_threads", self.num_dataset_builder_threads, 1)
-        if not isinstance(self.random_seed, int | np.integer):
+        self._set("prefix_folder", current_folder() if self.prefix_folder is None else text_of(self.prefix_folder))
+        if isinstance(self.split, _SplitOfMock) and (self.blend is not None or any(self.blend_per_split or ())):
+            self._set("split", None)  # ``dataclasses.replace`` brings it along from a config that had no blend
+        self._set("sequence_length", whole_number("sequence_length", self.sequence_length, 1))
+        threads = whole_number("num_dataset_builder_threads", self.num_dataset_builder_threads, 1)
+        self._set("num_dataset_builder_threads", threads)
+        if not isinstance(self.random_seed, int | np.integer) or isinstance(self.random_seed, bool):
             raise BlendingError(f"random_seed is {self.random_seed!r}; it is a whole number")
+        for name in ("random_seed", "max_epochs", "mid_level_dataset_surplus"):
+            self._set(name, plain(getattr(self, name)))  # of numpy they are no JSON
         refuse_max_epochs(self.max_epochs)
         self._check_order()
         if self.blend is not None and self.blend_per_split is not None:
@@ -104,12 +123,38 @@ class BlendedMegatronDatasetConfig:
         if self.blend is None and not any(self.blend_per_split or ()):
             object.__setattr__(self, "mock", True)
             if self.split is None:
-                object.__setattr__(self, "split", "1,1,1")  # as the peer
+                self._set("split", _SplitOfMock("1,1,1"))  # as the peer
         if self.split is not None:
-            object.__setattr__(self, "split_matrix", split_matrix(parse_split(self.split)))
-        object.__setattr__(self, "changes", tuple(self.changes))
+            self._set("split_matrix", split_matrix(parse_split(self.split)))
+        self._set("changes", tuple(self.changes))
         self._check_changes()
+        self._own_all()
         self._check_names()
+        if self.order == "stateless" and self.path_to_cache:
+            warnings.warn(
+                f'path_to_cache is {self.path_to_cache!r} and order is "stateless", which has no files: nothing is '
+                'read there or written; to go on with the order of a Megatron cache set order="megatron"',
+                stacklevel=4,
+            )
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+    def _own_all(self) -> None:
+        """Copies of what the caller can change later, in plain types: lists, numpy's numbers."""
+        if self.blend is not None:
+            self._set("blend", _owned(self.blend))
+        if self.blend_per_split is not None:
+            self._set("blend_per_split", [None if blend is None else _owned(blend) for blend in self.blend_per_split])
+        changes = [
+            BlendChange(
+                int(change.at),
+                None if change.blend is None else _owned(change.blend),
+                None if change.sequence_length is None else int(change.sequence_length),
+            )
+            for change in self.changes
+        ]
+        self._set("changes", tuple(changes))
 
     def _check_order(self) -> None:
         if self.order not in ORDERS:
@@ -168,31 +213,39 @@ class BlendedMegatronDatasetConfig:
                 raise BlendingError(f"changes at {earlier.at} and {later.at} are out of order; at ascends")
 
     def _check_names(self) -> None:
-        named = {self.place_of(prefix): name for prefix, name in (self.dataset_names or {}).items()}
-        object.__setattr__(self, "_named", named)
-        for prefix, name in (self.dataset_names or {}).items():
+        names = dict(self.dataset_names or {})
+        if self.dataset_names is not None:
+            self._set("dataset_names", names)
+        object.__setattr__(self, "_named", {self.place_of(prefix): name for prefix, name in names.items()})
+        for prefix, name in names.items():
             if not isinstance(name, str) or "\x1f" in name:
                 rule = "it is a name, a text without the control character 0x1f"
-                raise BlendingError(f"dataset_names[{fspath(prefix)!r}] is {name!r}; {rule}")
+                raise BlendingError(f"dataset_names[{text_of(prefix)!r}] is {name!r}; {rule}")
         prefixes = dict.fromkeys(prefix for split in Split for prefix in self.prefixes_of(split))
-        self._refuse_names_of_no_prefix(prefixes)
+        if not self.mock:  # without a blend the datasets are made by the caller, under any paths
+            self._refuse_names_of_no_prefix(prefixes)
         if self.order == "megatron":  # whose order has no names in it
             return
         for split in Split:
             self._refuse_equal_names(self.prefixes_of(split))
-        if self.order == "stateless":
-            self._tell_old_names(prefixes)
 
     def _refuse_names_of_no_prefix(self, prefixes: Mapping[str, None]) -> None:
-        """A name for what is only the last part of a prefix would do nothing."""
+        """A name that no dataset has would do nothing."""
         places = {self.place_of(prefix) for prefix in prefixes}
         by_base_name = {base_name(prefix): prefix for prefix in prefixes}
         for key in self.dataset_names or {}:
-            prefix = by_base_name.get(fspath(key))
-            if prefix is not None and self.place_of(key) not in places:
+            if self.place_of(key) in places:
+                continue
+            prefix = by_base_name.get(text_of(key))
+            if prefix is not None:
                 raise BlendingError(
-                    f"dataset_names has {fspath(key)!r}, the base name of the prefix {prefix!r}; its keys are prefixes"
+                    f"dataset_names has {text_of(key)!r}, the base name of the prefix {prefix!r}; its keys are prefixes"
                 )
+            some = ", ".join(map(repr, list(prefixes)[:_TOLD])) + " ..." * (len(prefixes) > _TOLD)
+            raise BlendingError(
+                f"dataset_names has {text_of(key)!r}, which is no prefix of this config and would name nothing; the "
+                f"prefixes are {some}"
+            )
 
     def _refuse_equal_names(self, prefixes: Sequence[str]) -> None:
         names: dict[str, str] = {}
@@ -204,26 +257,11 @@ class BlendedMegatronDatasetConfig:
                 )
             other = names.setdefault(name, prefix)
             if other != prefix:
-                remedy = "name them apart by dataset_names={prefix: name}"
-                if same_file(other, prefix):
+                alike = names_apart(each for each in prefixes if self.name_of(each) == name)
+                remedy = f"name them apart by dataset_names={alike}"
+                if same_file(self.path_of(other), self.path_of(prefix)):
                     remedy = "they are one file: give it one entry with the sum of the weights"
                 raise BlendingError(f"{other!r} and {prefix!r} are both named {name!r}; {remedy}")
-
-    def _tell_old_names(self, prefixes: Mapping[str, None]) -> None:
-        """Once per process and blend (``warnings`` keeps count): release 0.1.0 took the whole path for the name."""
-        old = {prefix: prefix for prefix in prefixes if not self._is_named(prefix) and base_name(prefix) != prefix}
-        if old:
-            more = f" and {len(old) - _TOLD} more" if len(old) > _TOLD else ""
-            warnings.warn(
-                "release 0.1.0 named datasets by their whole paths, now they are named by their base names, and names "
-                f"are part of the order; dataset_names={dict(list(old.items())[:_TOLD])}{more} brings the old names "
-                'back (and document_shuffle="block" the old order), names of your own end this word',
-                stacklevel=2,
-            )
-
-    def _is_named(self, prefix: Prefix) -> bool:
-        named: dict[str, str] = self.__dict__["_named"]
-        return self.place_of(prefix) in named
 
     def blend_of(self, split: Split) -> Blend | None:
         """The blend that ``split`` starts with."""
@@ -242,13 +280,21 @@ class BlendedMegatronDatasetConfig:
         found: dict[str, str] = {}
         for blend in blends:
             for prefix in () if blend is None else blend[0]:
-                found.setdefault(self.place_of(prefix), fspath(prefix))
+                found.setdefault(self.place_of(prefix), text_of(prefix))
         return list(found.values())
 
     def place_of(self, prefix: Prefix) -> str:
         """One text for every way to write the path of a dataset; see ``names.place``."""
-        folder: str = self.__dict__["_folder"]
-        return place(prefix, folder)
+        return place(prefix, self.prefix_folder or "")
+
+    def path_of(self, prefix: Prefix) -> str:
+        """The path by which it is opened, whatever the current folder is now."""
+        return located(text_of(prefix), self.prefix_folder or "")
+
+    @property
+    def cache_folder(self) -> str | None:
+        """``path_to_cache`` as it is found from the current folder."""
+        return located(self.path_to_cache, self.prefix_folder or "") if self.path_to_cache else None
 
     def name_of(self, prefix: Prefix) -> str:
         """The name of a prefix in the keys of the order: of ``dataset_names``, else its base name."""
@@ -295,8 +341,8 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         Raises:
             BlendingError: a size that is none, or hybrid_context_parallel.
         """
-        whole_number("data_parallel_size", self.data_parallel_size, 1)
-        whole_number("sequence_parallel_size", self.sequence_parallel_size, 0)
+        self._set("data_parallel_size", whole_number("data_parallel_size", self.data_parallel_size, 1))
+        self._set("sequence_parallel_size", whole_number("sequence_parallel_size", self.sequence_parallel_size, 0))
         if self.context_parallel_size is not None:
             whole_number("context_parallel_size", self.context_parallel_size, 1)
         if self.hybrid_context_parallel:
@@ -327,6 +373,12 @@ def special_token(tokenizer: Any, name: str) -> int | None:
     return None if token is None else int(token)
 
 
+def _owned(blend: Blend) -> Blend:
+    """A checked blend in lists of its own, its prefixes as text."""
+    prefixes, weights = blend
+    return [text_of(prefix) for prefix in prefixes], None if weights is None else [plain(weight) for weight in weights]
+
+
 def check_blend(what: str, blend: Blend, place_of: Callable[[Prefix], str], *, as_peer: bool = False) -> None:
     """Refuse a blend that cannot work; ``what`` names it in the message.
 
@@ -336,7 +388,7 @@ def check_blend(what: str, blend: Blend, place_of: Callable[[Prefix], str], *, a
     if not isinstance(blend, Sequence) or len(blend) != 2 or isinstance(blend[0], str):
         raise BlendingError(rule)
     try:
-        prefixes, weights = [fspath(prefix) for prefix in blend[0]], None if blend[1] is None else list(blend[1])
+        prefixes, weights = [text_of(prefix) for prefix in blend[0]], None if blend[1] is None else list(blend[1])
     except TypeError:
         raise BlendingError(rule) from None
     if not prefixes:

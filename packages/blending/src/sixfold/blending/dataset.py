@@ -134,6 +134,8 @@ class Samples(ABC):
         Raises:
             IndexError: outside ``0 .. len - 1``.
         """
+        if isinstance(index, bool):
+            raise BlendingError(f"positions are bool, {index}; they are whole numbers below 2^63")
         if index is not None and not isinstance(index, int | np.integer):
             return self.get_batch(index)
         number = 0 if index is None else int(index)
@@ -302,7 +304,7 @@ class MegatronDataset(Samples):
     @property
     def index_facts(self) -> dict[str, Any]:
         """What indices depend on beside ``unique_identifiers``, which has nothing of the data."""
-        return self.index_options | self.part.fingerprint
+        return self.index_options | self.part.fingerprint_of_lengths
 
     @property
     def document_shuffle(self) -> str:
@@ -342,7 +344,7 @@ class MegatronDataset(Samples):
             seed=int(config.random_seed),
             identifiers=self.unique_identifiers,
             facts=self.index_facts,
-            path_to_cache=config.path_to_cache,
+            path_to_cache=config.cache_folder,
             record=self._record,
             sources=self._stamps,
         )

@@ -41,7 +41,8 @@ def order_key(*parts: str | int) -> int:
 
 def key_text(*parts: str | int) -> bytes:
     """What ``order_key`` hashes."""
-    return "\x1f".join((ORDER_VERSION, *map(str, parts))).encode()
+    # A path that is no UTF-8 has its bytes in a str as surrogates: they go in as they are.
+    return "\x1f".join((ORDER_VERSION, *map(str, parts))).encode("utf-8", "surrogateescape")
 
 
 def mix(x: U64) -> U64:

@@ -10,7 +10,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from os import fspath
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from sixfold.blending.apportion import Weights
 from sixfold.blending.checks import whole_number
 from sixfold.blending.config import BlendChange
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.names import Prefix
+from sixfold.blending.names import Prefix, text_of
 from sixfold.blending.permute import I64
 from sixfold.blending.quota import QuotaTree
 
@@ -83,7 +82,7 @@ def _weights_by_dataset(
         dataset = numbers.get(place_of(prefix))
         if dataset is None:
             raise BlendingError(
-                f"the change at {change.at} names {fspath(prefix)!r}, which is none of the datasets blended"
+                f"the change at {change.at} names {text_of(prefix)!r}, which is none of the datasets blended"
             )
         by_dataset[dataset] = tokens[dataset] if weights is None else weights[number]
     return by_dataset

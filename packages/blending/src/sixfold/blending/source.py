@@ -14,11 +14,14 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from sixfold.blending.checks import whole_numbers
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.permute import I64
 
 _FINGERPRINT_STRIDE = 256
 _RUNS, _RUN = 128, 1024  # pointers that a fingerprint reads
+_GLANCES, _GLANCE = 16, 64  # and those that a glance does
+_IDS = 16  # ids of one place that both read
 
 
 @runtime_checkable
@@ -89,17 +92,15 @@ class Part:
     """
 
     def __init__(self, source: DocumentSource, indices: "range | npt.ArrayLike") -> None:
-        """Take ``indices`` of ``source``.
+        """Take ``indices`` of ``source``: numbers of sequences, or a mask with a bool for each.
 
         Raises:
-            BlendingError: an index that the source does not have, or pointers that run backwards.
+            BlendingError: an index that the source does not have or that is no whole number, or pointers that run
+                backwards.
         """
-        self.source = source
-        self._lengths = source.sequence_lengths
-        self._pointers: I64 | None = pointers_of(source)
-        self._itemsize: int = np.dtype(source.dtype).itemsize
-        self.indices: range | I64 = _as_range(indices)
+        self._see(source)
         held = len(self._lengths)
+        self.indices: range | I64 = _as_range(indices, held, self.label)
         if len(self.indices):
             first, last = self._ends()
             if not 0 <= first <= last < held:
@@ -111,6 +112,28 @@ class Part:
             self.tokens = int(np.asarray(self._lengths)[np.asarray(self.indices)].sum(dtype=np.int64))
         if self.tokens < 0:
             raise self.damage(self.indices[0], f"the part has {self.tokens} tokens by its pointers")
+
+    def _see(self, source: DocumentSource) -> None:
+        self.source = source
+        self._lengths = source.sequence_lengths
+        self._pointers: I64 | None = pointers_of(source)
+        self._itemsize: int = np.dtype(source.dtype).itemsize
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Without the index of the source, which knows it again wherever it is unpickled."""
+        return self.source, self.indices, self.tokens, self.glance
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Raises BlendingError if the source is not what it was: its data was replaced, and would be cut elsewhere."""
+        source, self.indices, self.tokens, glance = state
+        self._see(source)
+        last = self._ends()[1] if len(self.indices) else -1
+        if last >= len(self._lengths) or self.glance != glance:
+            raise BlendingError(
+                f"{self.label}: the data was replaced since this dataset was pickled, and its samples would be others; "
+                "build the datasets again, or give new data a new name "
+                "[see errors/blending.html#the-data-changed-under-the-index]"
+            )
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -231,21 +254,57 @@ class Part:
 
     @cached_property
     def fingerprint(self) -> dict[str, Any]:
-        """What a resumed run must find again: counts, type, and a hash of pointers.
+        """What a resumed run must find again: counts, type, and hashes of pointers, of the members, and of some ids.
 
-        Of all of them up to 131,072, else of 128 runs of 1,024 that are spread evenly: pointers are running sums, so a
-        length that changes moves every later one. Cost: 1 MiB read, 400 pages touched, whatever the size.
+        Of all pointers up to 131,072, else of 128 runs of 1,024 that are spread evenly: pointers are running sums, so a
+        length that changes moves every later one. Cost: 1 MiB read, 400 pages touched, whatever the size; an array of
+        indices is read whole.
         """
-        runs = [slice(0, len(self))]
-        if len(self) > _RUNS * _RUN:
-            begins = [number * (len(self) - _RUN) // (_RUNS - 1) for number in range(_RUNS)]
-            runs = [slice(begin, begin + _RUN) for begin in begins]
-        return self._facts("sample", runs)
+        return self.fingerprint_of_lengths | {"ids": self._some_ids()}
+
+    @cached_property
+    def fingerprint_of_lengths(self) -> dict[str, Any]:
+        """The same but for the ids: what an index is built from."""
+        return self.fingerprint_of_state_2 | {"members": self._members_told()}
+
+    @cached_property
+    def fingerprint_of_state_2(self) -> dict[str, Any]:
+        """The same as states of version 2 have it: without the members and their ids."""
+        return self._facts("sample", self._runs(_RUNS, _RUN))
 
     @cached_property
     def fingerprint_of_0_1(self) -> dict[str, Any]:
         """The same as release 0.1.0 made it: a hash of every 256th pointer. Cost: all pages of the pointers."""
         return self._facts("hash", [slice(0, len(self), _FINGERPRINT_STRIDE)])
+
+    @cached_property
+    def glance(self) -> dict[str, Any]:
+        """A fingerprint of a few pages, for what is looked at by every process: ranks of a build, workers."""
+        facts = self._facts("sample", self._runs(_GLANCES, _GLANCE))
+        return facts | {"members": self._members_told(), "ids": self._some_ids()}
+
+    def _runs(self, runs: int, length: int) -> list[slice]:
+        """``runs`` stretches of ``length`` members, spread evenly; all members where they are no more."""
+        if len(self) <= runs * length:
+            return [slice(0, len(self))]
+        begins = [number * (len(self) - length) // (runs - 1) for number in range(runs)]
+        return [slice(begin, begin + length) for begin in begins]
+
+    def _members_told(self) -> str:
+        """Which sequences of the source they are."""
+        if isinstance(self.indices, range):
+            return f"{self.indices.start}..{self.indices.stop}" if len(self) else "none"
+        return blake2b(np.ascontiguousarray(self.indices, dtype="<i8").tobytes(), digest_size=8).hexdigest()
+
+    def _some_ids(self) -> str | None:
+        """A hash of the first ids of a few members; None of a source without flat ids, whose reads may be dear."""
+        tokens = getattr(self.source, "tokens", None)
+        if tokens is None or self._pointers is None or not len(self):
+            return None
+        places = np.linspace(0, len(self) - 1, _GLANCES).astype(np.int64)
+        begins = (np.asarray(self._pointers[self.ids(places)]) // self._itemsize).tolist()
+        data = b"".join(np.ascontiguousarray(tokens[max(0, at) : max(0, at) + _IDS]).tobytes() for at in begins)
+        return blake2b(data, digest_size=8).hexdigest()
 
     def _facts(self, name: str, some: Sequence[slice]) -> dict[str, Any]:
         """Counts, type, and under ``name`` a hash of ``some`` of the pointers, counted from the part's first."""
@@ -266,11 +325,23 @@ class Part:
         }
 
 
-def _as_range(indices: "range | npt.ArrayLike") -> range | I64:
-    """``indices`` as a range with step 1 if they are one."""
+def _as_range(indices: "range | npt.ArrayLike", held: int, label: str) -> range | I64:
+    """``indices`` of ``held`` sequences as a range with step 1 if they are one."""
     if isinstance(indices, range) and (indices.step == 1 or len(indices) == 0):
         return range(indices.start, max(indices.start, indices.stop))
-    array = np.asarray(indices, dtype=np.int64).reshape(-1)
+    array = np.asarray(indices)
+    if array.dtype == np.bool_ and array.shape == (held,):
+        array = np.flatnonzero(array)
+    elif array.dtype == np.bool_ and array.size:
+        raise BlendingError(
+            f"{label}: a mask of shape {array.shape} is given for {held} sequences; a mask has one bool for each"
+        )
+    else:
+        array = whole_numbers(f"{label}: indices", array if isinstance(indices, np.ndarray) else indices)
+    if array.ndim != 1:
+        raise BlendingError(f"{label}: indices are of shape {array.shape}; they are numbers of sequences in one row")
+    array = np.array(array, dtype=np.int64)  # a copy: the caller may use its own again
+    array.flags.writeable = False
     if array.size and (np.diff(array) == 1).all():
         return range(int(array[0]), int(array[-1]) + 1)
     return array if array.size else range(0)

@@ -16,14 +16,16 @@ from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.names import base_name
 from sixfold.blending.schedule import Schedule
+from sixfold.blending.source import Part
 from sixfold.blending.splits import Split
 
 if TYPE_CHECKING:
     from sixfold.blending.dataset import MegatronDataset
 
 State = dict[str, Any]
-STATE_VERSION = 2
+STATE_VERSION = 3
 _OLDEST = 1  # of release 0.1.0: other hashes of the data, and documents are shuffled in blocks
+_WITHOUT_MEMBERS = 2  # its hashes say nothing of which sequences of a pair a part has, and of their ids
 _SEGMENTS_TOLD = 4  # in full, the newest; of those before them a checksum, so that a state stays small
 
 
@@ -59,7 +61,7 @@ def stream_state(
         "split": [0.0, 1.0] if part is None else list(part),
         "datasets": {
             str(number): {"name": dataset.name, "document_shuffle": dataset.document_shuffle}
-            | (dataset.part.fingerprint if version > _OLDEST else dataset.part.fingerprint_of_0_1)
+            | _fingerprint(dataset.part, version)
             for number, dataset in enumerate(datasets)
             if used[number]
         },
@@ -93,10 +95,17 @@ def index_state(
         "datasets": {
             str(number): {"name": dataset.name, "samples": len(dataset)}
             | dataset.index_options
-            | (dataset.part.fingerprint if version > _OLDEST else dataset.part.fingerprint_of_0_1)
+            | _fingerprint(dataset.part, version)
             for number, dataset in enumerate(datasets)
         },
     }
+
+
+def _fingerprint(part: Part, version: int) -> dict[str, Any]:
+    """What a state of this version tells of the data."""
+    if version == _OLDEST:
+        return part.fingerprint_of_0_1
+    return part.fingerprint_of_state_2 if version == _WITHOUT_MEMBERS else part.fingerprint
 
 
 def saved_position(state: State) -> tuple[int, int]:
@@ -106,7 +115,7 @@ def saved_position(state: State) -> tuple[int, int]:
         BlendingError: not a state, or one of a version that is not known here.
     """
     position = state.get("position") if isinstance(state, dict) else None
-    if not isinstance(position, int) or position < 0:
+    if not isinstance(position, int) or isinstance(position, bool) or position < 0:
         raise BlendingError("the state has no position; it is not what state_dict(position) returned")
     version = state.get("state_version")
     if not isinstance(version, int) or not _OLDEST <= version <= STATE_VERSION:
@@ -120,6 +129,8 @@ def refuse_other_past(saved: State, current: State, datasets: "Sequence[Megatron
     Raises:
         BlendingError: the first thing that fixed earlier positions and differs: what it was, what it is.
     """
+    if current["position"] == 0:  # nothing was given that could be given otherwise
+        return
     saved, current = json.loads(json.dumps(saved)), json.loads(json.dumps(current))
     if current["order"] != "stateless":
         _forget_folders(saved, current)
@@ -148,17 +159,36 @@ def _remedy(where: str, saved: State, current: State, datasets: "Sequence[Megatr
     new = ", and say what is new with a BlendChange" if current["order"] == "stateless" else ""
     if not (where.startswith("datasets.") and where.endswith((".name", ".document_shuffle"))):
         return f"restore it{new}"
+    listed = _order_of_then(saved, datasets)
+    if listed is not None:
+        return f"the datasets were listed in another order: list them as {listed}, each with its weight"
+    known = {dataset.name for dataset in datasets}
     names: dict[str | None, Any] = {}
     options: dict[str, None] = {}
     for number, was in saved.get("datasets", {}).items():
         now = current["datasets"].get(number, {})
-        if was.get("name") != now.get("name") and int(number) < len(datasets):
+        if was.get("name") != now.get("name") and int(number) < len(datasets) and was.get("name") not in known:
             names[datasets[int(number)].dataset_path] = was.get("name")
         if was.get("document_shuffle") != now.get("document_shuffle"):
             options[f'document_shuffle="{was.get("document_shuffle")}"'] = None
     if names:
         options[f"dataset_names={names}"] = None
+    if not options:
+        return "restore the list of datasets"
     return f"if it is the same data, {' and '.join(options)} in the config give the order of then"
+
+
+def _order_of_then(saved: State, datasets: "Sequence[MegatronDataset]") -> list[str | None] | None:
+    """The prefixes of the datasets in the order of a saved state; None where the order is not what differs."""
+    by_name = {dataset.name: dataset for dataset in datasets}
+    then = {int(number): was.get("name") for number, was in saved.get("datasets", {}).items()}
+    if not set(then.values()) <= by_name.keys() or len(set(then.values())) < len(then):
+        return None
+    others = iter([dataset.name for dataset in datasets if dataset.name not in then.values()])
+    listed = [then[number] if number in then else next(others, None) for number in range(len(datasets))]
+    if None in listed or listed == [dataset.name for dataset in datasets]:
+        return None
+    return [by_name[str(name)].dataset_path for name in listed]
 
 
 def _first_difference(where: str, was: Any, now: Any) -> tuple[str, str, str] | None:

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.index import DAMAGED, Index, all_problems, open_problems
-from sixfold.indexed_data.paths import AnyPath, input_prefix, path_text
+from sixfold.indexed_data.paths import AnyPath, anchored, input_prefix, path_text
 from sixfold.indexed_data.storage import (
     FileBytes,
     IdSource,
@@ -29,6 +29,8 @@ from sixfold.indexed_data.storage import (
     file_identity,
     map_file,
 )
+
+_LOOKS, _LOOKED_AT = 16, 64  # places of each array, and numbers there, that tell one pair from another
 
 
 class IndexedDataset:
@@ -61,6 +63,8 @@ class IndexedDataset:
         if mmap and open_bytes is not None:
             raise IndexedDataError(f"{prefix}: open_bytes reads without a map; it goes with mmap=False")
         self._arguments = (prefix, multimodal, mmap, open_bytes)
+        # Where it is, whatever the current folder of a process is that unpickles it.
+        self._whole_prefix = prefix if open_bytes is not None else anchored(prefix)
         source: FileBytes | ObjectBytes | None = None
         data = np.empty(0, np.uint8)
         if open_bytes is not None:
@@ -115,6 +119,8 @@ class IndexedDataset:
             IndexedDataError: the part does not lie in the sequence, or the index is damaged there.
         """
         index, source = self._opened()
+        if idx.__class__ is bool:
+            raise TypeError(f"{self.path_prefix}: {idx!r} is no sequence number")
         i = operator.index(idx)
         if i < 0:
             i += index.sequences
@@ -227,10 +233,47 @@ class IndexedDataset:
         self.close()
 
     def __getstate__(self) -> tuple[Any, ...]:
-        return self._arguments
+        """The path, what tells this pair from one that has its name later, and document indices that were set."""
+        if self._index is None:
+            return self._arguments, self._whole_prefix, None, None
+        given = None if self._document_indices is self._index.boundaries_D else self._document_indices
+        return self._arguments, self._whole_prefix, self._facts(), given
 
-    def __setstate__(self, arguments: tuple[Any, ...]) -> None:
-        self._open(*arguments)
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Open it again.
+
+        Raises:
+            IndexedDataError: another pair has that name now: whoever pickled this one counted its sequences.
+        """
+        (prefix, *options), whole_prefix, facts, document_indices = state
+        self._open(whole_prefix, *options)
+        self._arguments = (prefix, *options)
+        found = self._facts()
+        if facts is not None and found != facts:
+            raise IndexedDataError(
+                f"{whole_prefix}: the pair was replaced since it was pickled: it had {facts[0]} sequences in "
+                f"{facts[3]} bytes, and has {found[0]} in {found[3]}, or other ids. Open it again, or give new "
+                "data a new name [see errors/indexed-data.html#a-pair-was-replaced-while-it-was-in-use]"
+            )
+        if document_indices is not None:
+            self._document_indices = document_indices
+
+    def _facts(self) -> tuple[Any, ...]:
+        """Counts, and a checksum of some lengths, boundaries and ids. O(1); of a store no id is read."""
+        import zlib  # only here: most datasets stay in their process
+
+        index, source = self._opened()
+        pieces: list[npt.NDArray[Any]] = []
+        for array in (index.lengths_S, index.pointers_S, index.boundaries_D):
+            for at in _places(array.size):
+                pieces.append(array[at : at + _LOOKED_AT])
+        if self._arguments[3] is None:
+            total = index.bin_bytes // index.itemsize
+            pieces += [source.ids(at, min(_LOOKED_AT, total - at)) for at in _places(total)]
+        digest = 0
+        for piece in pieces:
+            digest = zlib.crc32(piece.tobytes(), digest)
+        return index.sequences, index.header.boundaries, self._dtype.name, index.bin_bytes, digest
 
     def __repr__(self) -> str:
         state = "closed" if self._index is None else f"{len(self)} sequences of {self._dtype}"
@@ -241,3 +284,9 @@ class IndexedDataset:
         """Whether both files of the pair are there; IndexedDataError for a URL, which cannot be asked."""
         prefix = input_prefix(path_prefix)
         return os.path.exists(prefix + ".idx") and os.path.exists(prefix + ".bin")
+
+
+def _places(count: int) -> list[int]:
+    """Where ``_facts`` looks at an array of ``count``: evenly from the first on to the last."""
+    last = max(0, count - _LOOKED_AT)
+    return sorted({last * number // (_LOOKS - 1) for number in range(_LOOKS)}) if count else []

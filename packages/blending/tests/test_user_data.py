@@ -1,0 +1,318 @@
+"""What users hand over: masks, replaced pairs, other lists, other folders. Taken for what it means, or refused."""
+
+import dataclasses
+import json
+import os
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+from blending_helpers import ListDataset, Tokenizer, blend, config, dataset, numbered
+
+from sixfold.blending import (
+    BlendChange,
+    BlendedMegatronDatasetBuilder,
+    BlendingError,
+    GPTDataset,
+    GPTDatasetConfig,
+    Split,
+)
+from sixfold.blending.source import ListSource
+
+LENGTHS = [5] * 100
+SOURCE = ListSource(numbered(LENGTHS))
+
+
+def of(indices, source=SOURCE, **fields):
+    return GPTDataset(source, "a", indices, 100, Split.train, config(**fields))
+
+
+def ids_read(data):
+    """Every id that one epoch of ``data`` reads."""
+    return set(np.concatenate([data.get_batch(range(200))["tokens"].ravel()]).tolist())
+
+
+def ids_of(documents):
+    return {1 + 5 * document + place for document in documents for place in range(5)}
+
+
+# ---- numbers that look alike
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+def test_a_mask_keeps_the_documents_that_it_marks(as_list):
+    mask = np.zeros(100, dtype=bool)
+    mask[50:] = True
+    mask[60] = False
+    data = of(mask.tolist() if as_list else mask)
+    assert ids_read(data) == ids_of([number for number in range(50, 100) if number != 60])
+
+
+@pytest.mark.parametrize(
+    "indices",
+    [[10.9], np.array([3.0]), [True, 3], ["1"], [b"1"], np.ones((1, 3), int), [None], np.ones(7, bool), 5, "12"],
+    ids=repr,
+)
+def test_indices_that_are_no_numbers_of_sequences_are_refused(indices):
+    with pytest.raises(BlendingError, match=r"(indices are|a mask of shape)"):
+        of(indices)
+
+
+def test_the_caller_may_use_an_array_of_indices_again():
+    indices = np.array([3, 5, 8])
+    data = of(indices)
+    before = data.get_batch(range(20))["tokens"]
+    indices[:] = 99
+    assert np.array_equal(of([3, 5, 8]).get_batch(range(20))["tokens"], before)
+    assert np.array_equal(data.get_batch(range(20))["tokens"], before)
+    with pytest.raises(ValueError, match="read-only"):
+        data.indices[0] = 4
+
+
+@pytest.mark.parametrize("number", [True, False, np.True_, 1.0, "1"], ids=repr)
+def test_a_sample_number_that_is_none_is_refused(number):
+    with pytest.raises(BlendingError, match="positions are"):
+        of(range(10))[number]
+    with pytest.raises(BlendingError, match="positions are"):
+        of(range(10)).get_batch([number, 1])
+
+
+# ---- data that was replaced
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """(prefix, write): ``write(lengths)`` makes the pair anew, with ids that count."""
+    indexed_data = pytest.importorskip("sixfold.indexed_data", reason="needs sixfold-indexed-data, which writes pairs")
+
+    def write(lengths, begin=1, name="wiki"):
+        with indexed_data.IndexedDatasetBuilder(str(tmp_path / f"{name}.bin"), dtype=np.int32) as builder:
+            for sequence in numbered(lengths, begin):
+                builder.add_document(sequence)
+        return str(tmp_path / name)
+
+    return write
+
+
+def built(prefix, **fields):
+    made = config(blend=([prefix], None), split="1", **fields)
+    return BlendedMegatronDatasetBuilder(GPTDataset, [50, 0, 0], lambda: True, made).build()[0]
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+@pytest.mark.parametrize("lengths", [[6] * 90, [7] * 70, [5] * 20], ids=["other lengths", "equal sum", "fewer"])
+def test_a_pickled_dataset_refuses_a_pair_that_was_replaced_since(pair, lengths, mmap):
+    """As a spawned worker of a DataLoader gets it in the second epoch."""
+    prefix = pair([5] * 98)
+    data = built(prefix, mmap_bin_files=mmap)
+    kept = pickle.dumps(data)
+    assert np.array_equal(pickle.loads(kept).get_batch(range(9))["tokens"], data.get_batch(range(9))["tokens"])
+    pair(lengths)
+    with pytest.raises(ValueError, match=r"wiki.*(replaced|other than the one)"):
+        pickle.loads(kept)
+
+
+def test_a_pickled_dataset_is_small_and_what_it_opens_gives_the_same(pair):
+    data = built(pair([3] * 20_000))
+    data.get_batch(range(5))
+    data.state_dict(5)
+    assert len(pickle.dumps(data)) < 5_000, "20,000 documents are 240 KB of index"
+    again = pickle.loads(pickle.dumps(data))
+    assert again.why(3) == data.why(3) and again.state_dict(7) == data.state_dict(7)
+
+
+# ---- resumed runs
+
+
+def test_other_indices_of_equal_lengths_are_another_past():
+    state = of(range(50)).state_dict(9)
+    assert of(range(50)).load_state_dict(json.loads(json.dumps(state))) == 9
+    for other in (range(50, 100), [*range(49), 99], [1, 0, *range(2, 50)]):
+        with pytest.raises(BlendingError, match=r"datasets\.0\.members was"):
+            of(other).load_state_dict(state)
+
+
+def test_two_swapped_neighbours_of_many_documents_are_another_past():
+    many = 140_000
+    source = ListSource([[1]] * many)
+    indices = np.arange(many)[::-1].copy()
+    state = of(indices, source).state_dict(9)
+    indices[[70_001, 70_002]] = indices[[70_002, 70_001]]
+    with pytest.raises(BlendingError, match=r"datasets\.0\.members was"):
+        of(indices, source).load_state_dict(state)
+
+
+@pytest.mark.parametrize("order", ["stateless", "apportioned", "megatron"])
+def test_other_ids_of_the_same_lengths_are_another_past(order):
+    one, other = (dataset(numbered([5] * 40, begin), order=order) for begin in (1, 1000))
+    with pytest.raises(BlendingError, match=r"datasets\.0\.ids was"):
+        other.load_state_dict(one.state_dict(9))
+
+
+def test_a_list_in_another_order_is_refused_and_the_order_that_the_error_gives_is_the_stream_of_then(pair):
+    prefixes = [pair([5] * 40, begin, name) for begin, name in ((1, "a"), (500, "b"), (900, "c"))]
+    weights = dict(zip(prefixes, [1, 1, 1], strict=True))
+
+    def stream(listed, **names):
+        made = config(blend=(listed, [weights[prefix] for prefix in listed]), split="1", **names)
+        return BlendedMegatronDatasetBuilder(GPTDataset, [100, 0, 0], lambda: True, made).build()[0]
+
+    then = stream(prefixes)
+    state = then.state_dict(80)
+    with pytest.raises(BlendingError, match="list them as") as refused:
+        stream([prefixes[1], prefixes[2], prefixes[0]]).load_state_dict(state)
+    assert "dataset_names" not in str(refused.value), "other names would be the other's tokens"
+    told = str(refused.value).split("list them as ")[1].split(", each")[0]
+    listed = json.loads(told.replace("'", '"'))
+    again = stream(listed)
+    assert again.load_state_dict(state) == 80
+    assert np.array_equal(again.get_batch(range(80, 90))["tokens"], then.get_batch(range(80, 90))["tokens"])
+    with pytest.raises(BlendingError, match=r"datasets\.0\.(ids|sample|members) was"):  # who tries names all the same
+        names = {prefixes[1]: "a", prefixes[0]: "b"}
+        stream([prefixes[1], prefixes[0], prefixes[2]], dataset_names=names).load_state_dict(state)
+
+
+def test_a_state_of_position_0_fixes_nothing():
+    state = blend({"a": numbered([20])}, [1]).state_dict(0)
+    assert blend({"b": numbered([30])}, [1], random_seed=7).load_state_dict(json.loads(json.dumps(state))) == 0
+
+
+# ---- paths
+
+
+@pytest.fixture
+def two_folders(pair, tmp_path, monkeypatch):
+    """Folders "one" and "two", each with a pair "wiki" of other ids; the current one is "one"."""
+    for folder, begin in (("one", 1), ("two", 5000)):
+        (tmp_path / folder).mkdir()
+        pair([5] * 40, begin, name=f"{folder}/wiki")
+    monkeypatch.chdir(tmp_path / "one")
+    return tmp_path
+
+
+@pytest.mark.parametrize("order", ["stateless", "apportioned", "megatron"])
+def test_a_relative_prefix_is_the_one_of_the_folder_in_which_it_was_written_down(two_folders, monkeypatch, order):
+    made = config(
+        blend=(["wiki"], None), split="1", order=order, path_to_cache="cache" if order != "stateless" else None
+    )
+    expected = BlendedMegatronDatasetBuilder(GPTDataset, [50, 0, 0], lambda: True, made).build()[0]
+    monkeypatch.chdir(two_folders / "two")
+    for later in (made, dataclasses.replace(made, max_epochs=9), pickle.loads(pickle.dumps(made))):
+        data = BlendedMegatronDatasetBuilder(GPTDataset, [50, 0, 0], lambda: True, later).build()[0]
+        assert np.array_equal(data.get_batch(range(20))["tokens"], expected.get_batch(range(20))["tokens"])
+        assert later.place_of("wiki") == f"{two_folders}/one/wiki"
+    again = pickle.loads(pickle.dumps(expected))  # in a worker that changed its folder
+    assert np.array_equal(again.get_batch(range(20))["tokens"], expected.get_batch(range(20))["tokens"])
+    assert sorted(os.listdir(two_folders / "two")) == ["wiki.bin", "wiki.idx"], "no cache appears in another folder"
+
+
+NAMES = [b"wiki\xff", "wiki\udcff", os.fsencode("gr\u00fc\u00df"), "\u4e2d\u6587"]
+
+
+@pytest.mark.parametrize("order", ["stateless", "apportioned", "megatron"])
+@pytest.mark.parametrize("name", NAMES, ids=ascii)
+def test_a_prefix_of_bytes_or_without_utf8_is_read_as_any(pair, tmp_path, name, order):
+    plain = pair([5] * 40)
+    whole = os.path.join(os.fsencode(tmp_path), name) if isinstance(name, bytes) else f"{tmp_path}/{name}"
+    for end in ("bin", "idx"):
+        os.rename(f"{plain}.{end}", os.fsencode(os.fsdecode(whole) + "." + end))
+    made = config(
+        blend=([whole], [1]), split="1", order=order, path_to_cache=str(tmp_path) if order != "stateless" else None
+    )
+    data = BlendedMegatronDatasetBuilder(GPTDataset, [20, 0, 0], lambda: True, made).build()[0]
+    assert data.load_state_dict(json.loads(json.dumps(data.state_dict(9)))) == 9
+    assert data.get_batch(range(20))["tokens"].min() >= 1
+    assert config(blend=([whole], [1]), split="1", dataset_names={whole: "w"}).name_of(whole) == "w"
+
+
+@pytest.mark.parametrize("blend", [b"wiki", ([5], [1]), (b"wiki", [1]), ([None], None)], ids=repr)
+def test_a_blend_of_no_paths_is_refused(blend):
+    with pytest.raises(BlendingError, match="it is a pair"):
+        config(blend=blend, split="1")
+
+
+def test_prefixes_that_end_alike_are_refused_with_names_that_can_be_copied():
+    prefixes = ["wiki/train_text_document", "code/train_text_document", "math"]
+    with pytest.raises(BlendingError, match="dataset_names=") as refused:
+        config(blend=(prefixes, [1, 1, 1]), split="1")
+    names = json.loads(str(refused.value).split("dataset_names=")[1].replace("'", '"'))
+    made = config(blend=(prefixes, [1, 1, 1]), split="1", dataset_names=names)
+    assert [made.name_of(prefix) for prefix in prefixes] == ["wiki", "code", "math"]
+    for alike in (["a/x/t", "b/x/t"], ["t", "a/t"]):
+        with pytest.raises(BlendingError, match="dataset_names=") as refused:
+            config(blend=(alike, [1, 1]), split="1")
+        names = json.loads(str(refused.value).split("dataset_names=")[1].replace("'", '"'))
+        made = config(blend=(alike, [1, 1]), split="1", dataset_names=names)
+        assert len({made.name_of(prefix) for prefix in alike}) == 2
+
+
+def test_a_name_for_no_dataset_is_refused():
+    with pytest.raises(BlendingError, match=r"dataset_names has 'wikis', which is no prefix.*'wiki', 'code'"):
+        config(blend=(["wiki", "code"], [1, 1]), split="1", dataset_names={"wikis": "w"})
+    assert config(dataset_names={"a": "w"}).name_of("a") == "w", "without a blend the caller makes the datasets"
+
+
+# ---- configurations
+
+
+def test_a_config_that_is_made_from_one_without_a_blend_has_its_rules():
+    base = config()
+    with pytest.raises(BlendingError, match="blend is given without split"):
+        dataclasses.replace(base, blend=(["wiki"], None))
+    train = dataclasses.replace(base, blend=(["wiki"], None), split="1")
+    assert train.split_matrix == config(blend=(["wiki"], None), split="1").split_matrix
+    each = dataclasses.replace(base, blend_per_split=[(["wiki"], None), None, None])
+    assert each.split is None and each.split_matrix is None
+    assert dataclasses.replace(base, random_seed=5).split == "1,1,1", "still without a blend, as the peer"
+    given = config(split="1,1,1")
+    assert dataclasses.replace(given, blend=(["wiki"], None)).split == "1,1,1", "who says it has it"
+
+
+@pytest.mark.parametrize("order", ["stateless", "apportioned", "megatron"])
+def test_numbers_of_numpy_are_plain_in_a_state(order):
+    number = np.int64
+    changes = [BlendChange(number(20), (["a", "b"], np.array([1, 2])), number(8))] if order == "stateless" else []
+    made = config(
+        random_seed=number(7), sequence_length=number(8), order=order, changes=changes, max_epochs=np.float32(9),
+        blend=(["a", "b"], np.array([1, 3], np.float32)), split="1", num_dataset_builder_threads=number(1),
+    )  # fmt: skip
+    ListDataset.pairs.clear()
+    ListDataset.pairs |= {name: ListSource(numbered([5] * 200)) for name in ("a", "b")}
+    data = BlendedMegatronDatasetBuilder(ListDataset, [number(60), 0, 0], lambda: True, made).build()[0]
+    assert data.load_state_dict(json.loads(json.dumps(data.state_dict(number(40))))) == 40
+    json.dumps(dataclasses.asdict(dataclasses.replace(made, tokenizer=None, token_dtype=None or np.int64)), default=str)
+
+
+def test_a_config_owns_what_it_was_given():
+    prefixes, weights, names, changes = ["a", "b"], [1.0, 1.0], {"a": "x"}, [BlendChange(9, sequence_length=4)]
+    made = config(blend=(prefixes, weights), split="1", dataset_names=names, changes=changes)
+    prefixes[0], weights[0], names["a"] = "z", -1.0, "y"
+    changes.clear()
+    assert made.blend == (["a", "b"], [1.0, 1.0]) and made.name_of("a") == "x" and len(made.changes) == 1
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"random_seed": True}, {"sequence_length": True}, {"blend": (["a", "b"], [True, 2]), "split": "1"},
+     {"changes": [BlendChange(True, sequence_length=4)]}],
+    ids=str,
+)  # fmt: skip
+def test_a_bool_is_no_number_of_a_config(fields):
+    with pytest.raises(BlendingError, match="True"):
+        config(**fields)
+
+
+def test_a_cache_without_the_order_that_has_one_is_told(tmp_path):
+    with pytest.warns(UserWarning, match=r'path_to_cache is .*order="megatron"'):
+        GPTDatasetConfig(random_seed=1, sequence_length=8, tokenizer=Tokenizer(), path_to_cache=str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config(path_to_cache=str(tmp_path), order="megatron")
+
+
+def test_a_cache_beside_a_pair_without_the_order_that_has_one_is_told(pair):
+    prefix = pair([5] * 40)
+    built(prefix, order="megatron")
+    with pytest.warns(UserWarning, match=r'wiki/cache.*order="megatron"'):
+        built(prefix)

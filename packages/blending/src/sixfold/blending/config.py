@@ -213,7 +213,7 @@ class BlendedMegatronDatasetConfig:
                 raise BlendingError(f"changes at {earlier.at} and {later.at} are out of order; at ascends")
 
     def _check_names(self) -> None:
-        names = dict(self.dataset_names or {})
+        names = dict((self.dataset_names or {}).items())
         if self.dataset_names is not None:
             self._set("dataset_names", names)
         object.__setattr__(self, "_named", {self.place_of(prefix): name for prefix, name in names.items()})

@@ -6,6 +6,7 @@ from config_helpers import config_with, words_of
 from sixfold.gpt.config import check_world, resume_changes
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.past import noted_changes
+from sixfold.gpt.schedule_lr import batch_size
 from sixfold.pipeline.schedules import by_name, registered
 
 
@@ -194,7 +195,10 @@ def test_a_world_that_does_not_fit_is_named_with_a_value_that_works(overrides, w
         "parallel.pp=2", "pipeline.lookahead=1", "fsdp.grad_sum=rank_order", "checkpoint.every=5", "eval.every=5",
         "log.every=5", "run.dir=elsewhere", "train.steps=200", "train.micro_batch_size=2", "train.recompute=full",
         "data.blend=['moved/wiki', 'moved/code']", "data.cache_dir=elsewhere", "train.batch_ramp=[[50, 32]]",
-        "data.document_shuffle=block", "data.max_epochs=0", "pipeline.edges=one",
+        "data.document_shuffle=block", "data.max_epochs=0", "pipeline.edges=one", "checkpoint.every_minutes=0",
+        "optimizer.weight_decay=0", "optimizer.beta2=0.99", "optimizer.eps=1", "train.precision=fp32",
+        "train.precision=fp8", "train.compile=true", "train.deterministic=true", "train.batch_ramp=[[0, 16]]",
+        "train.batch_ramp=[[0, 16], [50, 32]]",
     ],
 )  # fmt: skip
 def test_a_resumed_run_may_change_what_leaves_its_past_alone(override):
@@ -206,9 +210,9 @@ def test_a_resumed_run_may_change_what_leaves_its_past_alone(override):
     [
         ("model.norm_eps=1e-6", "model.norm_eps"), ("data.seq_length=64", "data.seq_length"),
         ("data.blend=['data/code', 'data/wiki']", "data.blend"), ("train.seed=1", "train.seed"),
-        ("train.global_batch_size=32", "train.global_batch_size"), ("optimizer.eps=1", "optimizer.eps"),
+        ("train.global_batch_size=32", "train.global_batch_size"), ("model.rope_theta=5e5", "model.rope_theta"),
         ("optimizer.name=muon", "optimizer.name"), ("train.batch_ramp=[[49, 32]]", "train.batch_ramp"),
-        ("train.precision=fp32", "train.precision"), ("data.names=['a', 'b']", "data.blend"),
+        ("data.names=['a', 'b']", "data.blend"),
     ],
 )  # fmt: skip
 def test_a_resumed_run_refuses_what_would_have_changed_its_past(override, key):
@@ -218,19 +222,50 @@ def test_a_resumed_run_refuses_what_would_have_changed_its_past(override, key):
 
 def test_all_changes_of_a_resumed_run_are_named_at_once():
     with pytest.raises(ConfigError) as error:
-        resume_changes(config_with(), config_with("train.seed=1", "optimizer.eps=1"))
+        resume_changes(config_with(), config_with("train.seed=1", "model.norm_eps=1"), step=50)
     assert "train.seed (was 1234, is 1)" in words_of(error)
-    assert "optimizer.eps (was 1e-08, is 1.0)" in words_of(error)
+    assert "model.norm_eps (was 1e-05, is 1.0)" in words_of(error)
 
 
-def test_a_branch_changes_learning_rate_schedule_and_clipping_and_says_so():
+@pytest.mark.parametrize("ramp", ["[]", "[[20, 32]]", "[[0, 8], [20, 32], [40, 16]]"])
+def test_the_ramp_that_an_error_names_takes_another_batch_from_here_on_and_keeps_the_past(ramp):
+    old = config_with(f"train.batch_ramp={ramp}", "train.micro_batch_size=1")
+    wanted = ("train.global_batch_size=24", f"train.batch_ramp={ramp}", "train.micro_batch_size=1")
+    if ramp == "[[0, 8], [20, 32], [40, 16]]":
+        resume_changes(old, config_with(*wanted), step=50)  # no step has that batch: nothing changes
+        return
+    with pytest.raises(ConfigError) as error:
+        resume_changes(old, config_with(*wanted), step=50)
+    advice = (
+        words_of(error).partition("for 24 from step 50 on: ")[2].replace("train.batch_ramp = ", "train.batch_ramp=")
+    )
+    new = config_with(*wanted, advice)
+    resume_changes(old, new, step=50)
+    assert [batch_size(new, step) for step in range(50)] == [batch_size(old, step) for step in range(50)]
+    assert {batch_size(new, step) for step in range(50, 100)} == {24}
+
+
+@pytest.mark.parametrize("order", ["megatron", "apportioned"])
+def test_an_order_with_an_index_takes_no_other_batches_ahead_of_a_run(order):
+    with pytest.raises(ConfigError, match=r"cannot change train\.batch_ramp"):
+        resume_changes(
+            config_with(f"data.order={order}"),
+            config_with(f"data.order={order}", "train.batch_ramp=[[50, 32]]"),
+            step=50,
+        )
+
+
+def test_a_branch_changes_learning_rate_schedule_clipping_decay_and_precision_and_says_so():
     trunk = config_with("schedule.shape=constant")
-    branch = config_with("schedule.shape=wsd", "schedule.decay_steps=20", "optimizer.lr=2e-3", "train.clip_grad=0.5")
+    branch = config_with(
+        "schedule.shape=wsd", "schedule.decay_steps=20", "optimizer.lr=2e-3", "train.clip_grad=0.5",
+        "optimizer.weight_decay=0", "train.precision=fp32",
+    )  # fmt: skip
     resume_changes(trunk, branch, step=50)
     assert noted_changes(trunk, trunk) == {}
     assert noted_changes(trunk, branch) == {
         "optimizer.lr": [1e-3, 2e-3], "train.clip_grad": [1.0, 0.5], "schedule.shape": ["constant", "wsd"],
-        "schedule.decay_steps": [0, 20],
+        "schedule.decay_steps": [0, 20], "optimizer.weight_decay": [0.1, 0.0], "train.precision": ["bf16", "fp32"],
     }  # fmt: skip
 
 

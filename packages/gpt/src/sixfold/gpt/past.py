@@ -22,9 +22,14 @@ _FREE_KEYS = (
     "train.steps", "train.micro_batch_size", "train.recompute", "train.offload_activations", "data.cache_dir",
     "data.document_shuffle", "data.max_epochs",
 )  # fmt: skip
-# A branch of a run: what is ahead of it is trained otherwise, and the line ``resume`` says how.
+# A branch of a run: what is ahead of it is trained otherwise, and the line ``resume`` says how. None of these is in a
+# checkpoint: it holds fp32 weights and moments, whatever the products were computed in, and options are the config's.
 _NOTED_TABLE = "schedule"
-_NOTED_KEYS = ("optimizer.lr", "train.clip_grad")
+_NOTED_KEYS = (
+    "optimizer.lr", "optimizer.weight_decay", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "train.clip_grad",
+    "train.precision", "train.compile", "train.deterministic", "train.global_batch_size", "model.router_aux_loss",
+)  # fmt: skip
+_BATCH_KEYS = ("global_batch_size", "batch_ramp")  # may differ where each step that is done had the same batch
 
 
 def resume_changes(old: "TrainConfig", new: "TrainConfig", *, step: int = 0) -> None:
@@ -33,26 +38,62 @@ def resume_changes(old: "TrainConfig", new: "TrainConfig", *, step: int = 0) -> 
     Args:
         old: what the run was made with.
         new: what it is to go on with.
-        step: updates done so far; entries of train.batch_ramp and data.changes from here on may differ.
+        step: updates done so far; batches and data.changes from here on may differ.
     Raises:
         ConfigError: naming each key that changed and may not, with both values.
 
-    Learning rate, its schedule and clipping may change; see ``noted_changes``.
+    What is not in a checkpoint may change, as the learning rate and the precision; see ``noted_changes``.
     A prefix may move to another folder: the names of the datasets count (data.names, else base names), and blending
     compares what lies behind them.
     """
     before, after = _fixed_values(old, step), _fixed_values(new, step)
-    changed = [key for key in before if before[key] != after[key]]
-    if changed:
-        pairs = ", ".join(f"{key} (was {before[key]!r}, is {after[key]!r})" for key in changed)
+    changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    batches = _changed_batches(old, new, step)
+    if changed or batches:
+        pairs = ", ".join(f"{key} (was {was!r}, is {now!r})" for key, (was, now) in (changed | batches).items())
+        ramp = _ramp_that_goes_on(old, new, step) if batches and not changed else ""
         raise ConfigError(
             f"a resumed run cannot change {pairs}; put back what was, or start a new run.dir "
-            f"(with checkpoint.init_from for the weights)"
+            f"(with checkpoint.init_from for the weights){ramp}"
         )
 
 
+def _changed_batches(old: "TrainConfig", new: "TrainConfig", step: int) -> dict[str, tuple[Any, Any]]:
+    """Keys of the batch size that differ, with both values, if they make a step that is done another one."""
+    # An index is built for the samples of the whole run.
+    steps = step if new.data.order == "stateless" else max(step, new.train.steps)
+    if _batches(old, steps) == _batches(new, steps):
+        return {}
+    pairs = {key: (getattr(old.train, key), getattr(new.train, key)) for key in _BATCH_KEYS}
+    return {f"train.{key}": (_plain(was), _plain(now)) for key, (was, now) in pairs.items() if was != now}
+
+
+def _batches(config: "TrainConfig", steps: int) -> list[list[int]]:
+    """[first step, batch] of each stretch of the first ``steps`` steps in which the batch stays."""
+    found: list[list[int]] = []
+    for begin, batch in ((0, config.train.global_batch_size), *config.train.batch_ramp):
+        if begin < steps:
+            while found and found[-1][0] >= begin:
+                found.pop()
+            if not found or found[-1][1] != batch:
+                found.append([begin, batch])
+    return found
+
+
+def _ramp_that_goes_on(old: "TrainConfig", new: "TrainConfig", step: int) -> str:
+    """How to have the new batch size from here on, where that is all that was asked for."""
+    if new.data.order != "stateless" or old.train.batch_ramp != new.train.batch_ramp:
+        return ""
+    size = new.train.global_batch_size
+    return f"; for {size} from step {step} on: train.batch_ramp = {[*_batches(old, step), [step, size]]}"
+
+
+def _plain(value: Any) -> Any:
+    return [list(entry) for entry in value] if isinstance(value, tuple) else value
+
+
 def noted_changes(old: "TrainConfig", new: "TrainConfig") -> dict[str, list[Any]]:
-    """What a branch of a run changes, ``{"optimizer.lr": [was, is]}``: learning rate, its schedule, clipping."""
+    """What a branch of a run changes, ``{"optimizer.lr": [was, is]}``: all that may change and trains otherwise."""
     before, after = asdict(old), asdict(new)
     keys = [*_NOTED_KEYS, *(f"{_NOTED_TABLE}.{key}" for key in before[_NOTED_TABLE])]
     pairs = {}
@@ -93,7 +134,7 @@ def _fixed_values(config: "TrainConfig", step: int) -> dict[str, Any]:
         if table not in (*_FREE_TABLES, _NOTED_TABLE):
             named = {f"{table}.{key}": value for key, value in keys.items()}
             values.update({name: value for name, value in named.items() if name not in (*_FREE_KEYS, *_NOTED_KEYS)})
-    values["train.batch_ramp"] = [list(entry) for entry in config.train.batch_ramp if entry[0] < step]
+    del values["train.batch_ramp"]  # compared step by step
     values["data.changes"] = [
         change | {"blend": list(config.data.names_of(change["blend"]))}
         for change in values["data.changes"]

@@ -53,6 +53,7 @@ def refusal(
     dynamic_shapes: object,
     edges: object,
     overlap: str,
+    debug_memory: object,
 ) -> ScheduleError | None:
     """Why these arguments cannot work; None where they can."""
     try:
@@ -67,6 +68,8 @@ def refusal(
             )
         if overlap not in ("order", "streams"):
             raise ScheduleError(f"overlap is {overlap!r}; it is 'order' or 'streams'")
+        if debug_memory not in (True, False):
+            raise ScheduleError(f"debug_memory is {debug_memory!r}; it is True or False")
     except ScheduleError as error:
         return error
     return None

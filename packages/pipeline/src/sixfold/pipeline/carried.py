@@ -17,6 +17,7 @@ from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.compile import StepResult, signature
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.lowering import posted_order
+from sixfold.pipeline.owned import kept
 from sixfold.pipeline.paper import in_turns
 from sixfold.pipeline.periods import Endless, Rows, moved
 from sixfold.pipeline.program import Program, Weights
@@ -116,7 +117,12 @@ class Carried:
         )
 
     def begin(self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool) -> None:
-        """Fill the slots of a batch, and choose its list."""
+        """Fill the slots of a batch, and choose its list.
+
+        What backwards in later steps read is copied: the caller may fill its batch again.
+        [Note: memory that changes hands] in ``owned.py``.
+        """
+        inputs, targets, kwargs = kept(inputs), kept(targets), kept(kwargs)
         self._now = batch = self.batch
         last = len(self.endless.steps) - 1
         if not self.batches:

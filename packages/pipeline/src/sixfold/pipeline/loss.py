@@ -6,12 +6,14 @@ output, target --> loss_fn (this file) --> losses, the root of the backward
 from __future__ import annotations
 
 from collections.abc import Callable
+from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.owned import ONE, given_out
 from sixfold.pipeline.stage_run import StageRun
 
 __all__ = ["LossTail"]
@@ -55,35 +57,40 @@ class LossTail:
 
     def full(self, k: int, outputs: Any) -> None:
         """Output to loss, and the backward starts at it."""
-        value, count = self._loss(k, outputs, trained=True)
-        self._record(k, outputs, value, count)
+        held = getrefcount(outputs) > ONE
+        value, count, made = self._loss(k, outputs, trained=True)
+        self._record(k, value, count, made)
         self._root(k, value)
+        if self.keep:
+            self.outputs[k] = given_out(outputs, held)
 
     def light(self, k: int, outputs: Any) -> None:
         """Output to loss, or the output where there is no ``loss_fn``."""
-        if self._loss_fn is None:
-            self.outputs[k] = outputs
-        else:
-            self._record(k, outputs, *self._loss(k, outputs, trained=False))
+        held = getrefcount(outputs) > ONE
+        if self._loss_fn is not None:
+            self._record(k, *self._loss(k, outputs, trained=False))
+        if self.keep or self._loss_fn is None:
+            self.outputs[k] = given_out(outputs, held)
 
     def again(self, k: int, outputs: Any) -> None:
         """The loss is known; its backward starts here."""
         self._root(k, self._loss(k, outputs, trained=True)[0])
 
-    def _loss(self, k: int, outputs: Any, *, trained: bool) -> tuple[Tensor, Any]:
+    def _loss(self, k: int, outputs: Any, *, trained: bool) -> tuple[Tensor, Any, bool]:
+        """The loss, its count, and whether ``loss_fn`` keeps it: a running sum goes on behind the result's back."""
         assert self._loss_fn is not None, "the runner checks that there is a loss_fn"
         value, count = self._loss_fn(outputs, self.targets[k]), None
+        kept = getrefcount(value) > ONE
         if self._tokens:
             if not (isinstance(value, tuple | list) and len(value) == 2):
                 raise ScheduleError(f"with scale='token' loss_fn returns (sum, count), not a {type(value).__name__}")
             value, count = value
-        return _one_number(value, trained), count
+            kept = True
+        return _one_number(value, trained), count, kept
 
-    def _record(self, k: int, outputs: Any, value: Tensor, count: Any) -> None:
-        self.losses[k] = value.detach()
-        self.counts[k] = count
-        if self.keep:
-            self.outputs[k] = _detached(outputs)
+    def _record(self, k: int, value: Tensor, count: Any, kept: bool) -> None:
+        self.losses[k] = value.detach().clone() if kept else value.detach()
+        self.counts[k] = count.detach().clone() if isinstance(count, Tensor) else count
 
     def _root(self, k: int, value: Tensor) -> None:
         key = value.dtype, value.device
@@ -107,9 +114,3 @@ def _one_number(loss: Any, trained: bool) -> Tensor:
             "evaluate takes such a loss"
         )
     return loss.reshape(()) if loss.dim() else loss
-
-
-def _detached(outputs: Any) -> Any:
-    if isinstance(outputs, tuple):
-        return tuple(_detached(part) for part in outputs)
-    return outputs.detach() if isinstance(outputs, Tensor) else outputs

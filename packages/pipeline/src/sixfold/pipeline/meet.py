@@ -43,9 +43,11 @@ def group_of(group: Any) -> dist.ProcessGroup | Transport | None:
     )
 
 
-def transport_of(group: dist.ProcessGroup | Transport | None, edges: EdgeFactory | Any) -> Transport | None:
+def transport_of(
+    group: dist.ProcessGroup | Transport | None, edges: EdgeFactory | Any, *, debug_memory: bool = False
+) -> Transport | None:
     """Over a process group, or as it was given."""
-    return over(group, edges) if isinstance(group, dist.ProcessGroup) else group
+    return over(group, edges, debug_memory=debug_memory) if isinstance(group, dist.ProcessGroup) else group
 
 
 def connect(transport: Transport, device: torch.device, store: Store | None, timeout_s: float) -> tuple[Links, Faults]:

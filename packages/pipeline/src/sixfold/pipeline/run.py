@@ -72,6 +72,9 @@ class PipelineRunner:
             must pass ``verify`` as a rendezvous.
         overlap: the parts of an OVERLAP_F_B run in "order", or where stages are on a CUDA device on two "streams",
             forward beside backward; with the same bits. A program whose overlaps cannot run so is refused by name.
+        debug_memory: received memory that nobody holds any more is filled with NaN, whole numbers with all bits set, so
+            that a module that reads it (by an address, through numpy) is found out. Costs a pass over that memory
+            for each message. Over a process group; elsewhere no memory is used again.
     Raises:
         ScheduleError: the stages are not the program's, the ranks have different programs, the program is not
             right (``verify``, where a SEND never waits), or a stage lacks what an action needs (an optimizer for STEP).
@@ -93,6 +96,7 @@ class PipelineRunner:
         dynamic_shapes: bool | Literal["announced"] = False,
         edges: Callable[[int, int], dist.ProcessGroup] | Literal["groups", "one", "host"] | None = None,
         overlap: Literal["order", "streams"] = "order",
+        debug_memory: bool = False,
     ) -> None:
         wrong = refusal(
             program,
@@ -103,6 +107,7 @@ class PipelineRunner:
             dynamic_shapes=dynamic_shapes,
             edges=edges,
             overlap=overlap,
+            debug_memory=debug_memory,
         )
         try:
             timeout_s = check_timeout(timeout_s)
@@ -126,7 +131,7 @@ class PipelineRunner:
         self._links: dict[int, Links] = {}  # of this rank; empty where all are in this process
         self._program = program
         self._here = None if group is None else self._rank  # None: all ranks are here
-        transport = transport_of(group, edges)
+        transport = transport_of(group, edges, debug_memory=bool(debug_memory))
         self._ranks = len(program.ranks) if transport is None else transport.ranks
         one = bool(getattr(transport, "one", False))
         self._programs = Programs(

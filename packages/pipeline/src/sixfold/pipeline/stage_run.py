@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
+from sys import getrefcount
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.owned import ONE, alone, handed
 from sixfold.pipeline.randomness import RandomState
 from sixfold.pipeline.split import Values, as_tuple
 from sixfold.pipeline.stage import Stage
@@ -303,7 +305,10 @@ class StageRun:
 
 
 class Onward:
-    """The end of a stage that is not the last: its outputs go to the next one."""
+    """The end of a stage that is not the last: its outputs go to the next one, in memory of their own.
+
+    [Note: memory that changes hands] in ``owned.py``.
+    """
 
     def __init__(self, run: StageRun, hand_on: Callable[[int, Values], None]) -> None:
         self._hand_on, self._run = hand_on, run
@@ -312,18 +317,20 @@ class Onward:
 
     def full(self, k: int, outputs: Any) -> None:
         """Hand on, and keep the roots."""
+        held = getrefcount(outputs) > ONE
         if type(outputs) is Tensor and (node := outputs.grad_fn) is not None and not isinstance(node, _PYTHON_NODE):
             roots = self._run._roots  # what nearly every stage returns: keep_roots and _edge_of without their loops
             roots[k] = (_gradient_edge((node, outputs.output_nr, *_NO_MORE)),)
-            self._hand_on(k, (outputs,))
+            self._hand_on(k, handed(outputs, held=True) if held or not alone(outputs, node) else (outputs,))
             return
-        values = as_tuple(outputs, self._what)
-        self._keep_roots(k, values)
-        self._hand_on(k, values)
+        self._keep_roots(k, as_tuple(outputs, self._what))
+        self._hand_on(k, handed(outputs, held=held))
 
     def light(self, k: int, outputs: Any) -> None:
         """Hand on."""
-        self._hand_on(k, as_tuple(outputs, self._what))
+        held = getrefcount(outputs) > ONE
+        as_tuple(outputs, self._what)
+        self._hand_on(k, handed(outputs, held=held))
 
     def again(self, k: int, outputs: Any) -> None:
         """Keep the roots."""

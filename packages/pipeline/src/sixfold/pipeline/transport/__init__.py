@@ -157,11 +157,16 @@ class Transport(Protocol):
         """
 
 
-def over(group: Any, edges: EdgeFactory | Literal["groups", "one", "host"] | None = None) -> Transport:
-    """The transport over a process group; ``edges`` as in PipelineRunner."""
+def over(
+    group: Any,
+    edges: EdgeFactory | Literal["groups", "one", "host"] | None = None,
+    *,
+    debug_memory: bool = False,
+) -> Transport:
+    """The transport over a process group; ``edges`` and ``debug_memory`` as in PipelineRunner."""
     from sixfold.pipeline.transport.groups import GroupTransport
 
-    return GroupTransport(group, edges)
+    return GroupTransport(group, edges, debug_memory=debug_memory)
 
 
 def threads(ranks: int) -> list[Transport]:

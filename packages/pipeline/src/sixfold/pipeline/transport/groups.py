@@ -125,12 +125,13 @@ class Incoming:
         rank: int,
         *,
         host: bool = False,
+        debug_memory: bool = False,
     ) -> None:
         self._group = group
         self._receive = group.recv
         self._peer, self._rank = peer, rank
-        self.ring = Ring(device)
-        self._landing = Ring(torch.device("cpu")) if host else None
+        self.ring = Ring(device, debug_memory=debug_memory)
+        self._landing = Ring(torch.device("cpu"), debug_memory=debug_memory) if host else None
         self._wait = wait
 
     def post(self, specs: Sequence[TensorSpec], tag: int, action: Action) -> tuple[list[Tensor], list[Any]]:
@@ -181,9 +182,10 @@ class GroupTransport:
             have CPU tensors and are on one host, else a communicator of two; "groups" always the latter; "one" a
             single communicator for all edges (batched.py); "host" gloo's, for tensors of
             any device. [Note: over host memory]
+        debug_memory: free receive buffers and slots are NaN. [Note: free memory is NaN]
     """
 
-    def __init__(self, group: dist.ProcessGroup, edges: Edges = None) -> None:
+    def __init__(self, group: dist.ProcessGroup, edges: Edges = None, *, debug_memory: bool = False) -> None:
         if not (edges in (None, "groups", "one", "host") or callable(edges)):
             raise ScheduleError(
                 f"edges is {edges!r}; it makes the group of an edge, or is 'groups', 'one', 'host' or None"
@@ -191,11 +193,11 @@ class GroupTransport:
         self.rank, self.ranks = group.rank(), group.size()
         self.one = edges == "one"
         self.names = _names(group)
-        self._group, self._edges = group, edges
+        self._group, self._edges, self._debug_memory = group, edges, debug_memory
 
     def join(self, device: torch.device, timeout_s: float) -> GroupLinks:
         """See Transport."""
-        return GroupLinks(self._group, device, timeout_s, self._edges)
+        return GroupLinks(self._group, device, timeout_s, self._edges, debug_memory=self._debug_memory)
 
 
 class GroupLinks:
@@ -208,7 +210,16 @@ class GroupLinks:
 
     store: Store | None
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, timeout_s: float, edges: Edges) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        timeout_s: float,
+        edges: Edges,
+        *,
+        debug_memory: bool = False,
+    ) -> None:
+        self._debug = debug_memory
         self.rank, self.ranks = group.rank(), group.size()
         self._group = group
         self._device = device
@@ -285,7 +296,9 @@ class GroupLinks:
                 self._shared_outgoing[peer] = SharedOutgoing(link, peer, self._timeout_s, self._alarm)
                 return
             if link is not None:
-                self._shared_incoming[peer] = SharedIncoming(link, peer, self._timeout_s, self._alarm)
+                self._shared_incoming[peer] = SharedIncoming(
+                    link, peer, self._timeout_s, self._alarm, debug_memory=self._debug
+                )
                 return
         group, there = self._edge(source, destination, peer)
         host = self._host or (self._factory is not None and wants_host_memory(group, self._device))
@@ -293,7 +306,8 @@ class GroupLinks:
         if sends:
             self._outgoing[peer] = Outgoing(group, there, wait, peer, host=host)
         else:
-            self._incoming[peer] = Incoming(group, there, wait, self._device, peer, host=host)
+            debug = self._debug
+            self._incoming[peer] = Incoming(group, there, wait, self._device, peer, host=host, debug_memory=debug)
 
     def _link(self, name: str, sends: bool) -> socket | None:
         """A connection between the two ends of an edge that are on one host; both get one, or none."""
@@ -315,6 +329,8 @@ class GroupLinks:
         self._wait.settle()
         for lane in self._lanes:
             lane.settle()
+        for incoming in self._incoming.values() if self._debug else ():
+            incoming.ring.fill_free()
         if self._alarm is not None and self._alarm.heard():
             raise PeerLost(None)
 

@@ -168,9 +168,18 @@ class SharedOutgoing:
 
 
 class SharedIncoming:
-    """The receiving end; arguments as of SharedOutgoing."""
+    """The receiving end; arguments as of SharedOutgoing, and ``debug_memory``: slots that nobody holds are filled."""
 
-    def __init__(self, link: socket.socket, rank: int, timeout_s: float, alarm: Alarm | None = None) -> None:
+    def __init__(
+        self,
+        link: socket.socket,
+        rank: int,
+        timeout_s: float,
+        alarm: Alarm | None = None,
+        *,
+        debug_memory: bool = False,
+    ) -> None:
+        self._debug_memory = debug_memory
         self._socket, self._rank, self._timeout_s, self._alarm = link, rank, timeout_s, alarm
         self._look_s = min(timeout_s, LOOK_S)
         _set_deadline(link, self._look_s)
@@ -256,7 +265,7 @@ class SharedIncoming:
         if index >= 0:
             memory = self._slots[index]
             lease = _lease_type(memory.size).from_address(memory.address)
-            lease.free = self._page, _STATES + index, self._held, memory, self._process
+            lease.free = self._page, _STATES + index, self._held, memory, self._process, self._debug_memory
             self._held[0] += memory.size
         values: list[Any] = []
         for spec, offset, count in layout.entries:
@@ -353,9 +362,11 @@ class _Slot:
 
 
 def _give_back(lease: Any) -> None:
-    page, at, held, _, process = lease.free
+    page, at, held, _, process, debug_memory = lease.free
     held[0] -= len(lease)
     if os.getpid() == process:  # a fork, such as a worker that loads data, has the tensor and not the slot
+        if debug_memory:
+            ctypes.memset(lease, 255, len(lease))  # [Note: free memory is NaN] in ring.py
         page[at] = 0
 
 

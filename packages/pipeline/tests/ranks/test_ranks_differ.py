@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from pipeline_helpers import batch, layers, square_loss
 from torch import nn
 
 from ranktest import run_ranks
-from sixfold.pipeline import PipelineRunner, Stage, TorchSchedule, one_f_one_b
+from sixfold.pipeline import PipelineRunner, Stage, TorchSchedule, gpipe, one_f_one_b
 
 DEADLINE_S = 60.0
 SOON_S = 10.0
@@ -136,3 +137,85 @@ def loader_that_ends(rank: int, ranks: int) -> Report:
 def test_a_rank_that_cannot_go_on_ends_the_others_calls_by_fail():
     for text in told(run_ranks(loader_that_ends, 2)):
         assert "StopIteration: the loader is at its end" in text
+
+
+# ---- Other calls
+
+
+def other_call(rank: int, ranks: int, act: str, at: int, edges: str | None, first: bool) -> Report:
+    """After two steps that all ranks make, rank ``at`` makes another call than the others."""
+    stage = Stage(layers(ranks)[rank], rank)
+    announced = act == "new shapes"
+    runner = PipelineRunner(
+        one_f_one_b(ranks, 4),
+        stage,
+        dist.group.WORLD,
+        square_loss,
+        timeout_s=DEADLINE_S,
+        edges=edges,
+        profile=True,
+        dynamic_shapes="announced" if announced else False,
+    )
+    x, y = batch(8)
+    known = gpipe(ranks, 4)
+    result = runner.step(x, y)
+    runner.step(x, y, program=known)
+    acts = {
+        "new program": lambda: runner.step(x, y, program=gpipe(ranks, 8)),
+        "known program": lambda: runner.step(x, y, program=known),
+        "evaluate": lambda: runner.evaluate(x, y),
+        "forward": lambda: runner.forward(x),
+        "agree": lambda: runner.agree(known),
+        "timeline": lambda: runner.gather_timeline(result),
+        "new shapes": lambda: runner.step(x, y, new_shapes=True),
+    }
+
+    def call() -> None:
+        if (rank == at) == first:
+            acts[act]()
+        elif announced:
+            runner.step(x, y)
+        for _ in range(3):
+            runner.step(x, y)
+
+    return report(call)
+
+
+@pytest.mark.parametrize("edges", [None, "groups"])
+@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.sampled
+@pytest.mark.parametrize("act", ["new program", "known program", "evaluate", "forward", "agree", "timeline"])
+def test_another_call_on_one_rank_ends_all_soon_and_says_so(act, at, edges):
+    texts = told(run_ranks(other_call, 3, act, at, edges, True))
+    assert any("make the same calls" in text for text in texts), texts
+
+
+@pytest.mark.parametrize("at", [0, 2])
+def test_new_shapes_that_one_rank_alone_announces_end_all_soon(at):
+    texts = told(run_ranks(other_call, 3, "new shapes", at, "groups", True))
+    assert any("make the same calls" in text for text in texts), texts
+
+
+def test_a_new_program_on_all_ranks_but_one_ends_all_soon():
+    texts = told(run_ranks(other_call, 3, "new program", 1, "groups", False))
+    assert any("make the same calls" in text for text in texts), texts
+
+
+def late(rank: int, ranks: int, edges: str | None) -> list[float]:
+    """A new program, to which one rank comes seconds later than the others; and steps of it."""
+    stage = Stage(layers(ranks)[rank], rank)
+    runner = PipelineRunner(
+        one_f_one_b(ranks, 4), stage, dist.group.WORLD, square_loss, timeout_s=DEADLINE_S, edges=edges
+    )
+    x, y = batch(8)
+    runner.step(x, y)
+    if rank == 1:
+        time.sleep(1.5)
+    new = gpipe(ranks, 8)
+    return [float(loss) for _ in range(2) for loss in runner.step(x, y, program=new).losses]
+
+
+@pytest.mark.parametrize("edges", [None, "groups"])
+def test_a_rank_that_comes_late_to_a_new_program_is_waited_for(edges):
+    *others, last = run_ranks(late, 3, edges)
+    assert others == [[], []] and len(last) == 16

@@ -103,7 +103,10 @@ class TorchSchedule:
         **options: Any,
     ) -> None:
         given = list(stages) if isinstance(stages, Sequence) else [stages]
-        group = group_of(_one_of("group", given, group))
+        found = group_of(_one_of("group", given, group))
+        if not isinstance(found, dist.ProcessGroup):
+            raise ScheduleError(f"group is a {type(found).__name__}; torch's calls take a process group or a mesh")
+        group = found
         count = whole("num_stages", _one_of("num_stages", given, num_stages), least=1)
         ranks = group.size()
         self._loss_fn = loss_fn

@@ -36,10 +36,10 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.transport.routes import Route, forward_edges, route_of
 from sixfold.pipeline.transport.specs import Plain, Specs, TensorSpec, pack_specs, specs_of, unpack_specs, words_of
 
-__all__ = ["GroupLane", "TensorControl", "TensorIncoming", "TensorOutgoing", "other_call"]
+__all__ = ["FLAGS", "GroupLane", "TensorControl", "TensorIncoming", "TensorOutgoing", "other_call"]
 
 Values = tuple[Any, ...]
-_FLAGS = 1  # tag of flags: one for all lanes, so that ranks in different calls notice it
+FLAGS = 1  # tag of flags: one for all lanes, so that ranks in different calls notice it
 Slot = tuple[int, int]  # lower stage, slot: of an output and of its gradients
 
 
@@ -213,7 +213,8 @@ class Outlet:
             self._left = self._batch
             lane.open |= not same and not lane.announced
             self._headers = lane.open
-            lane.control.send_number(2 * lane.number + self._headers, self._peer, _FLAGS, action)
+            header = self._headers or (lane.announced and slot not in lane.sent)
+            lane.control.send_number(2 * lane.number + header, self._peer, FLAGS, action)
         self._left -= 1
         if self._headers or (lane.announced and slot not in lane.sent):
             lane.control.send(pack_specs(specs, action), self._peer, action, tag)
@@ -240,6 +241,7 @@ class Inlet:
         self._asked = 0  # forward messages of this batch that are still to be asked for
         self._headers = not lane.announced  # of the batch whose flag was read last
         self._begun: Callable[[], int] | None = None  # the number of a batch, asked for and not looked at
+        self._renewed = False  # whether the first message of that batch has a header
         self._queue: deque[tuple[Receipt, bool]] = deque()  # receipts that wait for a shape; whether a flag precedes
 
     def post(self, receipt: Receipt) -> None:
@@ -251,7 +253,8 @@ class Inlet:
             self._asked -= 1
         if first and self._lane.announced:
             self.settle()
-            self._begun = self._lane.control.ask_number(self._peer, _FLAGS, receipt.action)
+            self._renewed = self._has_header(receipt)
+            self._begun = self._lane.control.ask_number(self._peer, FLAGS, receipt.action)
             first = False
         if self._queue or first or self._has_header(receipt):
             self._queue.append((receipt, first))
@@ -281,6 +284,7 @@ class Inlet:
         if first:
             self._read_flag(wanted.action)
         if self._has_header(receipt):
+            self.settle()  # the host waits anyway
             header = self._lane.control.receive(self._peer, wanted.action, receipt.tag)
             self._lane.received[receipt.slot] = unpack_specs(header)
         self._ask(receipt)
@@ -289,8 +293,15 @@ class Inlet:
         """Look at the number of the batch that began last."""
         if (begun := self._begun) is not None:
             self._begun = None
-            if begun() // 2 != self._lane.number:
+            number, renewed = divmod(begun(), 2)
+            if number != self._lane.number:
                 raise other_call(self._peer)
+            if bool(renewed) != self._renewed:
+                raise ScheduleError(
+                    f"rank {self._peer} calls step {'with' if renewed else 'without'} new_shapes, this rank "
+                    f"{'with' if self._renewed else 'without'}; all ranks make the same calls "
+                    "[see errors/pipeline.html#ranks-run-different-programs]"
+                )
 
     def _has_header(self, receipt: Receipt) -> bool:
         if not receipt.route.forward:
@@ -298,7 +309,7 @@ class Inlet:
         return self._headers or (self._lane.announced and receipt.slot not in self._lane.received)
 
     def _read_flag(self, action: Action) -> None:
-        call, flag = divmod(self._lane.control.receive_number(self._peer, _FLAGS, action), 2)
+        call, flag = divmod(self._lane.control.receive_number(self._peer, FLAGS, action), 2)
         if call != self._lane.number:
             raise other_call(self._peer)
         self._headers = bool(flag)

@@ -108,7 +108,8 @@ class Programs:
         told = mode if self._options["dynamic_shapes"] != "announced" else f"{mode} announced"
         number = _number_of(program, told, goal.scale)
         if self._here is not None:
-            self._agree_on(number, program, mode, goal.scale)
+            here = f": here it is {program.name or 'unnamed'} with m={program.microbatches} and scale={goal.scale!r}"
+            self._agree_on(number, f"was given another program to {mode} than", here)
         links = one_process(program) if self._here is None else self._links
         found = self._continued(program)
         if found is not None and mode == "step":
@@ -117,16 +118,26 @@ class Programs:
         whole = complete(program) if found is None else found.forward
         return Compiled(whole, self._stages, links, goal, number=number, stores=self._store, **self._options)
 
-    def _agree_on(self, number: int, program: Program, mode: str, scale: str) -> None:
-        """All ranks are about to run the same program for the first time."""
+    def meet(self, what: str) -> None:
+        """All ranks are about to make the call ``what``, which is not one of a program.
+
+        Raises:
+            ScheduleError: a rank makes another call.
+            PeerLost: one did not come before the deadline.
+        """
+        if self._here is not None:
+            self._agree_on(_hash(what), f"calls {what}, and another call was made on", "")
+
+    def _agree_on(self, number: int, differs: str, here: str) -> None:
+        """All ranks are about to do the same for the first time; the texts are of the error where one is not."""
         assert self._here is not None, "one process agrees with itself"
-        control = self._links[self._here].control
-        for rank, theirs in enumerate(control.gather(number)):
+        links = self._links[self._here]
+        meet = getattr(links, "meet", links.control.gather)
+        for rank, theirs in enumerate(meet(number)):
             if theirs != number:
-                all_know(control)
+                all_know(links.control)
                 raise ScheduleError(
-                    f"rank {self._here} was given another program to {mode} than rank {rank}: here it is "
-                    f"{program.name or 'unnamed'} with m={program.microbatches} and scale={scale!r}; "
+                    f"rank {self._here} {differs} rank {rank}{here}; "
                     "all ranks make the same calls [see errors/pipeline.html#ranks-run-different-programs]",
                     rank=self._here,
                 )
@@ -158,5 +169,8 @@ def one_process(program: Program) -> dict[int, Links]:
 
 def _number_of(program: Program, mode: str, scale: str) -> int:
     """Equal on ranks that run the same program for the same call; below 2**56."""
-    text = f"{mode} {scale} {program.microbatches} {program}"
+    return _hash(f"{mode} {scale} {program.microbatches} {program}")
+
+
+def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")

@@ -232,6 +232,7 @@ class PipelineRunner:
         self._not_broken()
         if self._carried is not None and self._carried.batches:
             raise ScheduleError("microbatches are in flight here; load the state into a new runner")
+        self._begin_call()
         try:
             compiled = self._programs.get(self._program, "step", self._goal())
         except PeerLost as error:
@@ -296,6 +297,7 @@ class PipelineRunner:
             PipelineTimeout: a rank did not take part before the deadline.
         """
         self._not_broken()
+        self._meet(f"agree from rank {source!r}")
         source = whole("source", source, least=0)
         if source >= self._ranks:
             raise ScheduleError(f"source is {source}; ranks are 0..{self._ranks - 1}")
@@ -316,11 +318,12 @@ class PipelineRunner:
             ScheduleError: the runner was made without ``profile``.
             PipelineTimeout: a rank did not take part before the deadline.
         """
+        self._not_broken()
+        self._meet(f"gather_timeline{'' if self._profile else ' without profile'}")
         if not self._profile:
             raise ScheduleError("gather_timeline needs events; make the runner with profile=True")
         if self._here is None:
             return result.timeline
-        self._not_broken()
         try:
             channel = self._links[self._here].control
             clock = time.perf_counter
@@ -349,6 +352,19 @@ class PipelineRunner:
         if self._faults.broken is not None:
             raise ScheduleError(f"this runner failed before ({self._faults.broken}); make a new one")
 
+    def _begin_call(self) -> None:
+        for links in self._links.values():
+            if (calls := getattr(links, "calls", None)) is not None:
+                calls.begin()
+
+    def _meet(self, what: str) -> None:
+        """A call that is not one of a program begins, on all ranks."""
+        self._begin_call()
+        try:
+            self._programs.meet(what)
+        except (PeerLost, ScheduleError) as error:
+            self._fail(error)
+
     def _goal(self) -> Goal:
         return Goal(train=True, loss_fn=self._loss_fn, scale=self._scale, autocast=_autocast())
 
@@ -365,6 +381,7 @@ class PipelineRunner:
         profile: bool = True,
     ) -> StepResult:
         self._not_broken()
+        self._begin_call()
         program = self._program if program is None else program
         compiled: Compiled | Carried | None = None
         if goal.autocast:

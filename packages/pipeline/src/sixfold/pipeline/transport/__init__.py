@@ -94,7 +94,11 @@ class Control(Protocol):
 
 
 class Links(Protocol):
-    """What one runner has of a transport."""
+    """What one runner has of a transport.
+
+    Optional besides: ``calls``, on which the runner counts its calls (calls.py), and ``meet(number)``, asked instead of
+    ``control.gather(number)`` where this rank brings a new program: it raises where another rank runs what it knows.
+    """
 
     rank: int
     ranks: int

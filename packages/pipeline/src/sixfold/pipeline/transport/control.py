@@ -5,6 +5,7 @@ flags, headers, counts, reports --> notes (this file) --> groups.py
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sixfold.pipeline.action import Action
+from sixfold.pipeline.messages import FLAGS, other_call
 from sixfold.pipeline.watchdog import HostWait, InFlight, PeerLost, Sent
 
 __all__ = ["GroupControl", "close_connection", "wait_until_sent"]
@@ -82,6 +84,43 @@ class GroupControl:
             raise PeerLost(None) from error
         self._wait(work, None, None)
         return [int(value) for value in everyone]
+
+    def meet(self, number: int) -> list[int]:
+        """As ``gather``, of ranks that bring something new; one that runs what it knows is found out.
+
+        Such a rank reads what is sent here where the number of its batch should be, or sends that number here.
+        [Note: a new program beside a known one] Any rank's number wakes the listener, the end of a rank the gather.
+
+        Raises:
+            ScheduleError: a rank makes another call.
+        """
+        for peer in self._peers:
+            self._send(torch.tensor([-1 - number]), peer, FLAGS, None)
+        strays: list[int] = []
+        listener = threading.Thread(target=self._listen, args=(strays,), name="sixfold-pipeline-meet", daemon=True)
+        listener.start()
+        try:
+            numbers = self.gather(number)
+        except PeerLost:
+            if strays:
+                raise other_call(strays[0]) from None
+            raise
+        listener.join()
+        return numbers
+
+    def _listen(self, strays: list[int]) -> None:
+        """Take one number of every rank; that of a batch ends the gather."""
+        try:
+            for _ in self._peers:
+                data = torch.empty(1, dtype=torch.int64)
+                work = self._group.recv_anysource([data], FLAGS)
+                self._wait(work, None, None)
+                if int(data) >= 0:
+                    strays.append(int(work._source_rank()))
+                    self.close()
+                    return
+        except (PeerLost, RuntimeError):
+            return  # the gather has failed too
 
     def deliver(self, deadline: float) -> None:
         """Wait until everything has been sent."""

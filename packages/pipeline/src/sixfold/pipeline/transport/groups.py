@@ -28,6 +28,7 @@ flight is waited for.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ from sixfold.pipeline.messages import GroupLane
 from sixfold.pipeline.messages import Receipt as GroupReceipt
 from sixfold.pipeline.transport.alarm import Alarm
 from sixfold.pipeline.transport.batched import Batched
+from sixfold.pipeline.transport.calls import Calls
 from sixfold.pipeline.transport.control import GroupControl, close_connection, wait_until_sent
 from sixfold.pipeline.transport.on_device import Landing, Passed, nccl_options, wants_host_memory
 from sixfold.pipeline.transport.ring import Ring
@@ -64,6 +66,7 @@ Values = tuple[Any, ...]
 Shapes = bool | Literal["announced"]
 EdgeFactory = Callable[[int, int], dist.ProcessGroup]
 Edges = EdgeFactory | Literal["groups", "one", "host"] | None
+_LATE_S = 1.0  # after which a rank that brings a new program says so to those of its host
 _WINDOW = 8  # tensors per edge that were sent and not waited for, at least
 
 
@@ -228,6 +231,7 @@ class GroupLinks:
         self._share = edges is None and device.type == "cpu" and can_share()
         self._host = edges == "host"
         self._host_wait = host = HostWait(timeout_s)
+        self.calls = Calls()
         self._wait: HostWait | StreamWait = host
         if device.type != "cpu" and not self._host:
             self._wait = StreamWait(timeout_s, self.close, partial(Passed, device))
@@ -354,13 +358,32 @@ class GroupLinks:
         self.store = self._store
         if self.rank == 0:
             self._store.set("alarm", f"sixfold-{uuid4().hex}")
-        self._alarm = Alarm(self._store.get("alarm").decode(), self.rank, self.ranks) if can_share() else None
+        self._alarm = self._alarm_of(self._store.get("alarm").decode()) if can_share() else None
         everyone: Any = dist.ProcessGroupGloo(PrefixStore("control", self._store), self.rank, self.ranks, self._timeout)
         self._options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         self._options._devices = everyone.options._devices
         self._options._timeout = self._timeout
         self._options._threads = 1  # collectives' own, which edges have none of
         return everyone
+
+    def _alarm_of(self, name: str) -> Alarm:
+        return Alarm(name, self.rank, self.ranks, self.calls)
+
+    def meet(self, number: int) -> list[int]:
+        """See Links."""
+        self.calls.bring()
+        alarm = self._alarm
+        if alarm is None:
+            return self.control.meet(number)
+        late = threading.Timer(_LATE_S, alarm.bring)  # where all come at once nobody need be told
+        late.daemon = True
+        late.start()
+        try:
+            numbers = self.control.meet(number)
+        finally:
+            late.cancel()
+        alarm.heard()  # so that what was told does not fill its socket
+        return numbers
 
     def _one(self) -> Any:
         """The one communicator of all edges; all ranks are in its first operation."""

@@ -18,7 +18,9 @@ import torch
 
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.faults import MemoryStore
+from sixfold.pipeline.messages import other_call
 from sixfold.pipeline.transport.alarm import LOOK_S
+from sixfold.pipeline.transport.calls import Calls
 from sixfold.pipeline.transport.routes import Edge, Route, route_of, window_of
 from sixfold.pipeline.transport.shelf import leaves
 from sixfold.pipeline.watchdog import PeerLost
@@ -43,6 +45,7 @@ class Meeting:
         self._lock = threading.Lock()
         self._queues: dict[Key, SimpleQueue[Any]] = {}
         self._ended: set[tuple[int, int]] = set()  # runner, rank
+        self._calls: dict[int, dict[int, Calls]] = {}  # by runner and rank
 
     def queue(self, runner: int, edge: Edge, *name: object, filled: int = 0) -> SimpleQueue[Any]:
         """The queue of that name, made with ``filled`` Nones in it by whoever asks first."""
@@ -55,6 +58,19 @@ class Meeting:
                 if any((runner, rank) in self._ended for rank in edge):
                     queue.put(_ENDED)
             return queue
+
+    def calls(self, runner: int, rank: int) -> Calls:
+        """Those of one rank."""
+        with self._lock:
+            return self._calls.setdefault(runner, {}).setdefault(rank, Calls())
+
+    def bring(self, runner: int, rank: int) -> None:
+        """``rank`` brings something new: all others hear it."""
+        calls = self.calls(runner, rank)
+        calls.bring()
+        for other in range(self.ranks):
+            if other != rank:
+                self.calls(runner, other).hear(rank, calls.made)
 
     def someone_ended(self, runner: int) -> bool:
         """Whether a rank has ended its links."""
@@ -92,6 +108,12 @@ class _Links:
         self._meeting, self._runner = meeting, runner
         self._timeout_s = timeout_s
         self.control = _Control(self)
+        self.calls = meeting.calls(runner, rank)
+
+    def meet(self, number: int) -> list[int]:
+        """See Links."""
+        self._meeting.bring(self._runner, self.rank)
+        return self.control.gather(number)
 
     def lane(
         self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: Shapes
@@ -130,7 +152,8 @@ class _Links:
             try:
                 return queue.get(timeout=min(LOOK_S, left))
             except Empty:
-                continue
+                if (stray := self.calls.stray()) is not None:
+                    raise other_call(stray) from None
         raise PeerLost(action, peer)
 
 

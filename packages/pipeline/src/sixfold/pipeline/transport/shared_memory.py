@@ -129,6 +129,7 @@ class SharedOutgoing:
             heard = self._alarm is not None and self._alarm.heard()
             if heard or ended or now > deadline or self._peer_has_left():
                 raise PeerLost(action, self._rank)
+            _stay(self._alarm)
             time.sleep(_POLL_S)
 
     def _peer_has_left(self) -> bool:
@@ -250,6 +251,7 @@ class SharedIncoming:
         """A packet that did not come at once: its size."""
         deadline = time.monotonic() + self._timeout_s - self._look_s
         while (left := deadline - time.monotonic()) > 0 and not (self._alarm is not None and self._alarm.heard()):
+            _stay(self._alarm)
             ended = _has_ended(self._peer)  # asked first: all that it sent is there then
             try:
                 if _is_readable(self._socket.fileno(), 0 if ended else min(LOOK_S, left)):
@@ -374,6 +376,12 @@ def _give_back(lease: Any) -> None:
 def _lease_type(size: int) -> Any:
     """What tensors over a slot of ``size`` bytes hold on to: its end frees the slot."""
     return type("Lease", (ctypes.c_char * size,), {"__del__": _give_back})
+
+
+def _stay(alarm: Alarm | None) -> None:
+    """Raises ScheduleError where another rank is in another call. [Note: a new program beside a known one]"""
+    if alarm is not None and (stray := alarm.calls.stray()) is not None:
+        raise other_call(stray)
 
 
 def can_share() -> bool:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from sixfold.pipeline.block_mask import block_mask_rows, cut_block_mask
 from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.meet import group_of, refuse, transport_of
 from sixfold.pipeline.program import Program
@@ -141,7 +142,8 @@ class TorchSchedule:
         """One batch, forward and backward; as torch's ``step``.
 
         Args:
-            args: the model's inputs, where stage 0 is. Tensors are cut along dim 0, other values go to each microbatch.
+            args: the model's inputs, where stage 0 is. Tensors are cut along dim 0,
+                flex_attention's masks by their rows; other values go to each microbatch.
             target: where the last stage is; cut likewise.
             losses: filled, where the last stage is, with the losses of the microbatches, detached.
             return_outputs: join the last stage's outputs; False saves their memory.
@@ -195,17 +197,23 @@ class TorchSchedule:
 
 
 def cut(value: Any, m: int, name: str, *, equal: bool) -> list[Any]:
-    """``value`` as m of its kind: tensors in it cut along dim 0, other leaves in each.
+    """``value`` as m of its kind: tensors and flex_attention's masks in it cut along dim 0, other leaves in each.
 
     Raises:
         ScheduleError: a tensor has fewer rows than m, or rows that m does not divide where ``equal``.
     """
+    rows = block_mask_rows(value)
     if isinstance(value, Tensor):
         rows = value.shape[0] if value.dim() else 0
+    elif rows == 1:
+        return [value] * m
+    if rows is not None:
         if rows < m or (equal and rows % m):
             rule = "each counts equally; scale_grads=False takes them" if rows >= m else "each has one at least"
             raise ScheduleError(f"{name} has {rows} rows for {m} microbatches; {rule}")
-        return list(torch.tensor_split(value, m))
+        if isinstance(value, Tensor):
+            return list(torch.tensor_split(value, m))
+        return cut_block_mask(value, [len(part) for part in torch.arange(rows).tensor_split(m)])
     if isinstance(value, Mapping):
         parts = {key: cut(each, m, f"{name}[{key!r}]", equal=equal) for key, each in value.items()}
         return [{key: part[k] for key, part in parts.items()} for k in range(m)]

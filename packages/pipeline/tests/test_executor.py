@@ -316,12 +316,12 @@ def test_programs_that_keep_older_weights_need_optimizers(name):
 
 
 def test_a_stage_must_return_tensors():
-    class Listed(nn.Module):
-        def forward(self, x: Tensor) -> list[Tensor]:
-            return [x]
+    class Named(nn.Module):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"x": x}
 
-    with pytest.raises(ScheduleError, match="the output of stage 0 is a list; stages exchange"):
-        make(modules=[Listed(), nn.Linear(8, 8)]).step(*batch(2))
+    with pytest.raises(ScheduleError, match="the output of stage 0 is a dict; stages exchange"):
+        make(modules=[Named(), nn.Linear(8, 8)]).step(*batch(2))
 
 
 def test_token_scale_and_sharding_exclude_each_other():

@@ -288,3 +288,51 @@ def run_ahead(rank: int, ranks: int, edges: str | None, dynamic: bool) -> None:
 @pytest.mark.parametrize(("edges", "dynamic"), [("groups", False), ("groups", True), (None, False)])
 def test_ranks_that_send_much_before_they_use_what_they_get_do_not_block_each_other(edges, dynamic):
     run_ranks(run_ahead, 2, edges, dynamic)
+
+
+def evaluate_under_inference_mode_then_step(rank: int, ranks: int, edges: str | None) -> list[Tensor | None]:
+    module = layers(ranks)[rank]
+    runner = PipelineRunner(one_f_one_b(ranks, 4), Stage(module, rank), dist.group.WORLD, square_loss, edges=edges)
+    with torch.inference_mode():
+        runner.evaluate(*batch(8))
+    for _ in range(2):
+        runner.step(*batch(8))
+    return gradients(module)
+
+
+@pytest.mark.parametrize("edges", ["groups", None])
+def test_an_evaluation_under_inference_mode_leaves_nothing_to_a_step(edges):
+    plain = layers(2)
+    for _ in range(2):
+        plain_loop(plain, *(list(torch.tensor_split(part, 4)) for part in batch(8)))
+    found = run_ranks(evaluate_under_inference_mode_then_step, 2, edges)
+    assert all(equal_bits(mine, gradients(module)) for mine, module in zip(found, plain, strict=True))
+
+
+def small_numbers(rank: int, ranks: int, edges: str | None, name: str) -> list[float]:
+    """A type of few bits, from one rank to the next."""
+    dtype = getattr(torch, name)
+
+    class Casts(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return (x, x.to(dtype)) if rank == 0 else x
+
+    class Reads(nn.Module):
+        def forward(self, x: Tensor, small: Tensor) -> Tensor:
+            assert small.dtype is dtype
+            return small.float()
+
+    stage = Stage(Casts() if rank == 0 else Reads(), rank)
+    runner = PipelineRunner(one_f_one_b(ranks, 2), stage, dist.group.WORLD, edges=edges)
+    return [
+        value
+        for output in runner.forward(torch.arange(8.0).reshape(4, 2)).outputs
+        for value in output.flatten().tolist()
+    ]
+
+
+@pytest.mark.parametrize("edges", ["groups", None])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "uint16"])
+def test_types_of_few_bits_travel(edges, name):
+    expected = torch.arange(8.0).to(getattr(torch, name)).float().tolist()
+    assert run_ranks(small_numbers, 2, edges, name)[1] == expected

@@ -25,6 +25,7 @@ from sixfold.pipeline.meet import group_of, refuse, transport_of
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.run import PipelineRunner
 from sixfold.pipeline.schedules import by_name
+from sixfold.pipeline.split import alike
 from sixfold.pipeline.stage import Stage
 
 __all__ = ["TorchSchedule", "program_of"]
@@ -219,7 +220,7 @@ def cut(value: Any, m: int, name: str, *, equal: bool) -> list[Any]:
         return [{key: part[k] for key, part in parts.items()} for k in range(m)]
     if isinstance(value, tuple | list):
         rows_of = [cut(each, m, f"{name}[{at}]", equal=equal) for at, each in enumerate(value)]
-        return [type(value)(part[k] for part in rows_of) for k in range(m)]
+        return [alike(value, [part[k] for part in rows_of]) for k in range(m)]
     return [value] * m
 
 
@@ -231,7 +232,7 @@ def joined(outputs: Sequence[Any]) -> Any:
     if isinstance(first, Mapping):
         return {key: joined([each[key] for each in outputs]) for key in first}
     if isinstance(first, tuple | list):
-        return type(first)(joined(part) for part in zip(*outputs, strict=True))
+        return alike(first, [joined(part) for part in zip(*outputs, strict=True)])
     return outputs[-1]
 
 

@@ -68,11 +68,11 @@ def _is_saved(node: Any, tensor: Tensor) -> bool:
     return isinstance(saved, Tensor) and saved.data_ptr() == tensor.data_ptr()
 
 
-def handed(outputs: Tensor | tuple[Any, ...], *, held: bool = False) -> tuple[Any, ...]:
+def handed(outputs: Tensor | tuple[Any, ...] | list[Any], *, held: bool = False) -> tuple[Any, ...]:
     """``outputs`` in memory that nobody else can reach. [Note: memory that changes hands]
 
     Args:
-        outputs: a tensor, or a tuple of what stages exchange.
+        outputs: a tensor, or a tuple or list of what stages exchange.
         held: something besides the caller holds the tensor, or the tuple.
     """
     if isinstance(outputs, Tensor):

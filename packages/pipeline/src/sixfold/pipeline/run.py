@@ -392,6 +392,10 @@ class PipelineRunner:
         over = False
         try:
             program_given(program)
+            if mode == "step" and torch.is_inference_mode_enabled():
+                raise ScheduleError(
+                    "step was called under torch.inference_mode, which makes no gradients; call evaluate"
+                )
             compiled = self._carried if mode == "drain" else self._programs.get(program, mode, goal)
             assert compiled is not None, "drain looks whether something is in flight"
             if ties is not None:

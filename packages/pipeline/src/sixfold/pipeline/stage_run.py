@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.owned import ONE, alone, handed
 from sixfold.pipeline.randomness import RandomState
-from sixfold.pipeline.split import Values, as_tuple
+from sixfold.pipeline.split import Values, as_tuple, check_travels
 from sixfold.pipeline.stage import Stage
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ _uses: Callable[[int], int] = torch._C._storage_Use_Count
 _PYTHON_NODE = torch._C._FunctionBase
 _gradient_edge: Callable[[tuple[object, ...]], GradientEdge] = partial(tuple.__new__, GradientEdge)
 _NO_MORE = (None,) * (len(GradientEdge._fields) - 2)  # what holds a graph that its node does not hold
+_STRIDED = torch.strided
 _ALONE = 2  # the tensor, and the object that is asked
 _engine: Callable[..., object] = torch.autograd.Variable._execution_engine.run_backward
 
@@ -318,23 +319,33 @@ class Onward:
     def full(self, k: int, outputs: Any) -> None:
         """Hand on, and keep the roots."""
         held = getrefcount(outputs) > ONE
-        if type(outputs) is Tensor and (node := outputs.grad_fn) is not None and not isinstance(node, _PYTHON_NODE):
+        if (
+            type(outputs) is Tensor
+            and outputs.layout is _STRIDED
+            and (node := outputs.grad_fn) is not None
+            and not isinstance(node, _PYTHON_NODE)
+        ):
             roots = self._run._roots  # what nearly every stage returns: keep_roots and _edge_of without their loops
             roots[k] = (_gradient_edge((node, outputs.output_nr, *_NO_MORE)),)
             self._hand_on(k, handed(outputs, held=True) if held or not alone(outputs, node) else (outputs,))
             return
-        self._keep_roots(k, as_tuple(outputs, self._what))
+        self._keep_roots(k, self._checked(outputs))
         self._hand_on(k, handed(outputs, held=held))
 
     def light(self, k: int, outputs: Any) -> None:
         """Hand on."""
         held = getrefcount(outputs) > ONE
-        as_tuple(outputs, self._what)
+        self._checked(outputs)
         self._hand_on(k, handed(outputs, held=held))
 
     def again(self, k: int, outputs: Any) -> None:
         """Keep the roots."""
         self._keep_roots(k, as_tuple(outputs, self._what))
+
+    def _checked(self, outputs: Any) -> Values:
+        values = as_tuple(outputs, self._what)
+        check_travels(values, self._what)
+        return values
 
 
 class Held(NamedTuple):

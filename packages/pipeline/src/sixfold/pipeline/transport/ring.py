@@ -50,7 +50,8 @@ class Ring:
             if _uses(buffer.untyped_storage()._cdata) <= _ALONE:
                 return buffer.detach()
         self.made += 1
-        buffers.append(torch.empty(shape, dtype=dtype, device=self._device))
+        with torch.inference_mode(False):  # a step takes what an evaluation made
+            buffers.append(torch.empty(shape, dtype=dtype, device=self._device))
         if self._debug_memory:
             fill(buffers[-1])
         return buffers[-1].detach()

@@ -349,13 +349,14 @@ class _Slot:
         """What the tensors of a message are copied into; None for an empty one."""
         views = self._views.get(layout.id)
         if views is None:
-            views = self._views[layout.id] = [
-                torch.frombuffer(self._bytes, dtype=spec[1], count=count, offset=offset).view(spec[0])
-                if count
-                else None
-                for spec, offset, count in layout.entries
-                if not isinstance(spec, Plain)
-            ]
+            with torch.inference_mode(False):  # a step takes what an evaluation made
+                views = self._views[layout.id] = [
+                    torch.frombuffer(self._bytes, dtype=spec[1], count=count, offset=offset).view(spec[0])
+                    if count
+                    else None
+                    for spec, offset, count in layout.entries
+                    if not isinstance(spec, Plain)
+                ]
         return views
 
     def forget(self) -> None:

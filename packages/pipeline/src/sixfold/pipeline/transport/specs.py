@@ -6,6 +6,7 @@ values <--> specs <--> bytes (this file) --> messages.py, shared_memory.py
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import torch
@@ -19,21 +20,10 @@ __all__ = ["Plain", "Specs", "TensorSpec", "pack_specs", "specs_of", "unpack_spe
 TensorSpec = tuple[torch.Size, torch.dtype, bool]  # shape, dtype, whether its gradient is wanted
 _PLAIN = (type(None), bool, int, float)
 _DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float32,
-        torch.bfloat16,
-        torch.float16,
-        torch.float64,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-        torch.complex64,
-        torch.complex128,
-    )
+    name: dtype
+    for name, dtype in sorted(vars(torch).items())
+    if isinstance(dtype, torch.dtype)
+    and re.fullmatch(r"bool|b?float(8_.*|16|32|64)|u?int(8|16|32|64)|complex(64|128)", name)
 }
 
 

@@ -1,0 +1,132 @@
+"""What stages exchange and batches are made of, of the kinds that users have."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from pipeline_helpers import batch, equal_bits, gradients, layers, square_loss
+from thread_helpers import on_threads, values_or_raise
+from torch import Tensor, nn
+
+from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, one_f_one_b
+from sixfold.pipeline.from_torch import cut, joined
+
+
+class Hidden(NamedTuple):
+    """What a stage may return."""
+
+    states: Tensor
+    mask: Tensor
+
+
+class Gives(nn.Module):
+    """A layer, and ``form`` of its output and a mask."""
+
+    def __init__(self, form: Any) -> None:
+        super().__init__()
+        self.layer, self.form = layers(2)[0], form
+
+    def forward(self, x: Tensor) -> Any:
+        return self.form(self.layer(x), torch.ones(len(x), dtype=torch.bool))
+
+
+class Takes(nn.Module):
+    """A layer of what ``Gives`` gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layers(2)[1]
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.layer(x) * mask[:, None]
+
+
+def trained(modules: list[nn.Module]) -> list[list[Tensor | None]]:
+    runner = PipelineRunner(gpipe(2, 2), [Stage(m, i) for i, m in enumerate(modules)], loss_fn=square_loss)
+    runner.step(*batch(4))
+    return [gradients(module) for module in modules]
+
+
+@pytest.mark.parametrize("form", [lambda *parts: list(parts), Hidden], ids=["list", "NamedTuple"])
+def test_a_list_or_a_named_tuple_travels_as_a_tuple(form):
+    plain = trained([Gives(lambda *parts: parts), Takes()])
+    assert all(map(equal_bits, trained([Gives(form), Takes()]), plain))
+
+
+def test_a_named_tuple_is_cut_into_named_tuples_and_joined_to_one():
+    whole = Hidden(torch.arange(6).reshape(6, 1), torch.ones(6, dtype=torch.bool))
+    parts = cut(whole, 3, "args", equal=True)
+    assert [type(part) for part in parts] == [Hidden] * 3 and parts[1].states.tolist() == [[2], [3]]
+    again = joined(parts)
+    assert type(again) is Hidden and torch.equal(again.states, whole.states) and torch.equal(again.mask, whole.mask)
+
+
+class Subclass(Tensor):
+    """Data elsewhere, as torch's wrappers have it."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Subclass:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> Any:
+        return ["inner"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*[arg.inner if isinstance(arg, Subclass) else arg for arg in args], **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("form", "words"),
+    [
+        (lambda x, mask: x.to_sparse(), r"torch.sparse_coo tensor; stages exchange dense ones: return x.to_dense\(\)"),
+        (
+            lambda x, mask: torch.nested.as_nested_tensor(list(x), layout=torch.jagged),
+            r"a nested tensor; .* return its values\(\) and offsets\(\)",
+        ),
+        (
+            lambda x, mask: (x, Subclass(x.detach())),
+            "a Subclass, which holds other tensors",
+        ),
+        (lambda x, mask: {"x": x}, "the output of stage 0 is a dict"),
+        (lambda x, mask: (x, (x, mask)), "the output of stage 0 holds a tuple"),
+    ],
+    ids=["sparse", "jagged", "wrapper", "dict", "nested tuple"],
+)
+def test_what_does_not_travel_is_refused_with_what_to_return(form, words):
+    with pytest.raises(ScheduleError, match=words):
+        trained([Gives(form), Takes()])
+
+
+def test_a_batch_that_is_nested_is_asked_for_as_a_list():
+    nested = torch.nested.nested_tensor([torch.ones(3, 8), torch.ones(5, 8)], layout=torch.jagged)
+    runner = PipelineRunner(gpipe(1, 2), Stage(nn.Linear(8, 8), 0), loss_fn=lambda y, t: y.sum())
+    with pytest.raises(ScheduleError, match="inputs is a nested tensor; give a list of 2 microbatches"):
+        runner.step(nested)
+
+
+def evaluate_then_step(transport: Any, modules: list[nn.Module]) -> list[Tensor | None]:
+    stage = Stage(modules[transport.rank], transport.rank)
+    runner = PipelineRunner(one_f_one_b(2, 4), stage, transport, square_loss)
+    with torch.inference_mode():
+        runner.evaluate(*batch(8))
+    runner.step(*batch(8))
+    return gradients(stage.module)
+
+
+def test_an_evaluation_under_inference_mode_leaves_nothing_to_a_step_over_threads():
+    plain = layers(2)
+    PipelineRunner(one_f_one_b(2, 4), [Stage(m, i) for i, m in enumerate(plain)], loss_fn=square_loss).step(*batch(8))
+    found = values_or_raise(on_threads(2, evaluate_then_step, layers(2)))
+    assert all(equal_bits(mine, gradients(module)) for mine, module in zip(found, plain, strict=True))
+
+
+def test_a_step_under_inference_mode_says_so():
+    runner = PipelineRunner(gpipe(1, 1), Stage(nn.Linear(8, 8), 0), loss_fn=square_loss)
+    with torch.inference_mode(), pytest.raises(ScheduleError, match=r"step was called under torch\.inference_mode"):
+        runner.step(*batch(2))

@@ -130,3 +130,70 @@ def test_a_step_under_inference_mode_says_so():
     runner = PipelineRunner(gpipe(1, 1), Stage(nn.Linear(8, 8), 0), loss_fn=square_loss)
     with torch.inference_mode(), pytest.raises(ScheduleError, match=r"step was called under torch\.inference_mode"):
         runner.step(*batch(2))
+
+
+# ---- Batches as users have them
+
+
+class Masked(nn.Module):
+    """Takes a mask beside its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = layers(2)[0]
+
+    def forward(self, x: Tensor, mask: Tensor, *, scale: Tensor | None = None, sign: int = 1) -> Tensor:
+        return self.layer(x * mask) * (sign if scale is None else sign * scale)
+
+
+def dict_loss(output: Tensor, target: dict[str, Tensor]) -> Tensor:
+    return (((output - target["labels"]) * target["weight"][:, None]) ** 2).mean()
+
+
+def test_a_tuple_of_inputs_a_dict_of_targets_and_a_dict_of_keywords_are_cut():
+    (x, y), mask = batch(8), torch.arange(8.0)[:, None].remainder(3)
+    weight, scale = torch.linspace(0, 1, 8), torch.linspace(1, 2, 8)[:, None]
+    found, plain = Masked(), Masked()
+    runner = PipelineRunner(gpipe(1, 4), Stage(found, 0), loss_fn=dict_loss)
+    losses = runner.step((x, mask), {"labels": y, "weight": weight}, kwargs={"scale": scale, "sign": -1}).losses
+    for k, part in enumerate(torch.arange(8).chunk(4)):
+        out = plain(x[part], mask[part], scale=scale[part], sign=-1)
+        loss = dict_loss(out, {"labels": y[part], "weight": weight[part]})
+        (loss / 4).backward()
+        assert torch.equal(loss.detach(), losses[k])
+    assert equal_bits(gradients(found), gradients(plain))
+
+
+@pytest.mark.parametrize(
+    ("batch_", "words"),
+    [
+        (
+            (batch(8)[0], torch.ones(6, 1)),
+            r"inputs\[1\] has 6 rows for 4 microbatches, which do not divide|6 rows for 4",
+        ),
+        ({"input_ids": batch(8)[0]}, "inputs is a dict; give a tensor, a tuple of tensors, or a list of 4"),
+    ],
+)
+def test_a_batch_that_cannot_be_cut_so_is_named(batch_, words):
+    runner = PipelineRunner(gpipe(1, 4), Stage(Masked(), 0), loss_fn=square_loss)
+    with pytest.raises(ScheduleError, match=words):
+        runner.step(batch_, batch(8)[1])
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_embedding_in_front_of_the_pipeline_gets_its_gradient(several):
+    ids, (_, y) = torch.arange(8).remainder(5), batch(8)
+    embeddings = [nn.Embedding(5, 8), nn.Embedding(5, 8)]
+    embeddings[1].load_state_dict(embeddings[0].state_dict())
+    modules = [[Masked() if several else layers(2)[0], layers(2)[1]] for _ in range(2)]
+    mask = torch.ones(8, 1)
+    runner = PipelineRunner(one_f_one_b(2, 4), [Stage(m, i) for i, m in enumerate(modules[0])], loss_fn=square_loss)
+    for _ in range(2):
+        hidden = embeddings[0](ids)
+        runner.step((hidden, mask) if several else hidden, y)
+        other = embeddings[1](ids)
+        out = modules[1][1](modules[1][0](other, mask) if several else modules[1][0](other))
+        square_loss(out, y).backward()
+    torch.testing.assert_close(embeddings[0].weight.grad, embeddings[1].weight.grad)
+    for mine, plain in zip(modules[0], modules[1], strict=True):
+        torch.testing.assert_close(gradients(mine), gradients(plain))

@@ -15,17 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sixfold.pipeline.block_mask import block_mask_rows, cut_block_mask
 from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.meet import group_of, refuse, transport_of
 from sixfold.pipeline.program import Program
 from sixfold.pipeline.run import PipelineRunner
 from sixfold.pipeline.schedules import by_name
-from sixfold.pipeline.split import alike
+from sixfold.pipeline.split import cut, joined
 from sixfold.pipeline.stage import Stage
 
 __all__ = ["TorchSchedule", "program_of"]
@@ -195,45 +193,6 @@ class TorchSchedule:
             return inputs, cut(target, m, "target", equal=self._equal), cut(kwargs, m, "kwargs", equal=self._equal)
         except ScheduleError as error:  # the other ranks are in the call already, and wait for this one
             self.runner.fail(error)
-
-
-def cut(value: Any, m: int, name: str, *, equal: bool) -> list[Any]:
-    """``value`` as m of its kind: tensors and flex_attention's masks in it cut along dim 0, other leaves in each.
-
-    Raises:
-        ScheduleError: a tensor has fewer rows than m, or rows that m does not divide where ``equal``.
-    """
-    rows = block_mask_rows(value)
-    if isinstance(value, Tensor):
-        rows = value.shape[0] if value.dim() else 0
-    elif rows == 1:
-        return [value] * m
-    if rows is not None:
-        if rows < m or (equal and rows % m):
-            rule = "each counts equally; scale_grads=False takes them" if rows >= m else "each has one at least"
-            raise ScheduleError(f"{name} has {rows} rows for {m} microbatches; {rule}")
-        if isinstance(value, Tensor):
-            return list(torch.tensor_split(value, m))
-        return cut_block_mask(value, [len(part) for part in torch.arange(rows).tensor_split(m)])
-    if isinstance(value, Mapping):
-        parts = {key: cut(each, m, f"{name}[{key!r}]", equal=equal) for key, each in value.items()}
-        return [{key: part[k] for key, part in parts.items()} for k in range(m)]
-    if isinstance(value, tuple | list):
-        rows_of = [cut(each, m, f"{name}[{at}]", equal=equal) for at, each in enumerate(value)]
-        return [alike(value, [part[k] for part in rows_of]) for k in range(m)]
-    return [value] * m
-
-
-def joined(outputs: Sequence[Any]) -> Any:
-    """The outputs of m microbatches as one: tensors joined along dim 0, of other leaves the last."""
-    first = outputs[0]
-    if isinstance(first, Tensor):
-        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
-    if isinstance(first, Mapping):
-        return {key: joined([each[key] for each in outputs]) for key in first}
-    if isinstance(first, tuple | list):
-        return alike(first, [joined(part) for part in zip(*outputs, strict=True)])
-    return outputs[-1]
 
 
 def _one_of(name: str, stages: Iterable[Any], given: Any) -> Any:

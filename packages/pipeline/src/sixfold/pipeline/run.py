@@ -26,12 +26,13 @@ from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.faults import Store
 from sixfold.pipeline.measure import gathered
 from sixfold.pipeline.meet import connect, group_of, refuse, transport_of
+from sixfold.pipeline.outer import OuterGraph
 from sixfold.pipeline.program import Program, Weights, program_given
 from sixfold.pipeline.programs import Programs, one_process
 from sixfold.pipeline.reports import Faults
 from sixfold.pipeline.simulate import Timeline, measured
 from sixfold.pipeline.snapshot import restored, taken
-from sixfold.pipeline.split import input_microbatches, keyword_microbatches, target_microbatches
+from sixfold.pipeline.split import Values, input_microbatches, keyword_microbatches, rows_of, target_microbatches
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.tied import Ties, tie
 from sixfold.pipeline.transport import Links, Transport
@@ -164,7 +165,7 @@ class PipelineRunner:
         inputs: Any = None,
         targets: Any = None,
         *,
-        kwargs: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         program: Program | None = None,
         keep_outputs: bool = False,
         new_shapes: bool = False,
@@ -179,10 +180,12 @@ class PipelineRunner:
         Where autocast is on it holds for forwards and recomputes; backwards run without.
 
         Args:
-            inputs: where stage 0 is: a tensor, cut along dim 0, or a list of m tensors or tuples. With scale="mean"
-                each microbatch counts 1/m, so m divides the rows of a tensor; those of a list may differ.
-            targets: where the last stage is: likewise; None gives ``loss_fn`` None.
-            kwargs: m dicts for the modules of all local stages; they are never sent.
+            inputs: where stage 0 is: a tensor, or a tuple for a stage of several inputs, cut along dim 0; or a list of
+                m tensors or tuples. With scale="mean" each microbatch counts 1/m, so m divides the rows of a tensor;
+                those of a list may differ. Where a tensor comes out of a graph of yours (an embedding in front of the
+                pipeline), that graph's backward runs once, behind the step.
+            targets: where the last stage is: likewise, or a dict of tensors; None gives ``loss_fn`` None.
+            kwargs: for the modules of all local stages, never sent: a dict, whose tensors are cut along dim 0, or m.
             program: for this step, the same on all ranks; compiled once and kept.
             keep_outputs: the result holds the last stage's outputs too, detached.
             new_shapes: shapes may differ from those of the step before; the same on all ranks. What
@@ -247,7 +250,7 @@ class PipelineRunner:
         inputs: Any = None,
         targets: Any = None,
         *,
-        kwargs: Sequence[Mapping[str, Any]] | None = None,
+        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
         program: Program | None = None,
         keep_outputs: bool = False,
         profile: bool = True,
@@ -262,7 +265,9 @@ class PipelineRunner:
         with torch.no_grad():
             return self._run(program, "evaluate", goal, inputs, targets, kwargs, keep_outputs, profile=profile)
 
-    def forward(self, inputs: Any = None, *, kwargs: Sequence[Mapping[str, Any]] | None = None) -> StepResult:
+    def forward(
+        self, inputs: Any = None, *, kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None
+    ) -> StepResult:
         """Outputs of the last stage, on its rank, without gradients; nothing else remains."""
         goal = Goal(train=False, loss_fn=None, autocast=_autocast())
         with torch.no_grad():
@@ -375,7 +380,7 @@ class PipelineRunner:
         goal: Goal,
         inputs: Any,
         targets: Any,
-        kwargs: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
         keep_outputs: bool = False,
         new_shapes: bool = False,
         profile: bool = True,
@@ -389,6 +394,7 @@ class PipelineRunner:
             torch.clear_autocast_cache()
         ties = self._ties if goal.train else None
         calls: Iterator[Callable[[], object]] | None = None
+        outer: OuterGraph | None = None
         over = False
         try:
             program_given(program)
@@ -403,13 +409,16 @@ class PipelineRunner:
             if new_shapes:
                 compiled.renew()
             compiled.recording = profile
-            self._begin(compiled, mode, inputs, targets, kwargs, keep_outputs)
+            outer = self._begin(compiled, mode, inputs, targets, kwargs, keep_outputs)
             calls = iter(compiled.calls)
             for call in calls:
                 call()
             over = True
             if ties is not None:
                 ties.add_up()
+            if outer is not None:
+                with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+                    outer.backward()
         except BaseException as error:
             # What is left of the iterator says which call failed; nothing is counted while all is well.
             made = 0 if compiled is None else len(compiled.calls) - length_hint(calls or ())
@@ -428,12 +437,12 @@ class PipelineRunner:
         mode: str,
         inputs: Any,
         targets: Any,
-        kwargs: Sequence[Mapping[str, Any]] | None,
+        kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
         keep_outputs: bool,
-    ) -> None:
+    ) -> OuterGraph | None:
         if mode == "drain" and isinstance(compiled, Carried):
             compiled.drain()
-            return
+            return None
         if mode == "step" and self._carried is not compiled:
             if self._carried is not None and self._carried.batches:
                 raise ScheduleError(
@@ -445,12 +454,24 @@ class PipelineRunner:
         equal = mode == "step" and self._scale == "mean"
         if compiled.tail is not None and mode != "forward" and self._loss_fn is None:
             raise ScheduleError(f"{mode} needs the runner's loss_fn on the rank of the last stage")
+        outer = OuterGraph(inputs) if mode == "step" and 0 in self._stages else None
+        if outer is not None and outer.there and isinstance(compiled, Carried):
+            raise ScheduleError(
+                "inputs have a graph of the caller's, and batches overlap, so that it would be gone through several "
+                "times; give a list of microbatches, each with a graph of its own"
+            )
+        microbatches: list[Values] = []
+        if 0 in self._stages:
+            microbatches = input_microbatches(inputs if outer is None else outer.inputs, m, equal=equal)
+        if outer is not None and outer.there:
+            microbatches = outer.leaves(microbatches)
         compiled.begin(
-            input_microbatches(inputs, m, equal=equal) if 0 in self._stages else [],
+            microbatches,
             target_microbatches(targets, m, equal=equal) if compiled.tail is not None else [],
-            keyword_microbatches(kwargs, m),
+            keyword_microbatches(kwargs, m, equal=equal, rows=rows_of(inputs, targets)),
             keep_outputs,
         )
+        return outer if outer is not None and outer.there else None
 
     def _fail(self, error: BaseException, compiled: Compiled | Carried | None = None, at: int = -1) -> NoReturn:
         """The step is over, here and on every other rank."""

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sixfold.pipeline.block_mask import block_mask_rows, cut_block_mask
 from sixfold.pipeline.errors import ScheduleError
 
 __all__ = [
@@ -19,13 +20,17 @@ __all__ = [
     "alike",
     "as_tuple",
     "check_travels",
+    "cut",
     "input_microbatches",
+    "joined",
     "keyword_microbatches",
+    "rows_of",
     "target_microbatches",
 ]
 
 Values = tuple[Any, ...]  # what stages exchange: tensors, and None, ints, floats and truth values beside them
 
+_EQUAL = "each counts equally; scale_grads=False takes them"
 _ENTRIES = (Tensor, NoneType, int, float)  # a bool is an int
 
 
@@ -75,7 +80,7 @@ def _check_travels(value: Tensor, what: str) -> None:
 
 
 def input_microbatches(inputs: Any, m: int, *, equal: bool) -> list[Values]:
-    """The m inputs of stage 0: a tensor is cut along dim 0, a list is taken as it is.
+    """The m inputs of stage 0: a tensor, and each of a tuple, is cut along dim 0, a list is taken as it is.
 
     Args:
         equal: refuse a tensor whose rows m does not divide.
@@ -88,17 +93,46 @@ def input_microbatches(inputs: Any, m: int, *, equal: bool) -> list[Values]:
 
 
 def target_microbatches(targets: Any, m: int, *, equal: bool) -> list[Any]:
-    """The m targets of the loss; None gives it None every time."""
-    return [None] * m if targets is None else _cut(targets, m, "targets", equal)
+    """The m targets of the loss, cut likewise, of a dict too; None gives it None every time."""
+    return [None] * m if targets is None else _cut(targets, m, "targets", equal, mapping=True)
 
 
-def keyword_microbatches(kwargs: Sequence[Mapping[str, Any]] | None, m: int) -> list[Mapping[str, Any]]:
-    """The keyword arguments of every local stage's module, per microbatch."""
+def rows_of(*batches: Any) -> int | None:
+    """Rows of the first of these that is a tensor, or has one; None if none has."""
+    for batch in batches:
+        parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
+        for part in parts:
+            if isinstance(part, Tensor) and part.dim():
+                return part.shape[0]
+    return None
+
+
+def keyword_microbatches(
+    kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    m: int,
+    *,
+    equal: bool = False,
+    rows: int | None = None,
+) -> list[Any]:
+    """The keyword arguments of every local stage's module, per microbatch; one dict is cut as a batch is.
+
+    Args:
+        rows: of the batch, where they are known here.
+    Raises:
+        ScheduleError: they are no dict and no list of m dicts; or of a dict a tensor has other rows than the batch.
+    """
     if kwargs is None:
         return [{}] * m
+    if isinstance(kwargs, Mapping):
+        for name, value in kwargs.items():
+            if rows is not None and isinstance(value, Tensor) and value.dim() and value.shape[0] != rows:
+                raise ScheduleError(
+                    f"kwargs[{name!r}] has {value.shape[0]} rows, the batch {rows}; a dict is cut as the batch is: "
+                    f"give a list of {m} dicts where a tensor is for all microbatches"
+                )
+        return cut(kwargs, m, "kwargs", equal=equal, rule=_mean_rule(m))
     if not isinstance(kwargs, list | tuple):
-        form = f"give a list of {m} dicts, one per microbatch"
-        raise ScheduleError(f"kwargs is a {type(kwargs).__name__}; {form}, and cut the tensors in them yourself")
+        raise ScheduleError(f"kwargs is a {type(kwargs).__name__}; it is a dict, or a list of {m} dicts")
     if len(kwargs) != m:
         raise ScheduleError(f"kwargs has {len(kwargs)} entries; the program has {m} microbatches")
     for k, each in enumerate(kwargs):
@@ -107,29 +141,83 @@ def keyword_microbatches(kwargs: Sequence[Mapping[str, Any]] | None, m: int) -> 
     return list(kwargs)
 
 
+def cut(value: Any, m: int, name: str, *, equal: bool, rule: str = _EQUAL) -> list[Any]:
+    """``value`` as m of its kind: tensors and flex_attention's masks in it cut along dim 0, other leaves in each.
+
+    Args:
+        equal: refuse rows that m does not divide; ``rule`` is the reason.
+    Raises:
+        ScheduleError: a tensor has fewer rows than m, or rows that m does not divide where ``equal``.
+    """
+    rows = block_mask_rows(value)
+    if isinstance(value, Tensor):
+        _check_cut(value, m, name)
+        rows = value.shape[0] if value.dim() else 0
+    elif rows == 1:
+        return [value] * m
+    if rows is not None:
+        if rows < m or (equal and rows % m):
+            words = rule if rows >= m else "each has one at least"
+            raise ScheduleError(f"{name} has {rows} rows for {m} microbatches; {words}")
+        if isinstance(value, Tensor):
+            return list(torch.tensor_split(value, m))
+        return cut_block_mask(value, [len(part) for part in torch.arange(rows).tensor_split(m)])
+    if isinstance(value, Mapping):
+        parts = {key: cut(each, m, f"{name}[{key!r}]", equal=equal, rule=rule) for key, each in value.items()}
+        return [{key: part[k] for key, part in parts.items()} for k in range(m)]
+    if isinstance(value, tuple | list):
+        parts_of = [cut(each, m, f"{name}[{at}]", equal=equal, rule=rule) for at, each in enumerate(value)]
+        return [alike(value, [part[k] for part in parts_of]) for k in range(m)]
+    return [value] * m
+
+
+def joined(outputs: Sequence[Any]) -> Any:
+    """The outputs of m microbatches as one: tensors joined along dim 0, of other leaves the last."""
+    first = outputs[0]
+    if isinstance(first, Tensor):
+        return torch.cat(list(outputs)) if first.dim() else torch.stack(list(outputs))
+    if isinstance(first, Mapping):
+        return {key: joined([each[key] for each in outputs]) for key in first}
+    if isinstance(first, tuple | list):
+        return alike(first, [joined(part) for part in zip(*outputs, strict=True)])
+    return outputs[-1]
+
+
 def alike(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
     """``parts`` in a list, tuple or NamedTuple such as ``value`` is."""
     make: Callable[[list[Any]], Any] = getattr(type(value), "_make", type(value))
     return make(parts)
 
 
-def _cut(batch: Any, m: int, name: str, equal: bool) -> list[Any]:
+def _cut(batch: Any, m: int, name: str, equal: bool, *, mapping: bool = False) -> list[Any]:
+    if isinstance(batch, list):
+        if len(batch) != m:
+            raise ScheduleError(f"{name} has {len(batch)} microbatches; the program has {m}")
+        return batch
     if isinstance(batch, Tensor):
-        if batch.is_nested or batch.layout is not torch.strided:
-            kind = "nested" if batch.is_nested else str(batch.layout)
-            raise ScheduleError(f"{name} is a {kind} tensor; give a list of {m} microbatches")
+        _check_cut(batch, m, name)
         rows = batch.shape[0] if batch.dim() else 0
         if rows < m:
             raise ScheduleError(f"{name} has {rows} rows; the program cuts them into {m} microbatches")
         if equal and rows % m:
             raise ScheduleError(
-                f"{name} has {rows} rows for {m} microbatches, which do not divide them; each loss counts 1/{m} with "
-                "scale='mean', so the gradient would not be that of the mean over rows: give a list of microbatches "
-                "if it should count so, or use scale='sum' or 'token'"
+                f"{name} has {rows} rows for {m} microbatches, which do not divide them; {_mean_rule(m)}"
             )
         return list(torch.tensor_split(batch, m))
-    if not isinstance(batch, list):
-        raise ScheduleError(f"{name} is a {type(batch).__name__}; give a tensor, or a list of {m} microbatches")
-    if len(batch) != m:
-        raise ScheduleError(f"{name} has {len(batch)} microbatches; the program has {m}")
-    return batch
+    if not (isinstance(batch, tuple) or (mapping and isinstance(batch, Mapping))):
+        forms = "a tensor, a tuple of tensors" + (", a dict of them" if mapping else "")
+        raise ScheduleError(f"{name} is a {type(batch).__name__}; give {forms}, or a list of {m} microbatches")
+    return cut(batch, m, name, equal=equal, rule=_mean_rule(m))
+
+
+def _mean_rule(m: int) -> str:
+    return (
+        f"each loss counts 1/{m} with scale='mean', so the gradient would not be that of the mean over rows: "
+        "give a list of microbatches if it should count so, or use scale='sum' or 'token'"
+    )
+
+
+def _check_cut(batch: Tensor, m: int, name: str) -> None:
+    if batch.is_nested or batch.layout is not torch.strided:
+        kind = "nested" if batch.is_nested else str(batch.layout)
+        raise ScheduleError(f"{name} is a {kind} tensor; give a list of {m} microbatches")

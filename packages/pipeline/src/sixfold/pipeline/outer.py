@@ -1,0 +1,58 @@
+"""A batch that comes out of a graph of the caller's, such as an embedding in front of the pipeline.
+
+    inputs with a graph --> leaves, cut into microbatches --> step --> the graph's own backward, once (this file)
+
+Autograd frees a graph in its backward, and the parts of one tensor share theirs. So a step runs on parts without
+history, and behind it the gradients of all parts go through the caller's graph together. A list of microbatches is
+taken as it is: each has a graph of its own, which its own backward goes through.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["OuterGraph"]
+
+
+class OuterGraph:
+    """The graphs that end in one batch.
+
+    Args:
+        inputs: as ``step`` takes them.
+    Attributes:
+        inputs: as they are to be cut; ``parts`` are then told by ``cut``.
+    """
+
+    def __init__(self, inputs: Any) -> None:
+        several = isinstance(inputs, tuple)
+        given = inputs if several else (inputs,)
+        self._at = [at for at, value in enumerate(given) if isinstance(value, Tensor) and value.grad_fn is not None]
+        self._ends = [given[at] for at in self._at]
+        self._parts: list[tuple[Tensor, ...]] = []
+        plain = [value.detach() if at in self._at else value for at, value in enumerate(given)]
+        self.inputs = (tuple(plain) if several else plain[0]) if self._at else inputs
+
+    @property
+    def there(self) -> bool:
+        """Whether there is one."""
+        return bool(self._at)
+
+    def leaves(self, microbatches: list[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
+        """The microbatches of ``inputs``, asking for the gradients that the graphs want."""
+        made = [
+            tuple(value.detach().requires_grad_() if at in self._at else value for at, value in enumerate(values))
+            for values in microbatches
+        ]
+        self._parts = [tuple(values[at] for values in made) for at in self._at]
+        return made
+
+    def backward(self) -> None:
+        """Through the caller's graphs; what no stage used has a gradient of zeros."""
+        gradients = [
+            torch.cat([torch.zeros_like(part) if part.grad is None else part.grad for part in parts])
+            for parts in self._parts
+        ]
+        torch.autograd.backward(self._ends, gradients)

@@ -151,7 +151,7 @@ class Compiled:
             first = rank == self.program.placement[0]
             lane.begin([[signature(value) for value in values] for values in inputs] if first else None)
         if self.tokens is not None:
-            self.tokens.begin()
+            self.tokens.begin([inputs, kwargs])
         if self._recorder is not None:
             self._recorder.begin(self.recording)
 
@@ -173,7 +173,7 @@ class Compiled:
             for lane in self._lanes.values():
                 lane.clear()
         if self.tokens is not None:
-            self.tokens.clear()
+            self.tokens.clear(failed=failed)
 
     def _run_of(self, rank: int, call: Call) -> Callable[[], object]:
         run = call.run
@@ -198,7 +198,8 @@ class Compiled:
         source = self.program.placement[-1]
         rank, links = next(iter(self._links.items()))
         control = links.control if len(self._links) == 1 else None
-        return TokenCount(self._runs, self.tail, self._wirings[rank].facts.batch, control, rank, links.ranks, source)
+        batch = self._wirings[rank].facts.batch
+        return TokenCount(self._runs, self.tail, batch, control, rank, links.ranks, source, steps=self.steps)
 
 
 def side_of(wiring: Wiring) -> SideStream:

@@ -23,6 +23,7 @@ from sixfold.pipeline.carried import Carried
 from sixfold.pipeline.compile import Compiled, StepResult, step_device
 from sixfold.pipeline.data_parallel import Replicas
 from sixfold.pipeline.errors import ScheduleError, whole
+from sixfold.pipeline.failed_steps import StepGradients
 from sixfold.pipeline.faults import Store
 from sixfold.pipeline.measure import gathered
 from sixfold.pipeline.meet import connect, group_of, refuse, transport_of
@@ -129,6 +130,7 @@ class PipelineRunner:
         self._ran: Compiled | Carried | None = None
         self._faults = Faults(self._rank, len(program.ranks))
         self._ties: Ties | None = None
+        self._gradients = StepGradients()
         self._links: dict[int, Links] = {}  # of this rank; empty where all are in this process
         self._program = program
         self._here = None if group is None else self._rank  # None: all ranks are here
@@ -404,6 +406,8 @@ class PipelineRunner:
                 )
             compiled = self._carried if mode == "drain" else self._programs.get(program, mode, goal)
             assert compiled is not None, "drain looks whether something is in flight"
+            if mode == "step":
+                self._gradients.begin(self._stages.values())
             if ties is not None:
                 ties.begin()
             if new_shapes:
@@ -426,6 +430,7 @@ class PipelineRunner:
         finally:
             if goal.autocast:
                 torch.clear_autocast_cache()
+        self._gradients.end()
         self._ran = compiled
         result = compiled.result()
         compiled.clear()
@@ -480,6 +485,7 @@ class PipelineRunner:
             compiled.clear(failed=True)
         if self._ties is not None:
             self._ties.restore()
+        self._gradients.failed()
         self._faults.end(error, compiled, at, lost=lost)
 
 

@@ -150,6 +150,10 @@ class StageRun:
         assert gradients is not None, f"stage {self.index}: slot {k} has no gradients to send"
         sender(gradients)
 
+    def graph(self, k: int) -> list[Any]:
+        """The nodes of autograd's that the backward of slot ``k`` begins at."""
+        return [edge.node for edge in self._roots[k]]
+
     def taken(self, k: int) -> object:
         """What the next F or backward of slot ``k`` takes from outside of the stage."""
         return self.inbox[k], self.gradients[k], self._inputs[k]

@@ -101,7 +101,7 @@ class Ties:
 
     def __init__(self, chains: list[_Chain]) -> None:
         self._chains = chains
-        self._before = SetAside(dict.fromkeys(p for chain in chains for p in chain.parameters()))
+        self._before = SetAside()
 
     def share(self) -> None:
         """Every holder gets the value of the lowest stage."""
@@ -110,14 +110,13 @@ class Ties:
 
     def begin(self) -> None:
         """A new step: there are no gradients, those from before are set aside."""
-        self._before.begin()
+        self._before.begin(p for chain in self._chains for p in chain.parameters())
 
     def add_up(self) -> None:
         """The step went through: every holder's gradient becomes the sum of all, and is added to what was there."""
         for chain in self._chains:
             chain.add_up()
-            for parameter in chain.parameters():
-                self._before.add(parameter)
+        self._before.commit()
 
     def restore(self) -> None:
         """The step failed."""

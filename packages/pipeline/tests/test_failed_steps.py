@@ -1,0 +1,102 @@
+"""A step that failed leaves nothing in gradients that a retry would add to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from pipeline_helpers import batch, equal_bits, layers, square_loss
+from torch import Tensor, nn
+
+from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, one_f_one_b, zb_h1
+
+SCALES: dict[str, Any] = {
+    "mean": square_loss,
+    "sum": square_loss,
+    "token": lambda o, t: (((o - t) ** 2).sum(), o.numel()),
+}
+M = 4
+
+
+class Fails(nn.Module):
+    """Fails once, in its call of that number."""
+
+    def __init__(self, module: nn.Module, call: int) -> None:
+        super().__init__()
+        self.module, self.left = module, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise RuntimeError("out of memory")
+        return self.module(x)
+
+
+def grads(modules: list[nn.Module]) -> list[Tensor | None]:
+    return [p.grad for module in modules for p in module.parameters()]
+
+
+def runner_of(program: Any, modules: list[nn.Module], scale: str) -> PipelineRunner:
+    stages = [Stage(module, index) for index, module in enumerate(modules)]
+    return PipelineRunner(program, stages, None, SCALES[scale], scale=scale)
+
+
+@pytest.mark.parametrize("program", [one_f_one_b(2, M), zb_h1(2, M)], ids=["1f1b", "zb_h1"])
+@pytest.mark.parametrize("scale", list(SCALES))
+def test_a_retry_has_the_gradients_of_one_step(program, scale):
+    modules, oracle = layers(2), layers(2)
+    runner_of(program, oracle, scale).step(*batch(8))
+    failing = [modules[0], Fails(modules[1], M)]
+    runner = runner_of(program, failing, scale)
+    with pytest.raises(ScheduleError, match="out of memory"):
+        runner.step(*batch(8))
+    assert grads(modules) == [None] * 4
+    runner.step(*batch(8))
+    assert equal_bits(grads(modules), grads(oracle))
+
+
+@pytest.mark.parametrize("zero", ["set_to_none", "zero", "grad = None"])
+@pytest.mark.parametrize("scale", list(SCALES))
+def test_sums_over_several_steps_are_restored_or_refused_until_they_are_zeroed(scale, zero):
+    modules, oracle = layers(2), layers(2)
+    failing = [modules[0], Fails(modules[1], 2 * M)]
+    runner = runner_of(one_f_one_b(2, M), failing, scale)
+    optimizer = torch.optim.SGD([p for module in modules for p in module.parameters()], lr=0.1)
+    runner.step(*batch(8, 5))
+    before = [gradient.clone() for gradient in grads(modules)]
+    with pytest.raises(ScheduleError, match="out of memory"):
+        runner.step(*batch(8, 6))
+    if scale == "token":  # they were set aside
+        assert equal_bits(grads(modules), before)
+        theirs = runner_of(one_f_one_b(2, M), oracle, scale)
+        theirs.step(*batch(8, 5))
+    else:
+        for again in (runner, runner_of(one_f_one_b(2, M), modules, scale)):
+            with pytest.raises(ScheduleError, match=r"holds a part of a step that failed; call zero_grad\(\)"):
+                again.step(*batch(8, 6))
+        if zero == "grad = None":
+            for module in modules:
+                for parameter in module.parameters():
+                    parameter.grad = None
+        else:
+            optimizer.zero_grad(set_to_none=zero == "set_to_none")
+        theirs = runner_of(one_f_one_b(2, M), oracle, scale)
+        if zero == "zero":
+            for module in oracle:
+                for parameter in module.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+    runner.step(*batch(8, 6))
+    theirs.step(*batch(8, 6))
+    assert equal_bits(grads(modules), grads(oracle))
+
+
+def test_a_step_that_is_refused_before_it_begins_changes_no_gradient():
+    modules = layers(2)
+    runner = runner_of(one_f_one_b(2, M), modules, "mean")
+    runner.step(*batch(8))
+    before = [gradient.clone() for gradient in grads(modules)]
+    with pytest.raises(ScheduleError):
+        runner.step(batch(7)[0], batch(7)[1])
+    runner.step(*batch(8))
+    assert all(torch.allclose(a, 2 * b) for a, b in zip(grads(modules), before, strict=True))

@@ -13,14 +13,14 @@ def pytest_addoption(parser):
         parser.addoption(option, type=int, default=default, help=f"of dist-ckpt's randomised tests ({default})")
 
     parser.addoption(
-        "--fill-freed",
+        "--fill-recycled",
         action="store_true",
         help="dist-ckpt fills memory that is given back with bytes 0xFF; with --early-server, in all ranks",
     )
 
 
 def pytest_configure(config):
-    if config.getoption("--fill-freed"):
+    if config.getoption("--fill-recycled"):
         from sixfold.dist_ckpt.recycled import CHECK
 
         CHECK.fills = True

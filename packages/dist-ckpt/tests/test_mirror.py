@@ -462,10 +462,10 @@ def mistaken_frames(monkeypatch):
     """Where bytes arrive, each frame is taken for one whose values begin 64 bytes later than they do."""
     plain = sources.frames.template
 
-    def shifted(*arguments):
-        found = plain(*arguments)
-        first, second = found.head
-        return found._replace(head=(first, second + bytes(64)), head_bytes=found.head_bytes + 64)
+    def shifted(*arguments, **options):
+        found = plain(*arguments, **options)
+        *before, last = found.head
+        return found._replace(head=(*before, last + bytes(64)), head_bytes=found.head_bytes + 64)
 
     monkeypatch.setattr(sources.frames, "template", shifted)
 

@@ -54,7 +54,7 @@ def test_what_strict_leaves_out_keeps_the_objects_own_value(tmp_path, strict):
     result = found[0] if strict == "return_all" else found
     assert "gone" not in result
     if strict == "return_all":
-        assert found[2] == {"new", "w", ShardedObject("o", 5, (1,), (0,)).unique_key}
+        assert found[2] == {"new", "w", "o"}
 
 
 def test_a_factory_may_build_stateful_objects(tmp_path):
@@ -71,10 +71,12 @@ def test_a_factory_may_build_stateful_objects(tmp_path):
     assert values["w"].tolist() == [3, 3]
 
 
-def test_what_an_object_does_not_ask_for_is_logged(tmp_path, caplog):
+def test_what_an_object_does_not_ask_for_is_an_error_or_logged_where_strict_allows_it(tmp_path, caplog):
     dist_ckpt.save({"m": Noted("m", [], {"a": 1, "w": one("m.w", torch.ones(1))})}, tmp_path / "c")
-    with caplog.at_level(logging.WARNING, "sixfold.dist_ckpt"):
+    with pytest.raises(MismatchError, match=r"m\.w: in the checkpoint, asked for by no rank"):
         dist_ckpt.load({"m": Noted("m", [], {"a": 0})}, tmp_path / "c")
+    with caplog.at_level(logging.WARNING, "sixfold.dist_ckpt"):
+        dist_ckpt.load({"m": Noted("m", [], {"a": 0})}, tmp_path / "c", strict="raise_unexpected")
     assert "not loaded: m.w" in caplog.text
 
 

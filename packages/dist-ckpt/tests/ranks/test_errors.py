@@ -138,7 +138,7 @@ def test_a_late_rank_ends_the_wait_at_the_deadline(tmp_path):
 
 
 def save_unlike_common_data(rank, ranks, folder):
-    state = {"w": shard(rank, ranks), "seed": {"torch": rank, "python": 5}, "host": f"node{rank}", "lr": 0.1}
+    state = {"w": shard(rank, ranks), "seed": {"torch": float(rank), "python": 5}, "host": f"node{rank}", "lr": 0.1}
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         dist_ckpt.save(state, folder / "c")

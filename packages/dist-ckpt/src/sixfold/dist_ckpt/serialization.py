@@ -14,12 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+import torch
+
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.plans.validation import StrictHandling, parse_strict
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
 from sixfold.dist_ckpt.road import foreign, loading, saving
 from sixfold.dist_ckpt.road.request import LoadRequest, SaveRequest, read_config
+from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, store_at
 from sixfold.dist_ckpt.stores.folder import open_checkpoint, opens
@@ -73,10 +76,10 @@ def save(
         checkpoint_dir: the folder, whose parents are made; a URL as text; or a store (``stores.Store``).
         sharded_strategy: None, a tuple such as ``("torch_dist", 1)``, or a strategy.
         common_strategy: None, ``("torch", 1)`` or a strategy.
-        validate_access_integrity: accepted for the guide's sake; a save is always validated.
+        validate_access_integrity: False does not compare replicas of a shard; all else of a save is always validated.
         preprocess_common_before_consistancy_check: applied to the common data before it is
             compared between ranks.
-        content_metadata: saved with the common data under ``content_metadata``.
+        content_metadata: saved with the common data under ``content_metadata``, a key that the state dict has not.
         async_sharded_save: begin a background save and return a request, for
             ``strategies.async_utils.AsyncCallsQueue``; ``async_save`` gives the handle itself. Of a user's
             ``AsyncSaveShardedStrategy`` the request begins when it is scheduled.
@@ -133,7 +136,8 @@ def load(
     ``load_state_dict`` get what was saved of them last of all, when no rank has an error; the result holds themselves.
 
     Args:
-        sharded_state_dict: records say what is wanted; common leaves in it are ignored. Not changed. Of a folder of
+        sharded_state_dict: records say what is wanted. Of common leaves in it plain tensors of the saved shape and
+            dtype are filled, the others are ignored. The dict is not changed. Of a folder of
             plain DCP each leaf is wanted that is stored under its name, its path joined by dots.
         checkpoint_dir: a folder, URL or store of a checkpoint of this package, of torch DCP, of megatron-core, or
             of a format whose strategy is given or registered.
@@ -253,11 +257,20 @@ def load_sharded_metadata(
     return looked(checkpoint_dir, lambda folder: foreign.listing(folder, *_strategies(folder, *strategies)))
 
 
+def plain_tensors_of(common: Any) -> dict[str, torch.Tensor]:
+    """The tensors of common data by their place, joined by dots."""
+    return {tree.key_text(path): leaf for path, leaf in tree.leaves(common) if isinstance(leaf, torch.Tensor)}
+
+
 def load_plain_tensors(checkpoint_dir: str | Path | Store, *, progress: Progress | None = None) -> dict[str, Any]:
-    """Every tensor whole, in this process alone: ``load_tensors_metadata`` and ``load``, whose ``progress`` it is."""
+    """Every tensor whole, in this process alone: ``load_tensors_metadata`` and ``load``, whose ``progress`` it is.
+
+    Plain tensors, which are saved as common data, come under their place in the state dict, joined by dots.
+    """
     tensors = load_tensors_metadata(checkpoint_dir)
+    common = load_common_state_dict(checkpoint_dir)
     loaded = load(tensors, checkpoint_dir, group=None, progress=progress)
-    return {key: loaded[key] for key in tensors}
+    return plain_tensors_of(common) | {key: loaded[key] for key in tensors}
 
 
 def load_content_metadata(

@@ -47,6 +47,7 @@ from sixfold.dist_ckpt.road import loading
 from sixfold.dist_ckpt.road import reader as engine
 from sixfold.dist_ckpt.road.hosts import Seen, Shares, block_bytes
 from sixfold.dist_ckpt.state.dense import check_writable
+from sixfold.dist_ckpt.state.in_place import raise_versions
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores import Store, store_at
 from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint
@@ -364,6 +365,7 @@ class Reader(StorageReader):
 
         def filled(number: int) -> None:
             if number not in odd:
+                raise_versions([goals[number][1]])
                 planner.commit_tensor(*goals[number][:2])
 
         reader.run(records, direct, hashed if has_digests else (), filled)

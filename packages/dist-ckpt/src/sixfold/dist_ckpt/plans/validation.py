@@ -116,15 +116,27 @@ def _key_problems(rows: list[Row], verb: str) -> list[str]:
         return outside
     owners = [row for row in full if row.main]
     boxes = [row.box for row in owners]
-    problems = [
-        f"{describe(key, boxes[a], shape)} of rank {owners[a].rank} and {describe(key, boxes[b], shape)} of rank "
-        f"{owners[b].rank} overlap, and both are main replicas: each element is {verb} by one; give the copies another "
-        "replica_id than 0 (of DTensors on slices of a mesh by ShardedTensor.from_dtensor)"
-        for a, b in overlaps(boxes)
-    ]
+    problems = [_overlap(owners[a], owners[b], verb) for a, b in overlaps(boxes)]
     if left := holes(shape, boxes):
         problems.append(_hole(left, owners, rows, verb))
     return problems
+
+
+def _overlap(one: Row, other: Row, verb: str) -> str:
+    key, _, shape = one.kind
+    text = (
+        f"{describe(key, one.box, shape)} of rank {one.rank} and {describe(key, other.box, shape)} of rank "
+        f"{other.rank} overlap, and both are main replicas: each element is {verb} by one"
+    )
+    if one.rank == other.rank:
+        return (
+            f"{text}. Two tensors of one rank have this key: rename one. (The key of a DTensor is its path joined by "
+            "dots, so that {'a.b': x} and {'a': {'b': y}} collide)"
+        )
+    return (
+        f"{text}; give the copies another replica_id than 0 (of DTensors on slices of a mesh by "
+        "ShardedTensor.from_dtensor)"
+    )
 
 
 def _hole(left: list[Box], owners: list[Row], rows: list[Row], verb: str) -> str:

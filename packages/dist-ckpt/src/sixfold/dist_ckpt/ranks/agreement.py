@@ -2,10 +2,14 @@
 
     common data --> digests (this file) --> first rank: equal? --> if not, check: an error or a warning that names paths
 
-[Note: what may differ] Tensors and numpy arrays, wherever they stand in a leaf, are data (also in an object of a user's
-class): where they differ between ranks, saving one of them loses the others, so that is an error. Numbers, texts and
-everything else are warned of: host names and clocks differ in most jobs.
+[Note: what may differ] Where values differ between ranks, saving one of them loses the others, so that is an error; so
+is a value that the first rank does not have. Floats and texts are only warned of: host names, clocks and losses differ
+in most jobs. So is a value that is no tensor or array and that the first rank has and others do not: none is lost.
 ``preprocess_common_before_consistancy_check`` may drop either from the check.
+
+[Note: replicas that disagree] Of copies of one shard the first is written. So each rank sends digests of
+at most ``_MOST_SAMPLES`` of its shards, of all elements up to ``_WHOLE``, of ``_SAMPLE`` of a larger one: copies that
+have grown apart differ nearly everywhere. A digest of all of them would cost as much as the save.
 """
 
 from __future__ import annotations
@@ -15,8 +19,9 @@ import logging
 import pickle
 import sys
 import warnings
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from heapq import nsmallest
 from typing import Any, NamedTuple
 
 import torch
@@ -26,39 +31,61 @@ from sixfold.dist_ckpt.files.crc import crc32
 from sixfold.dist_ckpt.files.frame import tensor_bytes
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.state import plain, tree
+from sixfold.dist_ckpt.state.dense import has_values
+from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId, is_main_replica
 
 _MOST_SHOWN = 20
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_LOOSE = frozenset({float, str})
+_MOST_SAMPLES, _WHOLE, _SAMPLE = 64, 1 << 14, 1 << 10  # shards; elements
 _log = logging.getLogger("sixfold.dist_ckpt")
 
 
 class Digest(NamedTuple):
-    """Equal for equal leaves, whichever process made them; ``is_data`` if tensors or arrays are in it."""
+    """Equal for equal leaves, whichever process made them; ``is_data`` if tensors or arrays are in it.
+
+    ``strict`` leaves out what may differ: see [Note: what may differ].
+    """
 
     value: int
     is_data: bool = False
+    strict: int = 0
 
 
-def digests(common: dict[Any, Any], preprocess: Callable[..., Any] | None) -> dict[str, Digest]:
+class Place(NamedTuple):
+    """A path as it is shown, and in a form that no other has: ``{"a.b": 1}`` and ``{"a": {"b": 1}}`` read alike."""
+
+    text: str
+    exact: str
+
+
+Found = dict[Place, Digest]
+Samples = dict[tuple[ShardId, tuple[int, ...]], int]  # by shard and local shape
+
+
+def digests(common: dict[Any, Any], preprocess: Callable[..., Any] | None) -> Found:
     """The digest of each leaf, by its path."""
     compared = preprocess(common) if preprocess else common
-    return {tree.path_text(path): digest_of(leaf) for path, leaf in tree.leaves(compared)}
+    return {Place(tree.path_text(path), repr(path)): digest_of(leaf) for path, leaf in tree.leaves(compared)}
 
 
-def summary(found: dict[str, Digest]) -> int:
+def summary(found: Found) -> int:
     """One number for all of them."""
-    return crc32(repr(sorted((path, value) for path, (value, _) in found.items())).encode("utf-8", "surrogatepass"))
+    return crc32(repr(sorted((*path, digest.value) for path, digest in found.items())).encode("utf-8", "surrogatepass"))
 
 
 def digest_of(leaf: Any) -> Digest:
     """The digest of a leaf, by what it holds and not by how it lies in memory."""
     if type(leaf) in _ATOMS:  # most leaves: pickled alone, they give equal bytes for equal values
-        return Digest(crc32(pickle.dumps(leaf, 4)))
+        value = crc32(pickle.dumps(leaf, 4))
+        return Digest(value, strict=0 if type(leaf) in _LOOSE else value)
     if isinstance(leaf, torch.Tensor):
-        return Digest(_of_tensor(leaf), True)
+        value = _of_tensor(leaf)
+        return Digest(value, True, value)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(leaf, numpy.ndarray) and not leaf.dtype.hasobject:
-        return Digest(crc32(leaf.tobytes(), crc32(f"{leaf.dtype.str}{leaf.shape}".encode())), True)
+        value = crc32(leaf.tobytes(), crc32(f"{leaf.dtype.str}{leaf.shape}".encode()))
+        return Digest(value, True, value)
     parts = plain.parts_of(leaf)
     if not parts:
         return _of_object(leaf)
@@ -67,8 +94,11 @@ def digest_of(leaf: Any) -> Digest:
         found.sort()  # the order of a set of texts is another in each process
     elif not isinstance(leaf, tuple | list | deque):
         found += [digest_of(name) for name, _ in parts]
-    text = f"{type(leaf).__qualname__}{[digest.value for digest in found]}"
-    return Digest(crc32(text.encode()), any(digest.is_data for digest in found))
+    value, strict = (
+        crc32(f"{type(leaf).__qualname__}{numbers}".encode())
+        for numbers in ([digest.value for digest in found], [digest.strict for digest in found])
+    )
+    return Digest(value, any(digest.is_data for digest in found), strict)
 
 
 def _of_tensor(tensor: torch.Tensor) -> int:
@@ -102,54 +132,116 @@ def _of_object(leaf: Any) -> Digest:
         pickler.dump(leaf)
     except Exception:  # the first rank's dump reports what cannot be pickled, with its path
         return Digest(0)
-    return Digest(crc32(buffer.getvalue()), pickler.has_data)
+    value = crc32(buffer.getvalue())
+    return Digest(value, pickler.has_data, value)
 
 
-def check(exchange: Exchange, found: dict[str, Digest]) -> None:
+def check(exchange: Exchange, found: Found) -> None:
     """Say what differs, when the summaries of all ranks have shown that something does. Collective.
 
     A warning on the first rank, and a line on the logger ``sixfold.dist_ckpt`` of each other rank that differs from it.
 
     Raises:
-        ShardingError: tensors or arrays differ; see [Note: what may differ]. On every rank.
+        ShardingError: values differ; see [Note: what may differ]. On every rank.
     """
     _, (differing, first) = exchange.together(lambda: (None, found), _differing)
     if not differing:
         return
     if exchange.rank == 0:
-        shown = ", ".join(differing[:_MOST_SHOWN]) + (", ..." if len(differing) > _MOST_SHOWN else "")
+        shown = ", ".join(place.text for place in differing[:_MOST_SHOWN]) + (
+            ", ..." if len(differing) > _MOST_SHOWN else ""
+        )
         warnings.warn(f"common data differs between ranks at {shown}; the first rank's was saved", stacklevel=5)
     elif found != first:
         _log.warning(
             "Rank %d common state dict differs from rank 0 common state dict. Keys only on rank 0: %s, "
             "Keys only on %d: %s, Mismatched keys: %s",
             exchange.rank,
-            sorted(first.keys() - found.keys()),
+            sorted(place.text for place in first.keys() - found.keys()),
             exchange.rank,
-            sorted(found.keys() - first.keys()),
-            sorted(path for path in first.keys() & found.keys() if first[path] != found[path]),
+            sorted(place.text for place in found.keys() - first.keys()),
+            sorted(place.text for place in first.keys() & found.keys() if first[place] != found[place]),
         )
 
 
-def _differing(by_rank: list[dict[str, Digest]]) -> tuple[list[str], dict[str, Digest]]:
+def _differing(by_rank: list[Found]) -> tuple[list[Place], Found]:
     """Paths whose leaves are not the same on all ranks, and the first rank's digests."""
     paths = {path for found in by_rank for path in found}
     differing = sorted(path for path in paths if len({found.get(path) for found in by_rank}) > 1)
-    data = [path for path in differing if any(found[path].is_data for found in by_rank if path in found)]
-    if data:
-        lines = [f"{path}: {_who(path, by_rank)}" for path in data[:_MOST_SHOWN]]
-        lines += [f"and {len(data) - _MOST_SHOWN} more"] * (len(data) > _MOST_SHOWN)
+    lost = [path for path in differing if _is_lost([found.get(path) for found in by_rank])]
+    if lost:
+        lines = [f"{path.text}: {_who(path, by_rank)}" for path in lost[:_MOST_SHOWN]]
+        lines += [f"and {len(lost) - _MOST_SHOWN} more"] * (len(lost) > _MOST_SHOWN)
         raise ShardingError(
-            "tensors or arrays in common data differ between ranks, and common data is saved once:\n  "
+            "values in common data differ between ranks, and common data is saved once:\n  "
             + "\n  ".join(lines)
-            + "\nDescribe them by ShardedTensor (or DTensor), give each rank its own by ShardedObject, drop them by "
+            + "\nDescribe tensors by ShardedTensor (or DTensor). Give each rank its own value by "
+            'ShardedObject("name", value, (ranks,), (rank,)), under one key of the state dict. Drop them by '
             "LocalNonpersistentObject, or drop them from the check by preprocess_common_before_consistancy_check; "
             "then the first rank's are saved"
         )
     return differing, by_rank[0]
 
 
-def _who(path: str, by_rank: list[dict[str, Digest]]) -> str:
+def _is_lost(by_rank: list[Digest | None]) -> bool:
+    """Whether saving the first rank's value loses those of others. See [Note: what may differ]."""
+    there = [digest for digest in by_rank if digest is not None]
+    if by_rank[0] is None or len({digest.strict for digest in there}) > 1:
+        return True
+    return any(digest.is_data for digest in there) and (len(there) < len(by_rank) or len(set(there)) > 1)
+
+
+def samples(records: Sequence[ShardedTensor], rank: int) -> Samples:
+    """Digests of samples of this rank's shards. See [Note: replicas that disagree].
+
+    Raises:
+        ShardingError: two records of this rank name one shard and hold different values.
+    """
+    chosen = [r for r in records if r.data is not None and has_values(r.data) and r.data.numel()]
+    if len(chosen) > _MOST_SAMPLES:  # the same on all ranks, as far as they have the same keys, and what stands twice
+        counts = Counter(record.shard_id for record in chosen)
+        twice = [record for record in chosen if counts[record.shard_id] > 1] if len(counts) < len(chosen) else []
+        few = nsmallest(_MOST_SAMPLES, chosen, key=lambda record: crc32(record.key.encode("utf-8", "surrogatepass")))
+        chosen = few + twice
+    found: Samples = {}
+    main = set[ShardId]()
+    for record in chosen:
+        assert record.data is not None, f"{record} was chosen for its data"
+        value, is_main = _of_tensor(_sample(record.data.detach())), is_main_replica(record.replica_id)
+        both = is_main and record.shard_id in main  # which is wrong whatever they hold: plans/validation.py tells it
+        main |= {record.shard_id} if is_main else set()
+        if found.setdefault((record.shard_id, record.local_shape), value) != value and not both:
+            raise ShardingError(
+                f"{record}: two records of rank {rank} name this shard and hold different values; one would be lost. "
+                "Give one of them another key"
+            )
+    return found
+
+
+def _sample(data: torch.Tensor) -> torch.Tensor:
+    """Elements from all over a tensor, on whatever device; no copy of the whole, also if it is strided."""
+    if data.numel() <= _WHOLE:
+        return data
+    most = max(2, int(_SAMPLE ** (1 / data.dim())))
+    return data[tuple(slice(None, None, -(-length // most)) for length in data.shape)]
+
+
+def replica_problems(by_rank: Sequence[Samples]) -> list[str]:
+    """One line for each shard of which ranks hold different values."""
+    holders: dict[tuple[ShardId, tuple[int, ...]], dict[int, list[int]]] = {}
+    for rank, found in enumerate(by_rank):
+        for shard, value in found.items():
+            holders.setdefault(shard, {}).setdefault(value, []).append(rank)
+    return [
+        f"{key} from {offset}: ranks {', '.join(map(_ranks, values.values()))} hold different values of one shard, and "
+        "one of them is saved. Broadcast it from the first of them, or pass validate_access_integrity=False to save "
+        "that one"
+        for ((key, offset, _), _), values in holders.items()
+        if len(values) > 1
+    ]
+
+
+def _who(path: Place, by_rank: list[Found]) -> str:
     """``ranks [0, 1], [2] hold different values; ranks [3] hold none``."""
     ranks: dict[Digest | None, list[int]] = {}
     for rank, found in enumerate(by_rank):

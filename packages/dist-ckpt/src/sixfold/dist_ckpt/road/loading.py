@@ -19,6 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, StorageError, typed
 from sixfold.dist_ckpt.files import metadata, weights_only
 from sixfold.dist_ckpt.files.integrity import Span
@@ -29,11 +31,12 @@ from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.ranks.exchange import Exchange
+from sixfold.dist_ckpt.road import asked_keys
 from sixfold.dist_ckpt.road.hosts import Seen, Shares, block_bytes, seen_at
-from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader
+from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader, copy_values
 from sixfold.dist_ckpt.road.request import LoadRequest
-from sixfold.dist_ckpt.state import by_name, factory, tree
-from sixfold.dist_ckpt.state.dense import check_writable
+from sixfold.dist_ckpt.state import by_name, factory, in_place, tree
+from sixfold.dist_ckpt.state.dense import check_writable, has_values
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor, check_data
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.strategies.base import LoadEngine
@@ -62,6 +65,9 @@ class _Report(NamedTuple):
     checkpoint: Checkpoint | None  # of the first rank only, which sends it nowhere
     has_stateful: bool
     room: tuple[str, int] | None  # where a mirror lies, and the bytes that are free there
+    owners: frozenset[str]  # see asked_keys.py
+    local: frozenset[str]
+    plain_missing: set[str]
 
 
 class _Decision(NamedTuple):
@@ -88,6 +94,7 @@ class Looked:
     reads: plan.LoadPlan
     common: dict[Any, Any]
     relay: Relay | None = None
+    replicated: tuple[tuple[ShardedTensor, torch.Tensor], ...] = ()  # saved whole as common data, each with its part
 
 
 def load(asked: LoadRequest, engine: LoadEngine) -> Any:
@@ -123,6 +130,7 @@ class Load:
             exchange.everyone(lambda: _hand_over(found))
         else:
             result, _ = _assembled(looked, values)
+        in_place.fill_plain(asked.state, result, exchange.rank == 0)
         missing = decision.missing if mode.minds_missing else set()
         if mode.logs:
             _warn_of_keys(missing, decision.unexpected)
@@ -170,12 +178,25 @@ class Load:
 
     def _read(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
         with looked.seen.told():
-            return typed(lambda: self.values(looked, threads, shares))
+            try:
+                return typed(lambda: self._filled(looked, threads, shares))
+            finally:
+                records = (record for _, record in looked.parts.records)
+                in_place.raise_versions(in_place.written_by(records, self.asked.state))
+
+    def _filled(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
+        values, casts = self.values(looked, threads, shares)
+        for record, part in looked.replicated:
+            assert record.data is not None, f"{record} was allocated"
+            copy_values(record.key, part, record.data.detach(), self.asked.dtype_policy)
+            if part.dtype != record.dtype:
+                casts.add(record.key)
+        return values, casts
 
     def _requested(self, seen: Seen) -> tuple[Looked, _Report]:
         with seen.told():
             looked, wanted = typed(lambda: self._shared(seen) if self.engine.parallel else (self._look(seen),) * 2)
-            return looked, typed(lambda: _report(looked, wanted, self.exchange))
+            return looked, typed(lambda: _report(looked, wanted, self.exchange, self.asked))
 
     def _shared(self, seen: Seen) -> tuple[Looked, Looked]:
         """What this rank reads where ranks read for each other, and what it wants."""
@@ -208,9 +229,18 @@ class Load:
         stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
         expanded = by_name.ask(expanded, common, by_name.Names(stored, objects, is_bare, self.exchange.rank))
         parts = tree.split(expanded)
-        tensors = list[ShardedTensor]()
+        tensors, replicated = list[ShardedTensor](), list[tuple[ShardedTensor, torch.Tensor]]()
         for number, (place, record) in enumerate(parts.records):
             if not isinstance(record, ShardedTensor):
+                continue
+            if record.key not in stored and (part := _replicated(record, place, common)) is not None:
+                if record.data is None:
+                    record = record.without_data()
+                    record.init_data("cpu")
+                    parts.records[number] = (place, record)
+                assert record.data is not None, f"{record} was allocated"
+                check_writable(record, record.data)
+                replicated.append((record, part))
                 continue
             if record.key in stored and record.data is None:
                 record = record.without_data()  # a copy: the caller's record stays without data
@@ -223,7 +253,25 @@ class Load:
         table, pieces = tabulate(tensors)
         policy = self.asked.dtype_policy
         reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=policy, pieces=pieces)
-        return Looked(seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common)
+        whole_there = tuple(replicated)
+        return Looked(
+            seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common, replicated=whole_there
+        )
+
+
+def _replicated(record: ShardedTensor, place: tree.KeyPath, common: Any) -> torch.Tensor | None:
+    """The part that a record wants of a tensor that was saved as common data at its place, as a plain model's are.
+
+    Its shape is that of the record's global tensor, or ``load`` says that it is not stored.
+    """
+    found = tree.get(common, place)
+    if found is tree.GONE and place and isinstance(place[-1], int):  # one of several blocks of a DTensor
+        found = tree.get(common, place[:-1])
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) != record.global_shape or not has_values(found):
+        return None
+    part = found.detach()[record.global_slice()]
+    flat = record.flattened_range
+    return part if flat is None else part.reshape(-1)[flat.start : flat.stop]
 
 
 def _allocate(record: ShardedTensor, stored: Stored) -> None:
@@ -240,12 +288,16 @@ def _allocate(record: ShardedTensor, stored: Stored) -> None:
 
 
 @collection_paused()
-def _report(looked: Looked, wanted: Looked, exchange: Exchange) -> _Report:
+def _report(looked: Looked, wanted: Looked, exchange: Exchange, request: LoadRequest) -> _Report:
     """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
     checkpoint, manifest = looked.checkpoint, looked.checkpoint.manifest
     objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
-    mismatches, unknown = _object_mismatches(objects, manifest)
-    unexpected = {wanted.tensors[index].key for index in wanted.reads.unexpected} | unknown
+    strict = request.strict
+    mismatches, unknown = _object_mismatches(objects, manifest, strict.raises_unexpected)
+    plain: tuple[set[str], set[str]] = (set(), set())
+    if strict.minds_missing:
+        plain = asked_keys.plain_keys(wanted.expanded, wanted.common)
+    unexpected = plain[1] | {wanted.tensors[index].key for index in wanted.reads.unexpected} | unknown
     unexpected |= factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
     frames = {manifest.objects[record.unique_key] for record in objects if record.unique_key in manifest.objects}
     frames |= looked.reads.frames() | set(checkpoint.unread)
@@ -260,18 +312,29 @@ def _report(looked: Looked, wanted: Looked, exchange: Exchange) -> _Report:
         checkpoint if exchange.rank == 0 else None,
         any(step.owner is not None for step in wanted.merges),
         looked.seen.room(),
+        # Weights alone, of Hugging Face say, are asked for in part as a rule.
+        asked_keys.owners(request.state, wanted.merges, wanted.parts, wanted.common)
+        if manifest.save_id is not None or manifest.objects or wanted.common
+        else frozenset(),
+        asked_keys.local_names(wanted.parts),
+        plain[0],
     )
 
 
-def _object_mismatches(objects: Sequence[ShardedObject], manifest: Manifest) -> tuple[list[str], set[str]]:
-    """Objects whose grid is another than the saved one, and objects that are not stored at all."""
+def _object_mismatches(
+    objects: Sequence[ShardedObject], manifest: Manifest, raises: bool
+) -> tuple[list[str], set[str]]:
+    """Objects whose grid is another than the saved one, and objects that are not stored at all.
+
+    Both are not stored where ``strict`` raises for neither.
+    """
     absent = [record for record in objects if record.unique_key not in manifest.objects]
     names = [] if not absent else [name for name in manifest.objects if not by_name.is_plain(name)]
     grids = {record.key: record.global_shape for record in map(by_name.record_of, names)}
     lines, unknown = [], set()
     for record in absent:
         grid = grids.get(record.key, record.global_shape)
-        if grid != record.global_shape:
+        if raises and grid != record.global_shape:
             lines.append(
                 f"{record.key}: asked for a grid {record.global_shape} of objects, saved was {grid}; objects cannot be "
                 "cut anew"
@@ -295,9 +358,13 @@ def _agree(reports: list[_Report], request: LoadRequest, seen: Seen) -> tuple[_D
     assert checkpoint is not None, "the first rank's report"
     # All keys are looked at only if they are asked about.
     strict = request.strict
-    counts = strict.minds_missing or any(r.has_stateful for r in reports)
+    owners = frozenset[str]().union(*(report.owners for report in reports))
+    counts = strict.minds_missing or bool(owners)
     stored = checkpoint.manifest
     missing = {key for keys in (stored.tensors, stored.objects) for key in keys} - asked if counts else set[str]()
+    if strict is validation.StrictHandling.ASSUME_OK_UNEXPECTED:
+        asked_keys.check_whole(missing, owners, frozenset[str]().union(*(report.local for report in reports)))
+    missing |= set[str]().union(*(report.plain_missing for report in reports))
     validation.check_keys(strict, missing, unexpected)
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
     validation.raise_problems(mismatches, "asked for", MismatchError)
@@ -328,8 +395,9 @@ def _values(looked: Looked, reader: Reader, safe_globals: Sequence[Any]) -> Valu
     """What is at each place when all tensors are filled; objects are read now."""
     manifest = looked.checkpoint.manifest
     values: Values = {path: leaf.unwrap() for path, leaf in looked.parts.local}
+    replicated = {id(record) for record, _ in looked.replicated}
     for path, record in looked.parts.records:
-        if isinstance(record, ShardedTensor) and record.key in manifest.tensors:
+        if isinstance(record, ShardedTensor) and (record.key in manifest.tensors or id(record) in replicated):
             assert record.data is not None, f"{record} has no data after init_data"
             values[path] = record.data.detach()
         elif isinstance(record, ShardedObject) and record.unique_key in manifest.objects:

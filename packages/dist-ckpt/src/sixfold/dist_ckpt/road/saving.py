@@ -67,6 +67,7 @@ class _Report(NamedTuple):
     nbytes: int
     common_digest: int
     target: str
+    samples: agreement.Samples
 
 
 class Ticket(NamedTuple):
@@ -160,6 +161,8 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
         if kept is None and any(report.table is None for report in reports):
             return Ticket(Save(save_id="", target=store.name), again=True)
         kept = check_together(reports, kept)
+        problems = agreement.replica_problems([report.samples for report in reports])
+        validation.raise_problems(problems, "saved", ShardingError)
         nbytes, differs = sum(report.nbytes for report in reports), len({r.common_digest for r in reports}) > 1
         save_id = secrets.token_hex(8)
         begin = partial(store.begin, save_id, nbytes, request.if_exists, owns_file)
@@ -239,6 +242,11 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
                 ) from error
     common = dict(parts.common)
     if request.content_metadata is not None:
+        if "content_metadata" in common:
+            raise ShardingError(
+                "the state dict has a key 'content_metadata' of its own, and content_metadata= is saved there. Rename "
+                "the key, or leave the argument out"
+            )
         common["content_metadata"] = request.content_metadata
     stored = [
         (record.unique_key, weights_only.dump(record.payload, f"the object {record}"))
@@ -259,6 +267,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         nbytes,
         agreement.summary(agreement.digests(common, request.preprocess_common_before_consistancy_check)),
         request.store.name,
+        agreement.samples(tensors, rank) if request.validate_access_integrity else {},
     )
     content = RankContent(
         request.store,

@@ -74,13 +74,11 @@ class Sources:
         if decoder is not None:
             return frame.offset if decoder.is_plain(chunk) else None
         shape = chunk.frame_shape
-        template = frames.template(dtype, shape, frame.offset)
-        if (
-            frame.length == template.nbytes
-            and self._checkpoint.integrity is not None
-            and self._is_ours(frame, template)
-        ):
-            return frame.offset + template.head_bytes
+        if self._checkpoint.integrity is not None:
+            for streamed in (False, True):  # as a folder has it, and a store
+                template = frames.template(dtype, shape, frame.offset, streamed=streamed)
+                if frame.length == template.nbytes and self._is_ours(frame, template):
+                    return frame.offset + template.head_bytes
         return self._parsed(step)
 
     def _parsed(self, step: Read) -> int | None:
@@ -105,8 +103,8 @@ class Sources:
 
     def _has_head(self, frame: ByteRange, template: frames.Template) -> bool:
         head = self._checkpoint.map(frame.file).view(frame.offset, frame.offset + template.head_bytes)
-        first = len(template.head[0])
-        return head[:first] == template.head[0] and head[first + 4 :] == template.head[1]
+        first, *rest = template.head  # between them, if there is a rest, lies the CRC-32
+        return head[: len(first)] == first and (not rest or head[len(first) + 4 :] == rest[0])
 
     def _decode(self, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
         """The chunk of a frame that is not plain."""

@@ -110,7 +110,8 @@ def convert(
 
     Args:
         dst: a folder that does not exist or is empty; it appears complete or not at all.
-        to: "torch_dist", "zarr", or "safetensors", which takes the tensors alone.
+        to: "torch_dist", "zarr", or "safetensors", which takes the tensors alone. Plain tensors, which are common data,
+            go there under their place in the state dict, joined by dots.
         max_shard_bytes: safetensors only: tensors per file, unless one tensor alone is larger.
         keys: a glob; other tensors and objects are left out.
         progress: called with bytes of tensors done and in all, the last time before ``dst`` appears.
@@ -130,15 +131,19 @@ def convert(
         paths.local(dst, f"{to} is written into a local folder; upload it")
     with probe.opened(src, whole=True) as source:
         wanted, objects = values.listed(source, keys)
-        _check_matches(keys, src, [*wanted, *(objects if to != "safetensors" else ())])
+        plain = values.plain_tensors(source, keys) if to == "safetensors" else {}
+        _check_matches(keys, src, [*wanted, *plain, *(objects if to != "safetensors" else ())])
         if to == "safetensors":
-            target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, progress)
+            target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, progress, plain)
         else:
             target, files = typed(
                 lambda: conversion.to_checkpoint(source, dst, wanted, objects, to, progress, safe_globals)
             )
+        plain = {key: value for key, value in plain.items() if key not in wanted}
         name, nbytes = probe.name_of(src, source), sum(map(nbytes_of, wanted.values()))
-    return {"src": name, "dst": target, "to": to, "tensors": len(wanted), "nbytes": nbytes, "files": files}
+        nbytes += sum(value.nbytes for value in plain.values())
+    count = len(wanted) + len(plain)
+    return {"src": name, "dst": target, "to": to, "tensors": count, "nbytes": nbytes, "files": files}
 
 
 def _check_matches(keys: str, where: str | Path | Store, matches: Collection[str]) -> None:

@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import product
+from itertools import groupby, product
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -174,17 +174,28 @@ def to_safetensors(
     tensors: Mapping[str, ShardedTensor],
     max_shard_bytes: int | None,
     progress: Progress | None,
+    plain: Mapping[str, torch.Tensor],
 ) -> tuple[str, list[str]]:
-    """See ``tools.convert``. Returns the target and the names of its files."""
+    """See ``tools.convert``. Returns the target and the names of its files. ``plain``: those of common data."""
+    tensors = {**{key: _whole(key, value) for key, value in plain.items()}, **tensors}
     store = LocalStore(paths.local(destination, "safetensors are written into a local folder").resolve())
-    files = plan_files(tensors, max_shard_bytes)
+    files, held = (
+        plan_files(tensors, max_shard_bytes),
+        {key: plain[key] for key in plain if tensors[key].data is not None},
+    )
     nbytes = sum(map(nbytes_of, tensors.values()))
     meter = Meter(progress, lambda: nbytes)
 
     def parts() -> Iterator[torch.Tensor]:
-        for batch in values.batches(tensors[key] for file in files for key in file.keys):
-            yield from values.read(source, batch)
-            meter.add(sum(map(nbytes_of, batch)))
+        for is_held, keys in groupby((key for file in files for key in file.keys), key=lambda key: key in held):
+            if is_held:
+                for key in keys:
+                    yield held[key]
+                    meter.add(nbytes_of(tensors[key]))
+                continue
+            for batch in values.batches(tensors[key] for key in keys):
+                yield from values.read(source, batch)
+                meter.add(sum(map(nbytes_of, batch)))
 
     def write() -> list[str]:
         save = store.begin(secrets.token_hex(8), nbytes, "error")
@@ -199,6 +210,11 @@ def to_safetensors(
         return sorted(store.list_files())
 
     return store.name, typed(write)
+
+
+def _whole(key: str, value: torch.Tensor) -> ShardedTensor:
+    shape = tuple(value.shape)
+    return ShardedTensor(key, value, value.dtype, shape, shape, (0,) * len(shape), None)
 
 
 def plan_files(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) -> list[File]:

@@ -28,6 +28,7 @@ from sixfold.dist_ckpt.errors import MismatchError, typed
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.state import plain
+from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
@@ -104,6 +105,19 @@ def read(folder: Path, records: Iterable[ShardedBase], safe_globals: Sequence[An
 def common_data(folder: Path) -> dict[Any, Any]:
     """Common data of a checkpoint, unknown classes stood in for."""
     return serialization.load_common_state_dict(folder, safe_globals=_stand_ins(_pickles(folder, ())))
+
+
+def plain_tensors(folder: Path, keys: str) -> dict[str, torch.Tensor]:
+    """The tensors of common data whose place, joined by dots, matches a glob.
+
+    Raises:
+        CheckpointError: one of them has no dense form, as a sparse or a quantised tensor.
+    """
+    found = serialization.plain_tensors_of(common_data(folder))
+    found = {key: value.detach() for key, value in found.items() if fnmatchcase(key, keys)}
+    for key, value in found.items():
+        check_readable(key, value)
+    return {key: value.resolve_conj().resolve_neg().contiguous() for key, value in found.items()}
 
 
 def _pickles(folder: Path, objects: Sequence[str]) -> Iterator[bytes]:

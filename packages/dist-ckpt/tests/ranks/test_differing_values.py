@@ -1,0 +1,128 @@
+"""Values that are not the same on all ranks: none is lost without an error, and the remedies work."""
+
+import random
+import warnings
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import ShardedObject, ShardedTensor, ShardingError
+
+
+def refused(state, folder, **options):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(ShardingError) as told:
+            dist_ckpt.save(state, folder, **options)
+    return str(told.value)
+
+
+def save_and_say(rank, ranks, folder):
+    """What the first rank would have saved of each."""
+    random.seed(rank)
+    states = {
+        "loader": {"loader": {f"dp_rank_{rank}": {"sample": 5}}},
+        "rng": {"rng": random.getstate()},
+        "bytes": {"blob": bytes([rank])},
+        "position": {"position": 100 + rank},
+        "alike": {"a.b": torch.full((1,), rank), "a": {"b": torch.zeros(1)}},
+        "alike numbers": {"a.b": rank, "a": {"b": 1 - rank}},
+    }
+    return {name: refused(state, folder / "c") for name, state in states.items()}
+
+
+def test_values_that_would_be_lost_are_an_error_with_their_place(tmp_path):
+    first, second = run_ranks(save_and_say, 2, tmp_path)
+    assert first == second
+    assert "loader.dp_rank_1.sample: ranks [1] hold it, ranks [0] do not have it" in first["loader"]
+    for name, place in (("rng", "rng"), ("bytes", "blob"), ("position", "position"), ("alike", "a.b")):
+        assert f"{place}: ranks [0], [1] hold different values" in first[name]
+    assert first["alike numbers"].count("hold different values") == 2
+    assert all("ShardedObject" in text for text in first.values())
+    assert not (tmp_path / "c").exists()
+
+
+def by_remedy(rank, ranks, folder):
+    """Each rank's own by ShardedObject; what the first rank has is enough by the check that leaves it out."""
+    random.seed(rank)
+    own = {"loader": {f"dp_rank_{rank}": {"sample": rank}}, "rng": random.getstate()}
+    state = {name: ShardedObject(name, value, (ranks,), (rank,)) for name, value in own.items()}
+    dist_ckpt.save(state, folder / "c")
+    asked = {name: ShardedObject(name, None, (ranks,), (rank,)) for name in own}
+    assert dist_ckpt.load(asked, folder / "c") == own
+    dist_ckpt.save(
+        {"position": rank, "kept": 1}, folder / "d", preprocess_common_before_consistancy_check=lambda common: {}
+    )
+    return dist_ckpt.load({}, folder / "d")
+
+
+def test_each_rank_gets_its_own_back_by_the_remedy(tmp_path):
+    assert run_ranks(by_remedy, 2, tmp_path) == [{"position": 0, "kept": 1}] * 2
+
+
+def what_may_differ(rank, ranks, folder):
+    state = {"host": f"node{rank}", "loss": 0.5 + rank, "same": 1} | ({"only_first": 1} if rank == 0 else {})
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        dist_ckpt.save(state, folder / "c")
+    return [str(warning.message) for warning in told], dist_ckpt.load({}, folder / "c")
+
+
+def test_texts_and_floats_and_what_the_first_rank_alone_has_are_warned_of(tmp_path):
+    (first, loaded), (second, _) = run_ranks(what_may_differ, 2, tmp_path)
+    assert first == ["common data differs between ranks at host, loss, only_first; the first rank's was saved"]
+    assert second == []
+    assert loaded == {"host": "node0", "loss": 0.5, "same": 1, "only_first": 1}
+
+
+def replicas(rank, ranks, folder, kind):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    drift = float(rank == 3)
+    if kind == "replicate":
+        local, placements = torch.ones(4000), [Replicate(), Replicate()]
+    else:
+        local, placements = torch.ones(5, 7), [Replicate(), Shard(0)]
+    local[-1] += drift
+    state = {"w": DTensor.from_local(local, mesh, placements, run_check=False)}
+    if kind == "records":
+        dp, tp = divmod(rank, 2)
+        state = {"w": ShardedTensor.from_rank_offsets("w", local, (0, tp, 2), replica_id=dp)}
+    told = refused(state, folder / "c")
+    dist_ckpt.save(state, folder / "c", validate_access_integrity=False)
+    local[-1] -= drift
+    dist_ckpt.save(state, folder / "d")
+    return told, dist_ckpt.load_plain_tensors(folder / "c")["w"].sum().item()
+
+
+@pytest.mark.parametrize("kind", ["replicate", "hsdp", "records"])
+def test_replicas_that_disagree_are_an_error_and_can_be_saved_by_its_remedy(tmp_path, kind):
+    for told, total in run_ranks(replicas, 4, tmp_path, kind):
+        assert "hold different values of one shard" in told
+        assert "[3]" in told
+        assert total == (4000 if kind == "replicate" else 70)
+
+
+def test_a_key_of_the_callers_is_not_overwritten_by_content_metadata(tmp_path):
+    state = {"content_metadata": {"mine": 1}}
+    with pytest.raises(ShardingError, match="has a key 'content_metadata' of its own"):
+        dist_ckpt.save(state, tmp_path / "c", content_metadata={"theirs": 2}, group=None)
+    dist_ckpt.save(state, tmp_path / "c", group=None)
+    assert dist_ckpt.load({}, tmp_path / "c", group=None) == state
+
+
+def test_names_that_collide_on_one_rank_are_told_to_be_renamed(tmp_path):
+    def two(**fields):
+        return {
+            "a": ShardedTensor.from_rank_offsets("w", torch.zeros(2)),
+            "b": ShardedTensor.from_rank_offsets("w", torch.ones(2), **fields),
+        }
+
+    with pytest.raises(ShardingError, match="Two tensors of one rank have this key: rename one") as told:
+        dist_ckpt.save(two(), tmp_path / "c", group=None)
+    assert "replica_id" not in str(told.value)
+    with pytest.raises(ShardingError, match="name this shard and hold different values"):
+        dist_ckpt.save(two(replica_id=1), tmp_path / "c", group=None)

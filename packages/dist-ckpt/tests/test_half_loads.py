@@ -1,0 +1,119 @@
+"""Loads that would bring back a part of an object, or pass over a plain value, without a word."""
+
+import logging
+
+import pytest
+import torch
+from dist_ckpt_helpers import one
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import LocalNonpersistentObject, MismatchError, ShardedObject
+
+
+def fsdp2(rank, ranks, kind, steps):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(steps)
+    model = fully_shard(torch.nn.Linear(6, 5), mesh=init_device_mesh("cpu", (ranks,)))
+    if kind == "sgd":
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    else:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, optimizer
+
+
+def whole(optimizer):
+    return {
+        (number, name): value.full_tensor().tolist() if hasattr(value, "full_tensor") else float(value)
+        for number, parts in optimizer.state_dict()["state"].items()
+        for name, value in parts.items()
+        if value is not None
+    }
+
+
+def as_state(model, optimizer, form):
+    if form == "objects":
+        return {"model": model, "optimizer": optimizer}
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def fresh(rank, ranks, folder, kind, form):
+    """What a load into a fresh optimizer says, and what it brings when the remedies are followed."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model, optimizer = fsdp2(rank, ranks, kind, 2)
+    dist_ckpt.save(as_state(model, optimizer, form), folder)
+    saved, weights = whole(optimizer), model.weight.full_tensor().tolist()
+    model, optimizer = fsdp2(rank, ranks, kind, 0)
+    with pytest.raises(MismatchError) as told:
+        dist_ckpt.load(as_state(model, optimizer, form), folder)
+    rest = dist_ckpt.load(as_state(model, optimizer, "dicts"), folder, strict="raise_unexpected")
+    assert rest["model"]["weight"].full_tensor().tolist() == weights
+    model, optimizer = fsdp2(rank, ranks, kind, 0)
+    get_optimizer_state_dict(model, optimizer)
+    loaded = dist_ckpt.load(as_state(model, optimizer, form), folder)
+    if form == "dicts":
+        optimizer.load_state_dict(loaded["optimizer"])
+    assert whole(optimizer) == saved
+    model(torch.ones(2, 6)).sum().backward()
+    optimizer.step()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("form", ["dicts", "objects"])
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_moments_that_a_fresh_optimizer_does_not_ask_for_are_an_error_and_its_remedies_work(tmp_path, kind, form):
+    told = run_ranks(fresh, 2, tmp_path / "c", kind, form)
+    name = "exp_avg" if kind == "adamw" else "momentum_buffer"
+    assert told[0] == told[1]
+    assert told[0].startswith(f"optimizer.state.0.{name}")
+    assert "other state of 'optimizer' is" in told[0]
+
+
+def test_a_part_that_nothing_else_is_asked_of_is_left_without_a_word(tmp_path):
+    state = {"model": {"w": one("model.w", torch.ones(2))}, "optimizer": {"m": one("optimizer.m", torch.ones(2))}}
+    dist_ckpt.save(state, tmp_path / "c")
+    assert dist_ckpt.load({"model": state["model"]}, tmp_path / "c")["model"]["w"].tolist() == [1, 1]
+    kept = {"m": LocalNonpersistentObject(5)}
+    assert dist_ckpt.load({"optimizer": kept}, tmp_path / "c")["optimizer"] == {"m": 5}
+
+
+def test_half_of_a_plain_dcp_folder_is_an_error_too(tmp_path):
+    import torch.distributed.checkpoint as torch_dcp
+
+    state = {"model": {"w": torch.ones(2)}, "optimizer": {"state": {"0": {"m": torch.ones(2)}}, "lr": 0.5}}
+    torch_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    asked = {"model": {"w": torch.zeros(2)}, "optimizer": {"state": {}, "lr": 0}}
+    with pytest.raises(MismatchError, match=r"optimizer\.state\.0\.m"):
+        dist_ckpt.load(asked, tmp_path / "c")
+    assert dist_ckpt.load(asked, tmp_path / "c", strict="raise_unexpected")["optimizer"]["lr"] == 0.5
+
+
+def test_raise_all_minds_plain_keys_on_both_sides(tmp_path):
+    dist_ckpt.save({"a": 1, "t": torch.ones(1)}, tmp_path / "c")
+    asked = {"a": 0, "t": torch.zeros(1)}
+    assert dist_ckpt.load(asked, tmp_path / "c", strict="raise_all")["a"] == 1
+    with pytest.raises(MismatchError, match="b: asked for, not in the checkpoint"):
+        dist_ckpt.load({**asked, "b": 0}, tmp_path / "c", strict="raise_all")
+    with pytest.raises(MismatchError, match="t: in the checkpoint, asked for by no rank"):
+        dist_ckpt.load({"a": 0}, tmp_path / "c", strict="raise_all")
+    _, missing, unexpected = dist_ckpt.load({"a": 0, "b": {"c": 0}}, tmp_path / "c", strict="return_all")
+    assert (missing, unexpected) == ({"t"}, {"b.c"})
+
+
+def test_log_unexpected_leaves_a_grid_of_other_ranks_out(tmp_path, caplog):
+    grid = [ShardedObject("rng", at, (2,), (at,)) for at in range(2)]
+    dist_ckpt.save({"rng": grid, "w": one("w", torch.ones(1))}, tmp_path / "c")
+    asked = {"rng": ShardedObject("rng", None, (1,), (0,)), "w": one("w", torch.zeros(1))}
+    with caplog.at_level(logging.WARNING, "sixfold.dist_ckpt"):
+        loaded = dist_ckpt.load(asked, tmp_path / "c", strict="log_unexpected")
+    assert loaded == {"w": torch.ones(1)}
+    assert "rng" in caplog.text
+    with pytest.raises(MismatchError, match="objects cannot be cut anew"):
+        dist_ckpt.load(asked, tmp_path / "c")

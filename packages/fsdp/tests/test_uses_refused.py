@@ -19,7 +19,7 @@ from fsdp_helpers import Block, batch, same
 from fsdp_world import SETTINGS, WIDTH, Net, World
 from torch import nn
 
-from sixfold.fsdp import FsdpError, FullyShardedDataParallel, fully_shard
+from sixfold.fsdp import FsdpError, FullyShardedDataParallel, everywhere, fully_shard
 
 
 def hand_tied_head(world):
@@ -465,12 +465,37 @@ def test_a_parameter_that_is_no_plain_tensor_or_too_wide_is_refused_at_the_wrap(
 
 def test_what_fully_shard_keeps_goes_with_the_module():
     process_wide = torch.nn.modules.module._global_parameter_registration_hooks
+    World(SETTINGS["zero-3"])
     gc.collect()  # what other tests left counts neither before nor after
-    before = len(process_wide)
+    hooks, watched = len(process_wide), len(everywhere._watchers())
     world = World(SETTINGS["zero-3"])
     world.train(1)
     net, engine = weakref.ref(world.net), weakref.ref(world.call._engine)
-    assert len(process_wide) == before + 1
+    assert len(process_wide) == hooks and len(everywhere._watchers()) == watched + 1
     del world
     gc.collect()
-    assert net() is None and engine() is None and len(process_wide) == before
+    assert net() is None and engine() is None and len(everywhere._watchers()) == watched
+
+
+def test_a_model_that_is_collected_while_another_is_made_disturbs_nothing():
+    def collect(*_):
+        gc.collect()
+
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(net, fsdp_unit_modules=[nn.Linear])
+    circle = [net]
+    circle.append(circle)  # so that nothing but the collector finds it
+    seen = weakref.ref(net)
+    register = nn.modules.module.register_module_module_registration_hook
+    # torch walks its table of hooks while the first of these runs; the other makes it look at the table once more.
+    handles = [register(collect), register(lambda *_: None)]
+    try:
+        gc.collect()
+        gc.disable()
+        del net, circle
+        nn.Sequential().add_module("another", nn.Identity())
+    finally:
+        gc.enable()
+        for handle in handles:
+            handle.remove()
+    assert seen() is None

@@ -9,19 +9,15 @@ engine, so a module wrapped by ``fully_shard`` keeps what it needs; hooks that t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_module_registration_hook,
-    register_module_parameter_registration_hook,
-)
 
 from sixfold.fsdp.calls import CallContext
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.everywhere import watch
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.guard import guard_of
 from sixfold.fsdp.hooks import Hook, cast_floating, watch_outputs
@@ -114,8 +110,8 @@ class LoadStateDict(Hook):
         )
 
 
-class NewParts:
-    """Parameters that appear after wrapping would be on no other rank and in no optimizer."""
+class OutsideCalls:
+    """What happens elsewhere in the process: parameters that appear after wrapping would be on no other rank."""
 
     def __init__(self, root: nn.Module, engine: Engine) -> None:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(root.modules())
@@ -129,10 +125,20 @@ class NewParts:
         engine = self._engine_of(module)
         if engine is None or parameter is None or module._parameters.get(name) is parameter:
             return
+        if self._comes_back(engine, module, name, parameter):
+            return
         raise FsdpError(
             f"{type(module).__name__}.{name} is set to another Parameter of shape {tuple(parameter.shape)} after "
             f"wrapping; parameters are those of the time of wrapping. {LOAD.capitalize()}"
         )
+
+    def _comes_back(self, engine: Engine, module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
+        """A parametrisation took it away for a while, as peft's do in a forward. Torch sets it to itself meanwhile."""
+        for at, (place, own, one, _) in enumerate(engine.registered):
+            if place is module._parameters and own == name and one is parameter:
+                engine.registered[at] = place, own, one, parameter._version
+                return True
+        return False
 
     def module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         """``module.name = child``: fine for a child without parameters of its own."""
@@ -148,9 +154,15 @@ class NewParts:
         for part in child.modules():
             self._modules.add(part)
 
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer.step()`` of any optimizer."""
+        engine = self._engine()
+        if engine is not None:
+            refuse_unsharded(engine, optimizer)
+
 
 def install(engine: Engine, root: nn.Module, cast_to: torch.dtype | None) -> tuple[list[Any], list[Any]]:
-    """Hooks on the modules, and hooks that torch keeps for the whole process; both as handles."""
+    """Hooks on the modules, and what is watched in the whole process; both as handles."""
     call, saving, loading = RootCall(engine, cast_to), StateDict(engine), LoadStateDict(engine)
 
     def saved(*args: Any) -> None:  # torch marks the function that it gets, and a method takes no mark
@@ -164,12 +176,7 @@ def install(engine: Engine, root: nn.Module, cast_to: torch.dtype | None) -> tup
         own.append(module.register_state_dict_pre_hook(saving.before))  # type: ignore[no-untyped-call]
         own.append(module.register_state_dict_post_hook(saved))  # type: ignore[no-untyped-call]
         own.append(module.register_load_state_dict_pre_hook(loading.before))  # type: ignore[no-untyped-call]
-    parts = NewParts(root, engine)
-    hooks: list[tuple[Callable[..., Any], Callable[..., Any]]] = [
-        (register_module_parameter_registration_hook, parts.parameter),
-        (register_module_module_registration_hook, parts.module),
-    ]
-    return own, [register(hook) for register, hook in hooks]
+    return own, [watch(OutsideCalls(root, engine))]
 
 
 def refuse_changed_parameters(engine: Engine) -> None:
@@ -194,3 +201,20 @@ def refuse_changed_parameters(engine: Engine) -> None:
                 raise guard.error("its .data was assigned in a call of its unit", f"gathers do not reach that. {LOAD}")
             if parameter.requires_grad != guard.record.wanted:
                 raise guard.error(f"requires_grad was set to {parameter.requires_grad} in a call of its unit", BETWEEN)
+
+
+def refuse_unsharded(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+    """Before every optimizer's step: one that holds the module's own parameters would train nothing.
+
+    (Megatron-FSDP steps such an optimizer in silence.)
+    """
+    if engine.failed is not None:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            record = engine.records.get(parameter)
+            if record is not None:
+                raise FsdpError(
+                    f"{type(optimizer).__name__} holds {record.name} itself, which has no gradient; "
+                    "use fully_shard_optimizer(optimizer, model) before the first step"
+                )

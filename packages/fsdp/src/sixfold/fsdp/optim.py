@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sixfold.fsdp import chunked, offload
 from sixfold.fsdp.buffer import ParamAndGradBuffer
@@ -364,26 +363,3 @@ def _discard_with_zero_grad(
 def _unless_materializing(marked: set[int], optimizer: torch.optim.Optimizer, event: Any) -> None:
     if id(optimizer) not in marked:
         event()
-
-
-def refuse_unsharded_steps(engine: Engine) -> Any:
-    """A hook on every optimizer's step: one that holds the module's own parameters would train nothing.
-
-    Returns the hook's handle. (Megatron-FSDP steps such an optimizer in silence.)
-    """
-    watched = weakref.ref(engine)
-
-    def check(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        model = watched()
-        if model is None or model.failed is not None:
-            return
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                record = model.records.get(parameter)
-                if record is not None:
-                    raise FsdpError(
-                        f"{type(optimizer).__name__} holds {record.name} itself, which has no gradient; "
-                        "use fully_shard_optimizer(optimizer, model) before the first step"
-                    )
-
-    return register_optimizer_step_pre_hook(check)

@@ -97,9 +97,8 @@ class FullyShardedDataParallel(nn.Module):
         self._links = made.links
         self._optimizers = optim.Attached(offload=buffers.offload)
         self._cast_to = mixed_precision.param_dtype if mixed_precision.cast_inputs else None
-        own, everywhere = inner.install(engine, module, self._cast_to)
+        own, self._everywhere = inner.install(engine, module, self._cast_to)
         own += hooks.install(engine)
-        self._everywhere = [*everywhere, optim.refuse_unsharded_steps(engine)]
         self._end = weakref.finalize(self, build.close, engine, [*own, *self._everywhere])
         self._tidy = build.tidy_with(self, engine)
 

@@ -20,7 +20,7 @@ from site_raises import BASES, first_line, last
 
 HELP = "<!-- help of {} -->"  # what hooks.py puts a command's help in the place of
 COMMANDS = {
-    "sixfold": "sixfold.gpt.cli",
+    "sixfold": "sixfold.gpt.command",
     "sixfold-data": "sixfold.indexed_data.cli",
     "sixfold-ckpt": "sixfold.dist_ckpt.__main__",
     "sixfold-pipeline": "sixfold.pipeline.cli",

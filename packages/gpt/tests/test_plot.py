@@ -107,3 +107,22 @@ def test_each_dataset_has_a_curve_of_the_steps_that_read_it(tmp_path):
     text = plot([tmp_path / "run"], tmp_path / "loss.svg", by_dataset=True).read_text()
     assert "<!-- wiki -->" in text and "<!-- code -->" in text
     assert "<!-- wiki -->" not in plot([tmp_path / "run"], tmp_path / "plain.svg").read_text()
+
+
+SPARSE = records(
+    ("start", 0), ("step", 7, 5.0), ("eval", 10, 4.5), ("step", 14, 4.0), ("eval", 20, 3.5), ("step", 21, 3.0),
+    ("resume", 20, {"pp": 2}), ("step", 21, 3.0), ("eval", 30, 2.5),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("axis", "places"), [("step", [10, 20, 30]), ("tokens", [640, 1280, 1920]), ("seconds", [2, 4, 8])]
+)
+def test_every_evaluation_is_drawn_also_of_steps_without_a_line(axis, places):
+    found = curve(SPARSE, "run", axis)
+    assert (found.eval_x, found.eval_loss) == (places, [4.5, 3.5, 2.5])
+    assert found.resumes[0].x == {"step": 20, "tokens": 1280, "seconds": 6}[axis]
+
+
+def test_an_evaluation_before_the_first_line_is_drawn():
+    assert curve(records(("eval", 5, 4.0), ("step", 10, 3.0)), "run", "tokens").eval_x == [320]

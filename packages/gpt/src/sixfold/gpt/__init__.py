@@ -2,7 +2,8 @@
 
     config --> mesh --> stages --> fsdp --> pipeline program --> train loop --> metrics, checkpoints
 
-Importing this module, or reading a config, does not import torch: names that need it are loaded when first used.
+Importing this module imports nothing else: names are loaded when they are first used, and what reads a config needs no
+torch.
 """
 
 from __future__ import annotations
@@ -10,15 +11,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from sixfold.gpt.config import GPTConfig, TrainConfig
-from sixfold.gpt.data import Batch, global_batches
-from sixfold.gpt.errors import ConfigError, TrainError
-from sixfold.gpt.stages import stage_layers
-
 if TYPE_CHECKING:
+    from sixfold.gpt.config import GPTConfig, TrainConfig
+    from sixfold.gpt.data import Batch, global_batches
+    from sixfold.gpt.errors import ConfigError, TrainError
     from sixfold.gpt.load import load_model
     from sixfold.gpt.loop import TrainResult, train
     from sixfold.gpt.model import GPTModel
+    from sixfold.gpt.stages import stage_layers
 
 __all__ = [
     "Batch",
@@ -34,7 +34,19 @@ __all__ = [
     "train",
 ]
 
-_LAZY = {"GPTModel": "model", "TrainResult": "loop", "load_model": "load", "train": "loop"}
+_LAZY = {
+    "Batch": "data",
+    "ConfigError": "errors",
+    "GPTConfig": "config",
+    "GPTModel": "model",
+    "TrainConfig": "config",
+    "TrainError": "errors",
+    "TrainResult": "loop",
+    "global_batches": "data",
+    "load_model": "load",
+    "stage_layers": "stages",
+    "train": "loop",
+}
 
 
 def __getattr__(name: str) -> Any:

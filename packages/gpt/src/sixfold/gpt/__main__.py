@@ -2,7 +2,7 @@
 
 import sys
 
-from sixfold.gpt.cli import main
+from sixfold.gpt.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

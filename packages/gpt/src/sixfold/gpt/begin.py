@@ -19,10 +19,12 @@ from sixfold.gpt.agree import gather, together
 from sixfold.gpt.data import continue_data, epochs_of
 from sixfold.gpt.load import IMPORTED, saved_config
 from sixfold.gpt.mesh import RankMesh
+from sixfold.gpt.notices import notices
 from sixfold.gpt.past import noted_changes
 from sixfold.gpt.start import Start, older_start, set_aside
 
 if TYPE_CHECKING:
+    from sixfold.gpt.config import TrainConfig
     from sixfold.gpt.loop import Run
 
 
@@ -36,11 +38,21 @@ def restore(run: Run, start: Start, source: Path | None) -> None:
         together(mesh.control, mesh.size, lambda: _tell_damage(run, start) if mesh.rank == 0 else None)
         newest = start.newest
         assert newest is not None, "a checkpoint was loaded"
-        told = run.metrics is not None and IMPORTED not in common
-        changed = noted_changes(saved_config(newest), run.config) if told else {}
+        past = saved_config(newest) if run.metrics is not None and IMPORTED not in common else None
+        changed = {} if past is None else noted_changes(past, run.config)
         run.note("resume", step=run.progress.step, checkpoint=str(newest), layout=mesh.layout, changed=changed)
-    elif source is not None:
-        checkpoint.load_weights(run.rank, source)
+        _tell(run, past)
+    else:
+        if source is not None:
+            checkpoint.load_weights(run.rank, source)
+        _tell(run, None)
+
+
+def _tell(run: Run, past: TrainConfig | None) -> None:
+    """What few people mean, on stderr, by one rank."""
+    if run.metrics is not None:
+        for line in notices(run.config, past, run.progress.step):
+            print(f"sixfold: {line}", file=sys.stderr, flush=True)
 
 
 def _load_newest(run: Run, start: Start) -> tuple[Start, dict[str, Any]]:

@@ -11,6 +11,7 @@ without optimizer state (of step 0, or weights alone) is loaded as weights with 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -235,6 +236,25 @@ def _await_sight(rank: int, folder: Path, limit_s: float) -> None:
         time.sleep(SEEN_POLL_S)
 
 
+def refuse_hugging_face(path: Path) -> None:
+    """Refuse a folder that transformers wrote: its tensors have other names, and dist_ckpt would open it.
+
+    Raises:
+        ConfigError: with the command that makes a run folder of it.
+    """
+    try:
+        found = json.loads((path / "config.json").read_bytes())
+    except (OSError, ValueError):
+        return
+    if (path / "checkpoints").exists():  # a run, beside whose files somebody has laid it
+        return
+    if isinstance(found, dict) and ("architectures" in found or "model_type" in found):
+        raise ConfigError(
+            f"{path} is a Hugging Face folder, no run and no checkpoint; `sixfold import {path} RUN_DIR` makes a run "
+            f"folder of it, whose name goes here"
+        )
+
+
 def find(path: str | Path, step: int | None = None) -> Path:
     """The checkpoint that ``path`` means: a checkpoint folder itself, or a run folder (newest whole one, or ``step``).
 
@@ -242,6 +262,7 @@ def find(path: str | Path, step: int | None = None) -> Path:
         ConfigError: neither.
     """
     path = Path(path)
+    refuse_hugging_face(path)
     if step is None and dist_ckpt.check_is_distributed_checkpoint(path):
         return path
     root = path / "checkpoints"

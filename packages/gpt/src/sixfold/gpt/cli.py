@@ -15,14 +15,15 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from sixfold.gpt.cli_machines import add_verbs
+from sixfold.gpt.command import INTERRUPTED, end_at_once
 from sixfold.gpt.errors import ConfigError, raised_inside
 from sixfold.gpt.processes import RankError, failure_of, is_typed, start_ranks
 from sixfold.gpt.stop import STOPPED, Interrupted
@@ -56,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else 2
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except ConfigError as error:
         return _fail(error, 2)
     except RankError as error:
@@ -88,6 +89,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sixfold", description="Train a GPT from a TOML file.")
+    parser.add_argument("--version", action=_Version, help="print the versions of the packages and end")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
     train = verbs.add_parser("train", help="train as a TOML file says; continues the run that lies in run.dir")
@@ -129,6 +131,9 @@ def _parser() -> argparse.ArgumentParser:
         help="token of a tokenizer.json that ends a document (default: finds it)",
     )
     prepare.add_argument("--key", default="text", help="where a jsonl line holds its text (%(default)s)")
+    prepare.add_argument(
+        "--documents", choices=("file", "paragraph", "line"), default="file", help="of a text file (%(default)s)"
+    )
     prepare.add_argument("--workers", type=_positive, default=1, help="processes (%(default)s)")
     prepare.set_defaults(run=_prepare)
 
@@ -162,6 +167,18 @@ def _parser() -> argparse.ArgumentParser:
     _doors(verbs)
     add_verbs(verbs)
     return parser
+
+
+class _Version(argparse.Action):
+    """Looks the versions up when they are asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        for name in ("gpt", "indexed-data", "blending", "dist-ckpt", "pipeline", "fsdp"):
+            print(f"sixfold-{name} {version(f'sixfold-{name}')}")
+        parser.exit()
 
 
 def _doors(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -216,7 +233,7 @@ def train_rank(config: TrainConfig) -> int:
 def _train(args: argparse.Namespace) -> int:
     from sixfold.gpt.config import TrainConfig
 
-    with _early_sigterm():
+    with _early_signals():
         config = TrainConfig.from_toml(args.config, overrides=args.overrides)
         if args.print_config:
             sys.stdout.write(config.to_toml())
@@ -237,6 +254,8 @@ def _train(args: argparse.Namespace) -> int:
         if rendezvous is None:
             check_run_dir(config.run.dir)
         if rendezvous is not None:
+            if signal.getsignal(signal.SIGINT) is end_at_once:
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on the loop's
             return _be_a_rank(config, rendezvous)
         return restarted(config, args.max_restarts, lambda one: run_ranks(one, ranks))
 
@@ -338,8 +357,8 @@ def default_ranks(config: TrainConfig) -> int:
 
 
 @contextmanager
-def _early_sigterm() -> Iterator[None]:
-    """End with 143 on a SIGTERM that comes before the ranks, or the train loop, take it over.
+def _early_signals() -> Iterator[None]:
+    """End with 143 on a SIGTERM, and with 130 on a Ctrl-C, that come before the ranks, or the train loop, take it over.
 
     At once, not by an exception: C code that runs an import or a destructor may drop one (numpy's import does), and the
     run would go on. Nothing is half-made: a config is written and a checkpoint committed by one rename.
@@ -348,20 +367,20 @@ def _early_sigterm() -> Iterator[None]:
         yield
         return
 
-    def stop(signum: int, frame: FrameType | None) -> NoReturn:
-        os._exit(STOPPED)
-
-    old = signal.signal(signal.SIGTERM, stop)
+    old = {signal.SIGTERM: signal.signal(signal.SIGTERM, end_at_once)}
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        old[signal.SIGINT] = signal.signal(signal.SIGINT, end_at_once)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, old)
+        for number, handler in old.items():
+            signal.signal(number, handler)
 
 
 def _demo(args: argparse.Namespace) -> int:
     from sixfold.gpt.demo import demo
 
-    with _early_sigterm():
+    with _early_signals():
         return demo(args.dir, minutes=args.minutes, ranks=args.ranks)
 
 
@@ -369,7 +388,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from sixfold.gpt import prepare
 
     if not args.cpython:
-        names = ("tokenizer", "eod_token", "key", "workers")
+        names = ("tokenizer", "eod_token", "key", "documents", "workers")
         print(prepare.prepare(args.inputs, args.out, **{name: getattr(args, name) for name in names}))
         return 0
     if args.inputs or args.tokenizer != "bytes" or args.eod_token:

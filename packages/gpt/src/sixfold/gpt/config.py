@@ -225,6 +225,13 @@ class LoopConfig(Table):
         steps = [step for step, _ in self.batch_ramp]
         if steps != sorted(set(steps)):
             raise ConfigError(f"train.batch_ramp starts at steps {steps}; they ascend")
+        sizes = [batch for _, batch in self.batch_ramp]
+        if steps and steps[0] == 0 and self.global_batch_size not in sizes:
+            raise ConfigError(
+                f"train.global_batch_size is {self.global_batch_size} and train.batch_ramp, which begins at step 0, "
+                f"has no such batch: no step would have it. train.global_batch_size = {sizes[-1]} works, or a last "
+                f"entry [step, {self.global_batch_size}]"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -156,7 +156,7 @@ def dataset_builder(
     weights = list(data.weights) or ([1.0] if len(data.blend) == 1 else None)
     train_blend = (list(data.blend), weights)
     # Named outright: what gpt always did, and what blending does of itself; checkpoints hold these names.
-    names: dict[str | PathLike[str], str] = dict(
+    names: dict[str | bytes | PathLike[str] | PathLike[bytes], str] = dict(
         zip(data.train_prefixes, data.names_of(data.train_prefixes), strict=True)
     )
     changes = [
@@ -188,7 +188,8 @@ def dataset_builder(
 
 
 def _sizes(config: TrainConfig) -> list[int]:
-    return [train_samples(config), config.eval.batches * config.train.global_batch_size, 0]
+    valid = config.eval.batches * config.train.global_batch_size if config.eval.every else 0
+    return [train_samples(config), valid, 0]
 
 
 def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder | None = None) -> Datasets:
@@ -199,10 +200,21 @@ def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder |
     Returns:
         (train, valid); valid is None where the split leaves it nothing.
     """
-    from sixfold.blending import BlendedDataset, GPTDataset
+    from sixfold.blending import BlendedDataset, BlendingError, GPTDataset
 
     data, sizes = config.data, _sizes(config)
-    train, valid, _ = (builder or dataset_builder(config)).build()
+    builder = builder or dataset_builder(config)
+    try:
+        train, valid, _ = builder.build()
+    except BlendingError as error:
+        if data.valid or not config.eval.every or "the valid part" not in str(error):
+            raise
+        raise ConfigError(
+            f"data.split is {data.split!r} and holds out whole documents: {error}. Name other data in data.valid, cut "
+            f"a text into more documents (`sixfold prepare --documents paragraph`), or set eval.every = 0"
+        ) from error
+    if isinstance(train, GPTDataset):  # blending's, and Megatron's, way with one prefix beside others to validate
+        train = BlendedDataset([train], [1.0], sizes[0], builder.config)
     if train is None:
         raise ConfigError(f"data.split is {data.split!r} and leaves no training data in {list(data.blend)}")
     for what, part, size in (("train", train, sizes[0]), ("valid", valid, sizes[1] if config.eval.every else 0)):

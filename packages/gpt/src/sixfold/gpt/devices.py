@@ -103,8 +103,14 @@ DEVICES: Mapping[str, Device] = {device.name: device for device in _TABLE}
 
 
 def peak_flops_of(model: str) -> float | None:
-    """Dense bf16 peak of a GPU by torch's name for it, as ``NVIDIA H100 80GB HBM3``; None: not in the table."""
-    return next((device.peak_flops for device in _TABLE if device.name.upper() in model), None)
+    """Dense bf16 peak of a GPU by torch's name for it, as ``NVIDIA H100 80GB HBM3``; None: not in the table.
+
+    The table has the SXM cards. A PCIe or NVL card of the same name has fewer units or clocks, and is in no table here.
+    """
+    words = model.upper().replace("-", " ").split()
+    if {"PCIE", "NVL"} & set(words):
+        return None
+    return next((device.peak_flops for device in _TABLE if device.name.upper() in words), None)
 
 
 def device_named(name: str) -> Device:

@@ -108,7 +108,7 @@ def check(config: GPTConfig) -> None:
             f"model.qk_norm is {config.qk_norm}, model.qkv_bias {config.qkv_bias}, model.shared_ffn_hidden_size "
             f"{config.shared_ffn_hidden_size} and model.shared_expert_gate {config.shared_expert_gate}; with experts "
             "Qwen3-MoE has the first alone and Qwen2-MoE the others, and no other architecture is written: "
-            "sixfold-ckpt convert writes the tensors as they are"
+            "sixfold-ckpt convert writes the tensors as they are. model.qk_norm = true alone is a Qwen3-MoE"
         )
 
 

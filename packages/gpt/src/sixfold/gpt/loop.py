@@ -189,9 +189,9 @@ class Run:
         )
 
     def evaluation_due(self) -> bool:
-        """Whether the step that was done last is one that is evaluated."""
-        every = self.config.eval.every
-        return bool(every) and self.progress.step > 0 and self.progress.step % every == 0
+        """Whether the step that was done last is one that is evaluated: each so many, and the last of the run."""
+        every, step = self.config.eval.every, self.progress.step
+        return bool(every) and step > 0 and (step % every == 0 or step == self.config.train.steps)
 
     def evaluated(self) -> bool:
         """Whether metrics.jsonl has this step's evaluation; rank 0 looks, and all know."""

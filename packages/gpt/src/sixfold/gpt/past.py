@@ -30,6 +30,7 @@ _NOTED_KEYS = (
     "train.precision", "train.compile", "train.deterministic", "train.global_batch_size", "model.router_aux_loss",
 )  # fmt: skip
 _BATCH_KEYS = ("global_batch_size", "batch_ramp")  # may differ where each step that is done had the same batch
+_NOTED_LENGTH = "train.steps"  # where the learning rate falls over them
 
 
 def resume_changes(old: "TrainConfig", new: "TrainConfig", *, step: int = 0) -> None:
@@ -93,9 +94,14 @@ def _plain(value: Any) -> Any:
 
 
 def noted_changes(old: "TrainConfig", new: "TrainConfig") -> dict[str, list[Any]]:
-    """What a branch of a run changes, ``{"optimizer.lr": [was, is]}``: all that may change and trains otherwise."""
+    """What a branch of a run changes, ``{"optimizer.lr": [was, is]}``: all that may change and trains otherwise.
+
+    Steps too, unless the learning rate is constant: another number of them is another learning rate.
+    """
     before, after = asdict(old), asdict(new)
     keys = [*_NOTED_KEYS, *(f"{_NOTED_TABLE}.{key}" for key in before[_NOTED_TABLE])]
+    if {old.schedule.shape, new.schedule.shape} != {"constant"}:
+        keys.append(_NOTED_LENGTH)
     pairs = {}
     for name in keys:
         table, _, key = name.partition(".")

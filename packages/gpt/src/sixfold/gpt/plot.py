@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -83,18 +83,33 @@ def curve(records: Sequence[dict[str, Any]], name: str, axis: Axis) -> Curve:
         return float(record["time"]) - began if axis == "seconds" else float(record[axis])
 
     at = {int(r["step"]): place(r) for r in steps}
-    evals = [r for r in once if r["kind"] == "eval" and r["loss"] is not None and int(r["step"]) in at]
+    evals = [r for r in once if r["kind"] == "eval" and r["loss"] is not None]
+
+    def of_step(record: Mapping[str, Any]) -> float:
+        """Where a line lies that counts no tokens of training; not every step has a line of its own."""
+        return _between(at, int(record["step"])) if axis == "tokens" else place(record)
+
     loss = [float(r["loss"]) for r in steps]
     return Curve(
         name=name,
         x=[at[int(r["step"])] for r in steps],
         loss=loss,
         smooth=smoothed(loss, len(loss) // 60),
-        eval_x=[at[int(r["step"])] for r in evals],
+        eval_x=[of_step(r) for r in evals],
         eval_loss=[float(r["loss"]) for r in evals],
         resumes=_resumes(records, at, float(began), axis),
         datasets=_by_dataset(steps, at),
     )
+
+
+def _between(at: Mapping[int, float], step: int) -> float:
+    """The place of any step, of those of some: on the line between the two nearest, the first from (0, 0)."""
+    known = sorted({0: 0.0, **at}.items())
+    (low, low_x), (high, high_x) = next(
+        ((one, other) for one, other in pairwise(known) if step <= other[0]),
+        tuple(known[-2:]) if at else (known[0],) * 2,
+    )
+    return low_x if high == low else low_x + (high_x - low_x) * (step - low) / (high - low)
 
 
 def _by_dataset(
@@ -120,7 +135,7 @@ def _resumes(records: Sequence[Mapping[str, Any]], at: Mapping[int, float], bega
             reached = int(record["step"])
         elif record["kind"] == "resume":
             step = int(record["step"])
-            x = float(record["time"]) - began if axis == "seconds" else at.get(step, 0.0)
+            x = float(record["time"]) - began if axis == "seconds" else _between(at, step)
             text = layout_text(record["layout"])
             found.append(Resume(x=x, ended_after=max(reached, step), resumed_at=step, layout=text))
     return found

@@ -99,6 +99,7 @@ def prepare(
     tokenizer: str = "bytes",
     eod_token: str = "",
     key: str = "text",
+    documents: str = "file",
     workers: int = 1,
 ) -> Prepared:
     """Tokenize text files into one pair.
@@ -108,6 +109,7 @@ def prepare(
         out_prefix: path of the pair without extension; folders are made.
         tokenizer: ``bytes`` or the path of a tokenizer.json, or of a folder that has one.
         eod_token: of a tokenizer.json: the text of the token that ends a document; "" finds the usual ones.
+        documents: what is a document of a text file: the ``file``, a ``paragraph`` or a ``line``.
         workers: processes; the bytes written do not depend on it.
     Raises:
         ConfigError: no input, a missing input, an existing pair, an unknown tokenizer.
@@ -125,7 +127,13 @@ def prepare(
     mine = _claim(prefix, found, f"{len(inputs)} files")
     try:
         report = build(
-            [str(p) for p in inputs], prefix, tokenizer=found.name, eod_token=end, json_key=key, workers=workers
+            [str(p) for p in inputs],
+            prefix,
+            tokenizer=found.name,
+            eod_token=end,
+            json_key=key,
+            text_documents=documents,
+            workers=workers,
         )
     except BaseException:
         if mine:

@@ -107,14 +107,14 @@ class _Stop:
 def warm_up() -> None:
     """Start the server that ranks are forked from, which loads torch meanwhile. Costs this process a few milliseconds.
 
-    The server has SIGTERM and SIGHUP blocked for good: one sent to a whole process group must reach the ranks, not kill
-    what they were forked from. Its environment, and so the ranks', has one OpenMP thread unless the user's says
-    otherwise.
+    The server has SIGTERM, SIGHUP and SIGINT blocked for good: one sent to a whole process group, as Ctrl-C is, must
+    reach the ranks, not kill what they were forked from. Its environment, and so the ranks', has one OpenMP thread
+    unless the user's says otherwise.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     resource_tracker.ensure_running()  # it would unblock SIGTERM half way below
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
@@ -316,7 +316,7 @@ def _rank_main(
     for number in (signal.SIGINT, signal.SIGHUP):  # they reach the launcher too, which asks all ranks to stop
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
     os.environ.update({"SIXFOLD_RANK": str(rank), "SIXFOLD_RANKS": str(ranks), "SIXFOLD_STORE": store})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and a host name may resolve to nothing
     try:

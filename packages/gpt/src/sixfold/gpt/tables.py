@@ -64,6 +64,8 @@ class OneOf:
         return f"it is one of {', '.join(self.names)}{f'; the nearest is {near}' if near else ''}"
 
 
+# What people write for it elsewhere, where letters alone would lead to another.
+_MEANT = {"gpu": "cuda", "bfloat16": "bf16", "float32": "fp32", "fp16": "bf16", "bf16": "bfloat16", "fp32": "float32"}
 Positive = Annotated[int, AtLeast(1)]
 Count = Annotated[int, AtLeast(0)]
 Size = Annotated[float, AtLeast(0)]
@@ -201,7 +203,8 @@ def _coerce_choice(value: Any, choices: tuple[Any, ...], name: str) -> Any:
     if any(type(value) is type(choice) and value == choice for choice in choices):
         return value
     near = nearest(value, choices) if isinstance(value, str) else ""
-    hint = f"; the nearest is {near}" if near else ""
+    meant = _MEANT.get(value) if isinstance(value, str) else None
+    hint = f"; the nearest is {meant if meant in choices else near}" if near or meant in choices else ""
     raise ConfigError(f"{name} is {value!r}; it is one of {', '.join(map(str, choices))}{hint}")
 
 

@@ -8,6 +8,7 @@ value: only names of tables and keys.
 
 import json
 import os
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -84,11 +85,23 @@ def parse_override(override: str, tables: Tables) -> tuple[str, str, Any]:
     _check_key(name, key, tables)
     if tables[name].__annotations__[key] is str and not text.strip().startswith(("'", '"')):
         return name, key, text  # run.dir=2026 is a name, not a number
-    try:
-        parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
-        return name, key, text
-    return name, key, parsed["value"] if len(parsed) == 1 else text
+    for spelling in (text, _as_toml(text)):
+        try:
+            parsed = tomllib.loads(f"value = {spelling}")
+        except tomllib.TOMLDecodeError:
+            continue
+        return name, key, parsed["value"] if len(parsed) == 1 else text
+    return name, key, text
+
+
+def _as_toml(text: str) -> str:
+    """Spellings of Python that TOML has not: True, False, .001, 1."""
+    found = text.strip()
+    if found in ("True", "False", "TRUE", "FALSE"):
+        return found.lower()
+    if re.fullmatch(r"[+-]?(\d+\.|\.\d+|\d+\.(?=[eE]))([eE][+-]?\d+)?", found):
+        return repr(float(found))
+    return text
 
 
 def write_tables(values: Mapping[str, Mapping[str, Any]]) -> str:

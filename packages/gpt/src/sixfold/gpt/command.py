@@ -1,0 +1,32 @@
+"""Where the command ``sixfold`` begins: Ctrl-C while it is imported ends it, without a word.
+
+    argv --> main (this file) --> cli.py
+
+Imports of numpy and of the schedules take a moment, in which Ctrl-C would leave frames of theirs; an exception that is
+raised inside an import may also be dropped there. Nothing is half-made then.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+from typing import NoReturn
+
+INTERRUPTED = 130  # 128 + SIGINT, as a shell would say
+
+
+def end_at_once(signum: int, frame: FrameType | None) -> NoReturn:
+    """A signal handler, for a time in which nothing is half-made."""
+    os._exit(128 + signum)
+
+
+def main() -> int:
+    """Run one verb; see `sixfold.gpt.cli.main`."""
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_at_once)
+    from sixfold.gpt import cli
+
+    if signal.getsignal(signal.SIGINT) is end_at_once:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return cli.main()

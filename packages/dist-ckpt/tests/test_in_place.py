@@ -10,7 +10,7 @@ from torch import nn
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import MismatchError, ShardedTensor
+from sixfold.dist_ckpt import MismatchError, ShardedTensor, ShardingError
 from sixfold.dist_ckpt.dcp import Reader, Writer
 
 
@@ -180,3 +180,28 @@ def test_plain_tensors_are_listed_and_exported(tmp_path):
     dist_ckpt.tools.convert(tmp_path / "c", tmp_path / "m", to="safetensors", keys="model.*", max_shard_bytes=64)
     names = {key for file in (tmp_path / "m").glob("*.safetensors") for key in safetensors.load_file(file)}
     assert names == {name for name in expected if name.startswith("model.")}
+
+
+def meta_fsdp2(rank, ranks, folder, expected):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    with pytest.raises(ShardingError, match=r"holds no values; give it memory first, as module\.to_empty"):
+        dist_ckpt.load({"model": model.state_dict()}, folder)
+    model.to_empty(device="cpu")
+    dist_ckpt.load({"model": model.state_dict()}, folder)
+    assert values(model) == expected
+
+
+def test_a_model_on_the_meta_device_is_told_to_take_memory_and_loads_then(tmp_path):
+    plain = net(0)
+    dist_ckpt.save({"model": plain.state_dict()}, tmp_path / "c", group=None)
+    run_ranks(meta_fsdp2, 2, tmp_path / "c", values(plain))
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    loaded = dist_ckpt.load({"model": model.state_dict()}, tmp_path / "c", group=None)
+    model.load_state_dict(loaded["model"], assign=True)
+    assert values(model) == values(plain)

@@ -3,8 +3,8 @@
     import torch.distributed.checkpoint as dcp
     from sixfold.dist_ckpt.dcp import Reader, Writer
 
-    dcp.save(state, storage_writer=Writer("run/step-7"))
-    dcp.load(state, storage_reader=Reader("run/step-7"))
+    dcp.save(state, storage_writer=Writer("run/step-00000007"))
+    dcp.load(state, storage_reader=Reader("run/step-00000007"))
 
 What is gained: checksums that a load compares, a commit in one step, no code run from a file, and reads of ranges. The
 folder is torch's own format; torch's ``FileSystemReader`` and ``sixfold.dist_ckpt.load`` read it too. Planners, state

@@ -26,6 +26,7 @@ import re
 import secrets
 import shutil
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
@@ -38,7 +39,7 @@ from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.background import board
 from sixfold.dist_ckpt.background.board import State
 from sixfold.dist_ckpt.background.saver import saves_of_this_process
-from sixfold.dist_ckpt.errors import CheckpointError, typed
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.files.crc import crc32
 from sixfold.dist_ckpt.stores import ByPointer, UrlStore, by_pointer, paths, view
 from sixfold.dist_ckpt.stores import local as storage
@@ -51,6 +52,8 @@ _NAME = re.compile(r"(\.)?step(?(1)[-.]|-)(?P<step>\d{8,})(?(1)\.(?P<kind>old|go
 # See [Note: dead or slow].
 _DEAD_S, _EARLIER_S, _ANY_S = 60.0, 3600.0, 86400.0
 _SEEN = f"{by_pointer.LOOKS}seen-"  # goes with the next commit there
+_SHORT = re.compile(r"step-(\d+)")
+_COMMITS = ("metadata.json", ".metadata")
 _Place = TypeVar("_Place", Path, ByPointer)
 
 
@@ -103,13 +106,16 @@ def latest(root: str | Path | ByPointer) -> Path | str | ByPointer | None:
     Raises:
         StorageError: the system or the store does not let us see; a run that took that for a None would begin anew.
         MismatchError: a step above it is of a strategy that is not registered here: nobody knows whether it is whole.
+            Or a checkpoint above it has another name, such as ``step-7``: a run that did not see it would begin anew.
     """
     run = _run_at(root)
     for step in reversed(run.steps()):
         if run.is_complete(step):
+            run.check_names(step)
             return step_path(root, step)
         if isinstance(run, _LocalRun):
             serialization.check_is_registered(run.path(step))
+    run.check_names(-1)
     return None
 
 
@@ -121,6 +127,9 @@ def prune(
     root: str | Path | ByPointer, *, keep_last: int, keep_every: int | None = None
 ) -> Sequence[Path | str | ByPointer]:
     """Delete complete checkpoints that are neither among the last ``keep_last`` nor a multiple of ``keep_every``.
+
+    After a run has gone back to an older step, its newest save has not the highest step. In a folder, where the time
+    of a save is known, that save stays whatever the rule says, with a warning: ``discard_after`` takes away the others.
 
     Oldest first, each renamed aside before it is deleted (of a URL what commits it goes first), so that a kill leaves
     nothing under a step's name that opens. What dead saves left behind goes too, of whichever step, when it is known
@@ -139,11 +148,44 @@ def prune(
     found = [step for step in run.steps() if run.is_complete(step)]
     old = found[: max(0, len(found) - keep_last)]
     deleted = [step for step in old if keep_every is None or step % keep_every]
+    if keep_last and (newest := run.newest(found)) in deleted:
+        warnings.warn(
+            f"step {newest} was saved after step {found[-1]}, as by a run that went back; it stays. If steps above it "
+            "are no longer wanted, call retention.discard_after(root, step) with the step that the run went back to",
+            stacklevel=2,
+        )
+        deleted.remove(newest)
     for step in deleted:
         typed(partial(run.delete, step))
     kept = found[len(old) :]
     typed(partial(run.delete_left, before=kept[0] if kept else 0))
     return [step_path(root, step) for step in deleted]
+
+
+@overload
+def discard_after(root: _Place, step: int) -> list[_Place]: ...
+@overload
+def discard_after(root: str, step: int) -> list[Path | str]: ...
+def discard_after(root: str | Path | ByPointer, step: int) -> Sequence[Path | str | ByPointer]:
+    """Delete all complete checkpoints after ``step``: what a run calls that goes back to it, before it trains on.
+
+    Without it ``latest`` is still the highest step, and the next restart goes on from there. Highest first, so that
+    a kill leaves the older ones. ``step`` stays; unfinished folders are left to ``prune``.
+
+    Returns:
+        The deleted places.
+    Raises:
+        CheckpointError: there is no complete checkpoint of ``step``; as ``prune``.
+    """
+    kept = step_path(root, step)
+    run = _run_at(root)
+    found = run.steps()
+    if step not in found or not run.is_complete(step):
+        raise CheckpointError(f"{kept} is no complete checkpoint, so nothing after it is deleted; name one that is")
+    deleted = [other for other in reversed(found) if other > step and run.is_complete(other)]
+    for other in deleted:
+        typed(partial(run.delete, other))
+    return [step_path(root, other) for other in deleted]
 
 
 def _run_at(root: str | Path | ByPointer) -> _LocalRun | _StoredRun:
@@ -176,6 +218,32 @@ class _LocalRun:
 
     def is_complete(self, step: int) -> bool:
         return serialization.check_is_distributed_checkpoint(self.path(step))
+
+    def newest(self, steps: Sequence[int]) -> int | None:
+        """The step that was saved last, if that is not the highest."""
+
+        def saved_at(step: int) -> float:
+            found = [0.0]
+            for name in _COMMITS:
+                with suppress(FileNotFoundError):
+                    found.append((self.path(step) / name).stat().st_mtime)
+            return max(found)
+
+        times = {step: typed(partial(saved_at, step)) for step in steps}
+        return max(times, key=lambda step: (times[step], step), default=None)
+
+    def check_names(self, above: int) -> None:
+        """MismatchError for a checkpoint of a higher step under another name."""
+        names = typed(lambda: os.listdir(self._root) if self._root.exists() else [])
+        for name in sorted(names):
+            match = _SHORT.fullmatch(name)
+            if match is None or _read(name) or int(match[1]) <= above:
+                continue
+            if serialization.check_is_distributed_checkpoint(self._root / name):
+                raise MismatchError(
+                    f"{self._root / name} is a checkpoint whose name has no eight digits, so that retention does not "
+                    f"count it. Rename it to {_name(int(match[1]))}, and save to retention.step_path(root, step)"
+                )
 
     def delete(self, step: int) -> None:
         siblings = [path for found, path in self._named("old") if int(found["step"]) == step]
@@ -251,6 +319,13 @@ class _StoredRun:
 
     def is_complete(self, step: int) -> bool:
         return view.is_complete(self._store.child(_name(step)))
+
+    def newest(self, steps: Sequence[int]) -> int | None:
+        """No store tells when a file was written."""
+        return None
+
+    def check_names(self, above: int) -> None:
+        """Other names are not looked at: each costs a request."""
 
     def delete(self, step: int) -> None:
         self._store.child(_name(step)).clear()

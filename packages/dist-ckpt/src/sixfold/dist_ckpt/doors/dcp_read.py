@@ -154,8 +154,8 @@ def _held(mirror: Mirror) -> Iterator[Mirror]:
 class Reader(StorageReader):
     """Loads of ``torch.distributed.checkpoint`` by ranges, checked; folders of torch, of megatron and of this package.
 
-        dcp.load(state, storage_reader=Reader("run/step-7"))                          # as FileSystemReader
-        dcp.load(state, checkpoint_id="run/step-7", storage_reader=Reader(""))        # the id goes before the path
+        dcp.load(state, storage_reader=Reader("run/step-00000007"))  # as FileSystemReader
+        dcp.load(state, checkpoint_id="run/step-00000007", storage_reader=Reader(""))  # the id goes before the path
 
     ``.metadata`` is read without unpickling. Values that are no tensors follow torch's weights-only rules before the
     planner sees them.

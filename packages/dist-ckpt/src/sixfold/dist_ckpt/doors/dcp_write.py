@@ -80,8 +80,8 @@ class _PlannerError(CheckpointError):
 class Writer(StorageWriter, BlockingAsyncStager):
     """Saves of ``torch.distributed.checkpoint`` with checksums and in one step, in torch's own format.
 
-        dcp.save(state, storage_writer=Writer("run/step-7"))                           # as FileSystemWriter
-        dcp.async_save(state, checkpoint_id="run/step-8", storage_writer=Writer(""))   # the id goes before the path
+        dcp.save(state, storage_writer=Writer("run/step-00000007"))  # as FileSystemWriter
+        dcp.async_save(state, checkpoint_id="run/step-00000008", storage_writer=Writer(""))  # the id before the path
 
     A Writer serves save after save, one at a time; it may be pickled to another process.
 

@@ -34,7 +34,12 @@ def check_readable(name: object, tensor: torch.Tensor) -> None:
             f"{name}: data is a {kind.__module__}.{kind.__qualname__}, which has no memory of its own; pass the local "
             "tensor (ShardedTensor.from_dtensor does for a DTensor) or a plain copy"
         )
-    if tensor.is_meta or tensor._is_zerotensor() or tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor.is_meta:
+        raise ShardingError(
+            f"{name}: data is on the meta device and holds no values; give it memory first, as "
+            "module.to_empty(device=...) does. For a load a record may have data=None"
+        )
+    if tensor._is_zerotensor() or tensor.layout is not torch.strided or tensor.is_quantized:
         form = "a tensor of zeros without memory" if tensor._is_zerotensor() else tensor.layout
         form = f"quantised {tensor.dtype}" if tensor.is_quantized else form
         raise ShardingError(

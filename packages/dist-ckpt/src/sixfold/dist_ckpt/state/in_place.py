@@ -47,7 +47,7 @@ def fill_plain(asked: Any, result: Any, is_first: bool) -> None:
     """
     left = list[str]()
     for path, target in tree.leaves(asked):
-        if type(target) not in (torch.Tensor, torch.nn.Parameter):
+        if type(target) not in (torch.Tensor, torch.nn.Parameter) or target.is_meta:  # which ``assign=True`` replaces
             continue
         found = tree.get(result, path)
         if not isinstance(found, torch.Tensor) or _share_memory(found, target):

@@ -63,8 +63,8 @@ def is_known(url: str) -> bool:
 class UrlStore(ByPointer, tells=True):
     """A checkpoint behind a URL. It is pickled as its URL: each process makes a connection of its own.
 
-    A rank uploads up to ``streams`` files at once, each in parts of 8 MiB (more for a file of over 70 GiB), straight
-    from its tensors. The client holds a part while it is sent and the next one beside it: at most some
+    A rank uploads up to ``streams`` files at once, each in parts of 8 MiB (more for a file of over 70 GiB), from
+    copies of 4 MiB of its tensors. The client holds a part while it is sent and the next one beside it: at most some
     ``streams * 3 * 8 MiB`` = 192 MiB of a rank, whatever is saved. Uploads that a killed rank leaves open are no
     objects; a rule of the bucket removes them.
 

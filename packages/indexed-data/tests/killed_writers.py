@@ -53,7 +53,7 @@ def write_with_build(number):
 
 
 def write_with_merge(number):
-    merge([f"part{number % GENERATIONS}-{i}" for i in range(3)], "out")
+    merge([f"part{number % GENERATIONS}-{i}" for i in range(3)], "out", overwrite=True)
 
 
 WORK = {"builder": write_with_builder, "build": write_with_build, "merge": write_with_merge}

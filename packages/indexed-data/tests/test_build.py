@@ -53,8 +53,8 @@ def test_jsonl_gives_one_document_per_line_exactly_as_it_is(folder):
     ("kind", "documents"),
     [
         ("file", ["one\ntwo \n\n \nthree\r\n"]),
-        ("line", ["one", "two ", "three\r"]),
-        ("paragraph", ["one\ntwo ", "three\r"]),
+        ("line", ["one", "two ", "three"]),
+        ("paragraph", ["one\ntwo ", "three"]),
     ],
 )
 def test_a_text_file_is_cut_as_asked(folder, kind, documents):

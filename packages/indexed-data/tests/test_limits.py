@@ -186,7 +186,7 @@ def test_a_merge_for_which_the_disk_is_too_small_keeps_its_inputs_and_the_old_ou
         write_pair(tmp_path / name, "uint16", [[list(range(1000))]])
     before = pair_bytes(tmp_path / "out")
     with disk_of(3000), pytest.raises(IndexedDataError, match=r"out\.bin: not written, File too large"):
-        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out")
+        merge([tmp_path / "a", tmp_path / "b"], tmp_path / "out", overwrite=True)
     assert pair_bytes(tmp_path / "out") == before
     assert sorted(os.listdir(tmp_path)) == sorted(name + end for name in ("a", "b", "out") for end in (".bin", ".idx"))
 

@@ -35,7 +35,11 @@ def test_merged_is_what_one_writer_would_have_written(tmp_path, prefixes, monkey
 
 def test_an_output_may_be_one_of_its_inputs(tmp_path, prefixes):
     write_pair(tmp_path / "hand", "uint16", PARTS[0] + PARTS[0])
-    merge([prefixes[0], prefixes[0]], prefixes[0])
+    before = pair_bytes(prefixes[0])
+    with pytest.raises(IndexedDataError, match=r"part0\.bin is there already; pass overwrite"):
+        merge([prefixes[0], prefixes[0]], prefixes[0])
+    assert pair_bytes(prefixes[0]) == before
+    merge([prefixes[0], prefixes[0]], prefixes[0], overwrite=True)
     assert pair_bytes(prefixes[0]) == pair_bytes(tmp_path / "hand")
 
 

@@ -19,14 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from sixfold.indexed_data.disk import files_of
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.merging import merge
-from sixfold.indexed_data.paths import output_prefix
 from sixfold.indexed_data.reader import IndexedDataset
 from sixfold.indexed_data.text.build import BuildNote, build
 from sixfold.indexed_data.text.inputs import FORMATS, TEXT_DOCUMENTS
-from sixfold.indexed_data.text.tokenizers import decode_ids, load_tokenizer
+from sixfold.indexed_data.text.tokenizers import SPECIAL_TOKENS, decode_ids, load_tokenizer
 from sixfold.indexed_data.verifying import verify
 
 
@@ -63,6 +61,11 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--format", choices=FORMATS, default="auto")
     command.add_argument("--json-key", default="text", help="where an object has its text (default: text)")
     command.add_argument("--text-documents", choices=TEXT_DOCUMENTS, default="file", help="a document of a text file")
+    command.add_argument(
+        "--special-tokens", choices=SPECIAL_TOKENS, default="text",
+        help="what a text becomes that spells a special token: text, as any other (default), or the token's id",
+    )  # fmt: skip
+    command.add_argument("--template", action="store_true", help="with what FILE.json's template adds, such as a BOS")
     command.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True)
     command.add_argument("--dtype", choices=("auto", "uint16", "int32"), default="auto")
     command.add_argument("--workers", type=_positive, default=1, metavar="N")
@@ -83,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--tokenizer", help="decode with it: bytes, FILE.json or MODULE:CALLABLE")
     _add_common(command)
 
-    command = commands.add_parser("verify", help="check a pair from end to end")
+    command = commands.add_parser("verify", help="check the rules of a pair's index, and its size")
     command.add_argument("prefix", metavar="PREFIX")
     command.add_argument("--vocab-size", type=_positive, metavar="N", help="also check that every id is below N")
     _add_common(command, multimodal=True)
@@ -123,6 +126,8 @@ def _build(options: argparse.Namespace) -> int:
             json_key=options.json_key,
             text_documents=options.text_documents,
             append_eod=options.append_eod,
+            special_tokens=options.special_tokens,
+            template=options.template,
             dtype=options.dtype,
             workers=options.workers,
             on_error=options.on_error,
@@ -209,10 +214,7 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _merge(options: argparse.Namespace) -> int:
-    there = files_of(output_prefix(options.output))
-    if there and not options.overwrite:
-        raise IndexedDataError(f"{there[0]} is there already; pass --overwrite to replace the pair")
-    merge(options.inputs, options.output, multimodal=options.multimodal)
+    merge(options.inputs, options.output, multimodal=options.multimodal, overwrite=options.overwrite)
     with IndexedDataset(options.output, options.multimodal) as dataset:
         report = {
             "output": options.output,

@@ -68,8 +68,10 @@ class IdRange:
 
 
 def whole_number(what: str, value: Any) -> int:
-    """``value`` as an int; IndexedDataError for what is none (``int`` would cut 1.5 to 1)."""
+    """``value`` as an int; IndexedDataError for what is none (``int`` would cut 1.5 to 1, and True is 1 to Python)."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         return operator.index(value)
     except TypeError:
         raise IndexedDataError(f"{what} is {value!r}; it is a whole number") from None
@@ -137,6 +139,13 @@ def _from_list(ids: list[Any] | tuple[Any, ...] | range, allowed: IdRange) -> np
     except _NO_INTEGER as problem:
         raise _first_bad(ids, allowed) from problem
     flat: npt.NDArray[Any] = np.frombuffer(packed, allowed.dtype) if packed else np.empty(0, allowed.dtype)
+    # True is 1 to struct. The types of a list cost three times what packing it does, so a mask is known by its values.
+    if packed and (type(ids[0]) is bool or flat.view(f"u{flat.itemsize}").max() <= 1):
+        for position, value in enumerate(ids):
+            if type(value) is bool:
+                raise IndexedDataError(
+                    f"position {position} is {value!r}: a mask, and no ids; {allowed}. Convert them to integers first"
+                )
     return flat if allowed.vocab_size is None else _narrowed(flat, allowed.checks[flat.dtype], allowed)
 
 
@@ -179,6 +188,8 @@ def _floats_of_list(values: list[Any] | tuple[Any, ...] | range, allowed: IdRang
         given = value.item() if isinstance(value, np.generic) else value
         if isinstance(given, str | bytes):
             raise IndexedDataError(f"position {position} is the text {given!r}; {allowed}")
+        if isinstance(given, bool):
+            raise IndexedDataError(f"position {position} is {given!r}; {allowed}")
         try:
             with np.errstate(all="ignore"):
                 number = allowed.dtype.type(given).item()

@@ -10,19 +10,22 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
+from sixfold.indexed_data.disk import files_of
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.paths import AnyPath, output_prefix, path_text
 from sixfold.indexed_data.reader import IndexedDataset
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
 
-def merge(inputs: Sequence[AnyPath], output: AnyPath, *, multimodal: bool = False) -> None:
+def merge(inputs: Sequence[AnyPath], output: AnyPath, *, multimodal: bool = False, overwrite: bool = False) -> None:
     """Write the documents of all ``inputs`` (path prefixes), in that order, as the pair ``output``.
 
-    An output that is there already is replaced when the new one is whole; it may be one of the inputs.
+    With ``overwrite`` an output that is there already is replaced when the new one is whole; it may be one of the
+    inputs.
 
     Raises:
-        IndexedDataError: no inputs, different dtypes, a damaged pair, or modes unexpected or missing.
+        IndexedDataError: an output that is there already, no inputs, different dtypes, a damaged pair, or modes
+            unexpected or missing.
     Cost: memory of the index arrays alone, whatever the size of the .bin files.
     """
     if isinstance(inputs, str | bytes | os.PathLike):
@@ -31,6 +34,9 @@ def merge(inputs: Sequence[AnyPath], output: AnyPath, *, multimodal: bool = Fals
     prefixes = list(inputs)
     if not prefixes:
         raise IndexedDataError(f"{prefix}: nothing to merge; give at least one path prefix")
+    there = files_of(prefix)
+    if there and not overwrite:
+        raise IndexedDataError(f"{there[0]} is there already; pass overwrite (--overwrite) to replace the pair")
     with IndexedDataset(prefixes[0], multimodal) as first:
         dtype = first.dtype
     with IndexedDatasetBuilder(prefix + ".bin", dtype, multimodal) as builder:

@@ -238,6 +238,11 @@ def file_identity(path: str) -> tuple[int, int, int, int]:
         raise missing(path, error) from error
 
 
+def identity_of(descriptor: int) -> tuple[int, int, int, int]:
+    """The same of an open file."""
+    return _identity(os.fstat(descriptor))
+
+
 def _identity(status: os.stat_result) -> tuple[int, int, int, int]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -23,8 +23,9 @@ from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType, Header
 from sixfold.indexed_data.ids import IdRange, as_row, checked_ids, whole_number
 from sixfold.indexed_data.index import BLOCK
-from sixfold.indexed_data.paths import AnyPath, anchored, output_file
+from sixfold.indexed_data.paths import AnyPath, anchored, input_prefix, output_file
 from sixfold.indexed_data.reader import IndexedDataset
+from sixfold.indexed_data.storage import file_identity, identity_of
 from sixfold.indexed_data.verifying import ids_outside
 
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32
@@ -117,6 +118,9 @@ class IndexedDatasetBuilder:
             raise
 
     def _append_pair(self, path_prefix: AnyPath) -> None:
+        # Looked at before it is opened: what is copied below has to be the file that is checked here.
+        bin_path = input_prefix(path_prefix) + ".bin"
+        before = file_identity(bin_path) if os.path.exists(bin_path) else ()
         with IndexedDataset(path_prefix, self.multimodal) as pair:
             if pair.dtype != self.dtype:
                 raise IndexedDataError(
@@ -130,7 +134,7 @@ class IndexedDatasetBuilder:
                 for problem in ids_outside(pair._opened()[0], ids, self._allowed.vocab_size):
                     raise IndexedDataError.broken(problem, "Nothing of this pair was added")
             nbytes = ids.nbytes
-            self._append_file(pair.path_prefix + ".bin", nbytes)
+            self._append_file(pair.path_prefix + ".bin", nbytes, before)
             for a, b in _blocks(1, len(pair.document_indices), BLOCK):
                 self._documents.frombytes((pair.document_indices[a:b] + len(self._lengths)).tobytes())
             self._lengths.frombytes(pair.sequence_lengths.tobytes())
@@ -196,6 +200,12 @@ class IndexedDatasetBuilder:
 
     # steps
 
+    def _not_written(self, error: OSError) -> IndexedDataError:
+        return IndexedDataError(
+            f"{self._bin_path}: not written, {error.strerror}; no new pair is made, and one of that name stays as it "
+            "was"
+        )
+
     def _undo(self, error: BaseException, sequences: int, documents: int) -> None:
         """A call that raises has added nothing, also where Ctrl-C came between its steps and the caller goes on."""
         if self._state != "open" or isinstance(error, IndexedDataError):  # raised before anything was changed
@@ -229,7 +239,7 @@ class IndexedDatasetBuilder:
             self._file.write(ids)
         except OSError as error:
             self.abort()
-            raise IndexedDataError(f"{self._bin_path}: not written, {error.strerror}; no pair is left") from error
+            raise self._not_written(error) from error
         if one:
             self._lengths.append(n)
             if self.multimodal:
@@ -255,20 +265,32 @@ class IndexedDatasetBuilder:
             raise IndexedDataError(f"{len(kinds)} modes for {len(counts)} sequences; each has one")
         return counts, kinds
 
-    def _append_file(self, path: str, nbytes: int) -> None:
-        """Append ``nbytes`` bytes of ``path``: copied inside the kernel, never through this process's memory."""
+    def _append_file(self, path: str, nbytes: int, identity: tuple[int, ...]) -> None:
+        """Append ``nbytes`` bytes of the file ``path`` of that identity.
+
+        Copied inside the kernel, never through this process's memory.
+        """
         try:
             self._file.flush()
             end = os.fstat(self._file.fileno()).st_size
             with open(path, "rb") as source:
-                copied = copy(source.fileno(), self._file.fileno(), nbytes)
-            if copied != nbytes:
+                same = identity_of(source.fileno()) == identity
+                copied = copy(source.fileno(), self._file.fileno(), nbytes) if same else 0
+                same = same and identity_of(source.fileno()) == identity  # nobody wrote into it meanwhile
+            if copied != nbytes or not same:
                 os.ftruncate(self._file.fileno(), end)
                 self._file.seek(end)
+            if not same:
+                raise IndexedDataError(
+                    f"{path}: the pair was replaced or written to while it was joined, and its index is of what was "
+                    "there before. Join it again when nobody writes to it "
+                    "[see errors/indexed-data.html#a-pair-was-replaced-while-it-was-in-use]"
+                )
+            if copied != nbytes:
                 raise IndexedDataError(f"{path}: {copied} bytes, expected {nbytes}; it was cut while it was read")
         except OSError as error:
             self.abort()
-            raise IndexedDataError(f"{self._bin_path}: not written, {error.strerror}; no pair is left") from error
+            raise self._not_written(error) from error
 
     def _idx_path(self, idx_path: AnyPath | None) -> str:
         """Where the .idx goes; IndexedDataError for a place that cannot be, before anything is done."""
@@ -339,8 +361,9 @@ def _numbers(code: Literal["i", "b"], what: str, values: Sequence[int]) -> array
         given = list(values)  # once: a generator has no numbers for a second look
     except TypeError:
         raise IndexedDataError(f"{what}s is {values!r}; it is a sequence of whole numbers") from None
-    with suppress(TypeError, OverflowError):
-        return array(code, given)
+    if bool not in set(map(type, given)):
+        with suppress(TypeError, OverflowError):
+            return array(code, given)
     numbers = [whole_number(f"{what} {i}", value) for i, value in enumerate(given)]
     low, high = (0, LONGEST_SEQUENCE) if code == "i" else (-128, 127)
     for i, number in enumerate(numbers):

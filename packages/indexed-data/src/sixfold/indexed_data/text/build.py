@@ -21,12 +21,13 @@ import numpy as np
 from sixfold.indexed_data.disk import publish
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType
+from sixfold.indexed_data.ids import whole_number
 from sixfold.indexed_data.paths import AnyPath, output_prefix
 from sixfold.indexed_data.text.fingerprints import VARIES, fingerprint
-from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut
+from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut, refuse_unnamed_jsonl
 from sixfold.indexed_data.text.parts import LISTED_ERRORS, Job, PartReport, encodes_alike
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
-from sixfold.indexed_data.text.workers import part_name, run_parts
+from sixfold.indexed_data.text.workers import part_name, refuse_bootstrap, run_parts
 from sixfold.indexed_data.text.workshop import BadInput, part_prefix, workshop
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
@@ -66,6 +67,8 @@ def build(
     json_key: str = "text",
     text_documents: str = "file",
     append_eod: bool = True,
+    special_tokens: str = "text",
+    template: bool = False,
     dtype: str = "auto",
     workers: int = 1,
     on_error: str = "fail",
@@ -79,11 +82,12 @@ def build(
     Args:
         inputs: text or jsonl files, plain or .gz.
         output: path prefix of the pair, without extension.
-        tokenizer, eod_token: see ``load_tokenizer``.
-        format: ``auto`` (by extension: .jsonl and .json hold one object per line, others text), ``jsonl``, ``text``.
+        tokenizer, eod_token, special_tokens, template: see ``load_tokenizer``.
+        format: ``auto`` (by extension: .jsonl, .ndjson, .jsonlines and .json hold one object per line, others text),
+            ``jsonl``, ``text``.
         json_key: where an object has its text.
         text_documents: what is a document of a text file: the ``file``, a ``paragraph`` or a ``line``.
-        append_eod: end every document with the tokenizer's EOD.
+        append_eod: end every document with the tokenizer's EOD, if it does not end so.
         dtype: ``auto`` (``DType.optimal_dtype`` of the vocabulary), ``uint16`` or ``int32``.
         workers: processes that tokenize; with more than one, the calling script needs its ``__main__`` guard.
         on_error: a bad line ends the build (``fail``) or is counted (``skip``).
@@ -98,24 +102,30 @@ def build(
     names = [inputs] if isinstance(inputs, str | bytes | os.PathLike) else list(inputs)
     prefix = output_prefix(output)
     text = TextOptions(format=format, json_key=json_key, text_documents=text_documents)
-    loaded = load_tokenizer(tokenizer, eod_token)
+    workers, part_bytes = whole_number("workers", workers), whole_number("part_bytes", part_bytes)
+    refuse_bootstrap(workers)
+    loaded = load_tokenizer(tokenizer, eod_token, special_tokens=special_tokens, template=template)
     job = Job(
         text=text,
         tokenizer=loaded.name,
         eod_token=eod_token,
         append_eod=append_eod,
+        special_tokens=special_tokens,
+        template=template,
         dtype=_stored_dtype(dtype, loaded),
         on_error=on_error,
         encoding=fingerprint(loaded),
     )
     if append_eod and loaded.eod is None:
         raise IndexedDataError(f"{tokenizer} has no EOD to append; name it with eod_token, or pass append_eod=False")
-    if workers < 1 or part_bytes < 1 or not timeout_s > 0:
+    if workers < 1 or part_bytes < 1 or isinstance(timeout_s, str | bytes | bool) or not timeout_s > 0:
         sizes = f"workers is {workers}, part_bytes {part_bytes}, timeout_s {timeout_s}"
         raise IndexedDataError(f"{sizes}; the first two are >= 1, the last is > 0")
     if not names:
         raise IndexedDataError(f"{prefix}: no inputs; give at least one text or jsonl file")
     sources = [Source.of(name) for name in names]
+    for source in sources:
+        refuse_unnamed_jsonl(source.path, text)
     parts = cut(sources, job.text, part_bytes)
 
     def alike(number: int, folder: str) -> bool:
@@ -128,7 +138,24 @@ def build(
         reports = _make_parts(run_parts(parts, folder, job, loaded, workers, timeout_s), parts, progress)
         _refuse_changed(sources)
         _join(folder, len(parts), job, prefix)
+    for note in (found := _found(reports, job)):
+        warnings.warn(note, BuildNote, stacklevel=2)
+    notes = (*notes, *found)
     return _summary(prefix, parts, reports, job, notes, time.perf_counter() - started)
+
+
+def _found(reports: list[PartReport], job: Job) -> list[str]:
+    """Notes on what the documents hold."""
+    spelled, inside = (sum(getattr(report, name) for report in reports) for name in ("spelled", "ended_inside"))
+    notes = []
+    if spelled and job.special_tokens == "text":
+        notes.append(
+            f"{spelled} documents spell a special token of {job.tokenizer}; it is stored as text, and "
+            'special_tokens="ids" (--special-tokens ids) makes it the token'
+        )
+    if inside:
+        notes.append(f"{inside} documents have the EOD of {job.tokenizer} inside, where readers end them")
+    return notes
 
 
 def _stored_dtype(dtype: str, tokenizer: Tokenizer) -> str:

@@ -9,6 +9,7 @@ Text is passed on exactly as it is; nothing is stripped or normalised.
 from __future__ import annotations
 
 import os
+import re
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -21,6 +22,10 @@ from sixfold.indexed_data.text.kinds import HEAD_BYTES, what_it_is
 FORMATS = ("auto", "jsonl", "text")
 TEXT_DOCUMENTS = ("file", "paragraph", "line")
 _NO_END = 2**63 - 1
+_JSONL = re.compile(r"\.(jsonl|ndjson|jsonlines|json)(\.\d+)?$")  # a number: of a log that was rotated, of split -d
+_BOM = b"\xef\xbb\xbf"  # of UTF-8: a mark of editors, no text
+_LOOKS_LIKE_JSON = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"')
+_FIRST_LINE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +127,7 @@ def cut(sources: Sequence[Source], options: TextOptions, part_bytes: int) -> lis
 
 def _pieces(source: Source, options: TextOptions, part_bytes: int) -> Iterator[tuple[Slice, int]]:
     by_lines = _is_jsonl(source.path, options) or options.text_documents == "line"
-    if not by_lines or source.path.endswith(".gz"):
+    if not by_lines or is_gzip(source.path):
         yield Slice(source.path, 0, _NO_END), source.size
         return
     for begin in range(0, source.size, part_bytes):
@@ -130,21 +135,31 @@ def _pieces(source: Source, options: TextOptions, part_bytes: int) -> Iterator[t
         yield Slice(source.path, begin, end), end - begin
 
 
+_ONE_PER_LINE = "one object per line is read: jq -c"
+_SPREAD = f"a JSON text over several lines; {_ONE_PER_LINE} '.[]' FILE of a list, jq -c . FILE of objects"
+_LIST = f"a JSON list, not an object; {_ONE_PER_LINE} '.[]' FILE"
+_CR = "the lines of the file end in CR alone; give them line feeds first: tr '\\r' '\\n'"
+
+
 class Lines:
     """The lines of one slice with their numbers, without the newline at their end. ``count`` grows with the reading."""
 
     def __init__(self, piece: Slice) -> None:
         self.piece, self.count = piece, 0
+        self.newline = False  # at the end of the line that was given last
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
         with _open(self.piece.path) as file:
             position = self.piece.begin
-            if position:  # the line that begins before this slice belongs to the slice before
+            if not position:
+                position += len(_without_mark(file))
+            else:  # the line that begins before this slice belongs to the slice before
                 file.seek(position - 1)
                 position += len(file.readline()) - 1
             while position < self.piece.end and (line := file.readline()):
                 position += len(line)
                 self.count += 1
+                self.newline = line.endswith(b"\n")
                 yield self.count, line.removesuffix(b"\n")
 
 
@@ -158,7 +173,7 @@ def documents(lines: Lines, options: TextOptions) -> Iterator[Document]:
         if _is_jsonl(lines.piece.path, options):
             yield from _of_jsonl(lines, options.json_key)
         elif options.text_documents == "line":
-            yield from (_decoded(number, line) for number, line in lines if line.strip())
+            yield from _of_text_lines(lines)
         elif options.text_documents == "paragraph":
             yield from _of_paragraphs(lines)
         else:
@@ -180,10 +195,15 @@ def _of_jsonl(lines: Lines, key: str) -> Iterator[Document]:
         try:
             value: Any = json.loads(decoded.text)
         except (ValueError, RecursionError) as error:
+            if number == 1 and not lines.piece.begin and line.strip() in (b"[", b"{"):
+                yield Document(number, None, _SPREAD)
+                continue
             what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
             yield Document(number, None, f"not JSON: {what}")
             continue
-        if not isinstance(value, dict):
+        if isinstance(value, list):
+            yield Document(number, None, _LIST)
+        elif not isinstance(value, dict):
             yield Document(number, None, f"a JSON {type(value).__name__}, not an object")
         elif not isinstance(text := value.get(key), str):
             yield Document(number, None, f"no string at key {key!r}")
@@ -193,24 +213,50 @@ def _of_jsonl(lines: Lines, key: str) -> Iterator[Document]:
             yield Document(number, text)
 
 
+def _of_text_lines(lines: Lines) -> Iterator[Document]:
+    for number, line in lines:
+        if _ends_in_cr(lines, number, line):
+            yield Document(number, None, _CR)
+        elif line.strip():
+            yield _decoded(number, line.removesuffix(b"\r"))
+
+
+def _ends_in_cr(lines: Lines, number: int, line: bytes) -> bool:
+    """Whether the whole file is one line to us and several to who wrote it."""
+    return number == 1 and not lines.piece.begin and not lines.newline and b"\r" in line.rstrip(b"\r")
+
+
 def _of_paragraphs(lines: Lines) -> Iterator[Document]:
     paragraph: list[bytes] = []
     first = 1
     for number, line in lines:
+        if _ends_in_cr(lines, number, line):
+            yield Document(number, None, _CR)
+            return
         if line.strip():
             if not paragraph:
                 first = number
             paragraph.append(line)
         elif paragraph:
-            yield _decoded(first, b"\n".join(paragraph))
+            yield _decoded(first, b"\n".join(paragraph).removesuffix(b"\r"))
             paragraph = []
     if paragraph:
-        yield _decoded(first, b"\n".join(paragraph))
+        yield _decoded(first, b"\n".join(paragraph).removesuffix(b"\r"))
 
 
 def _of_file(path: str) -> Document:
     with _open(path) as file:
+        _without_mark(file)
         return _decoded(1, file.read())
+
+
+def _without_mark(file: IO[bytes]) -> bytes:
+    """Go behind the mark at the beginning of a file of UTF-8, if there is one; gives it."""
+    mark = file.read(len(_BOM))
+    if mark == _BOM:
+        return mark
+    file.seek(0)
+    return b""
 
 
 def _decoded(line: int, data: bytes) -> Document:
@@ -235,11 +281,38 @@ def _has_lone_surrogate(line: bytes, text: str) -> bool:
 def _is_jsonl(path: str, options: TextOptions) -> bool:
     if options.format != "auto":
         return options.format == "jsonl"
-    return path.removesuffix(".gz").endswith((".jsonl", ".json"))
+    name = os.path.basename(path).lower().removesuffix(".gz")
+    return _JSONL.search(name) is not None
+
+
+def refuse_unnamed_jsonl(path: str, options: TextOptions) -> None:
+    """IndexedDataError for JSON lines that would be read as text, since their file has another extension."""
+    if options.format != "auto" or _is_jsonl(path, options):
+        return
+    import json  # only here: reading pairs should not load it
+
+    try:
+        with _open(path) as file:
+            line = file.readline(_FIRST_LINE_BYTES)
+        if not _LOOKS_LIKE_JSON.match(line):
+            return
+        value = json.loads(line.removeprefix(_BOM))
+    except (OSError, EOFError, ValueError, RecursionError):  # told where it is read, or no JSON
+        return
+    if isinstance(value, dict) and isinstance(value.get(options.json_key), str):
+        raise IndexedDataError(
+            f"{path}: its first line is a JSON object with a text at {options.json_key!r}, and its name does not end "
+            'in .jsonl: say which it is, format="jsonl" (--format jsonl) or format="text"'
+        )
+
+
+def is_gzip(path: str) -> bool:
+    """Whether it is read as gzip, by its name."""
+    return path.lower().endswith(".gz")
 
 
 def _open(path: str) -> IO[bytes]:
-    if path.endswith(".gz"):
+    if is_gzip(path):
         import gzip  # only here: most inputs are plain
 
         return gzip.open(path, "rb")  # type: ignore[return-value]  # a GzipFile reads like one

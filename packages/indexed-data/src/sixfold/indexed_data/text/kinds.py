@@ -57,7 +57,7 @@ def what_it_is(name: str, head: bytes, tail: bytes) -> tuple[str, str] | None:
     for ending in (".tar.gz", *_ENDINGS):
         if name.lower().endswith(ending):
             return _ENDINGS[ending]
-    if name.endswith(".gz"):
+    if name.lower().endswith(".gz"):
         return None
     if head.startswith(b"PAR1") and tail.endswith(b"PAR1"):  # letters alone: only both ends tell
         return _ENDINGS[".parquet"]

@@ -36,6 +36,8 @@ class Job:
     tokenizer: str
     eod_token: str | None
     append_eod: bool
+    special_tokens: str
+    template: bool
     dtype: str
     on_error: str
     encoding: Fingerprint
@@ -53,6 +55,8 @@ class PartReport:
     sequences: int = 0
     tokens: int = 0
     empty_documents: int = 0
+    spelled: int = 0  # documents whose text spells a special token
+    ended_inside: int = 0  # documents with the EOD before their end
     bad_lines: int = 0
     bad: list[tuple[int, int, str]] = field(default_factory=list)  # the first LISTED_ERRORS places
     lines: list[int] = field(default_factory=list)  # of each slice, so that the next part can count on
@@ -133,6 +137,13 @@ def _add(
     except Exception as error:  # a tokenizer is anybody's code, and the line says more than its traceback
         report.fatal = (*at, f"tokenizer {tokenizer.name} failed: {type(error).__name__}: {error}")
         return
+    if tokenizer.special_texts and any(token in text for token in tokenizer.special_texts):
+        report.spelled += 1
+    if tokenizer.may_spell_eod and tokenizer.eod is not None and _has_inside(ids, tokenizer.eod, job):
+        if job.special_tokens == "text":
+            _count_bad(report, (*at, _eod_inside(tokenizer)), job)
+            return
+        report.ended_inside += 1
     try:
         builder.add_document(ids)
     except IndexedDataError as error:
@@ -145,6 +156,23 @@ def _add(
     report.tokens += len(ids)
 
 
+def _has_inside(ids: Any, eod: int, job: Job) -> bool:
+    """Whether a document's ids have the EOD where it is not the end that was appended."""
+    if isinstance(ids, np.ndarray):
+        found = np.flatnonzero(ids == eod)
+        return found.size > 0 and (not job.append_eod or int(found[0]) != ids.size - 1)
+    if isinstance(ids, list | tuple):
+        return eod in ids and (not job.append_eod or ids.index(eod) != len(ids) - 1)
+    return False
+
+
+def _eod_inside(tokenizer: Tokenizer) -> str:
+    return (
+        f"tokenizer {tokenizer.name} makes its EOD, {tokenizer.eod}, of this text, which would end the document there; "
+        'mark it as special in the tokenizer, or take its ids as they are: special_tokens="ids" (--special-tokens ids)'
+    )
+
+
 def _encoded(text: str, job: Job, tokenizer: Tokenizer) -> Any:
     ids = tokenizer.encode(text)
     return _with_end(ids, tokenizer.eod) if job.append_eod else ids
@@ -155,9 +183,11 @@ def _with_end(ids: Any, eod: int | None) -> Any:
     if isinstance(ids, str | bytes):
         return ids  # text, which the builder refuses: its letters are no ids
     if not isinstance(ids, np.ndarray):
-        return [*ids, eod]
+        return ids if isinstance(ids, list) and ids and ids[-1] == eod else [*ids, eod]
     if ids.size == 0:
         return [eod]
+    if ids.ndim == 1 and ids.dtype.kind in "iu" and ids[-1] == eod:
+        return ids  # the tokenizer has ended it, and a second end would be an empty document
     # Joined to an integer, a mask or another thing that the builder refuses would become integers too.
     return np.concatenate((ids, _end_for(ids.dtype, eod))) if ids.dtype.kind in "iuO" else ids
 

@@ -22,6 +22,7 @@ from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.paths import local_path
 
 BYTES_EOD = 256
+SPECIAL_TOKENS = ("text", "ids")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
@@ -37,9 +38,13 @@ class Tokenizer:
     files: tuple[str, ...] = ()  # what it is made of, besides this package
     library: str = ""  # name and version of what encodes, besides its files
     notes: tuple[str, ...] = ()  # what was changed when it was loaded, for the user to know
+    special_texts: tuple[str, ...] = ()  # how its special tokens are written
+    may_spell_eod: bool = True  # whether some text could give the EOD
 
 
-def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    name: str, eod_token: str | None = None, *, special_tokens: str = "text", template: bool = False
+) -> Tokenizer:
     """The tokenizer called ``name``.
 
     Args:
@@ -48,16 +53,23 @@ def load_tokenizer(name: str, eod_token: str | None = None) -> Tokenizer:
             arguments, looked for in the current folder too, that returns an object with ``encode(text) -> ids``,
             ``vocab_size`` and optionally ``eod`` and ``decode(ids)``.
         eod_token: for a .json file, the text of the token that ends a document.
+        special_tokens: for a .json file, what a text becomes that spells one of them, such as <|endoftext|>: ``text``
+            like any other, or ``ids``, the token's own.
+        template: for a .json file, whether each text gets what the file's own template adds, such as a BOS.
     Raises:
         IndexedDataError: there is no such tokenizer, or it lacks something.
     """
     name = local_path("tokenizer", name)
     if eod_token is not None and not name.endswith(".json"):
         raise IndexedDataError(f"eod_token is {eod_token!r} with tokenizer {name}; it goes with a FILE.json")
+    if special_tokens not in SPECIAL_TOKENS:
+        raise IndexedDataError(f"special_tokens is {special_tokens!r}; it is one of {', '.join(SPECIAL_TOKENS)}")
+    if template and not name.endswith(".json"):
+        raise IndexedDataError(f"template is given with tokenizer {name}; it goes with a FILE.json")
     if name == "bytes":
-        return Tokenizer("bytes", BYTES_EOD + 1, BYTES_EOD, _encode_bytes, _decode_bytes)
+        return Tokenizer("bytes", BYTES_EOD + 1, BYTES_EOD, _encode_bytes, _decode_bytes, may_spell_eod=False)
     if name.endswith(".json"):
-        return _from_file(name, eod_token)
+        return _from_file(name, eod_token, special_tokens, template)
     if ":" in name:
         return _from_factory(name)
     raise IndexedDataError(f"tokenizer is {name!r}; it is bytes, a FILE.json or MODULE:CALLABLE")
@@ -94,7 +106,7 @@ def _decode_bytes(ids: list[int]) -> str:
     return bytes(ids).decode("utf-8", errors="replace")
 
 
-def _from_file(path: str, eod_token: str | None) -> Tokenizer:
+def _from_file(path: str, eod_token: str | None, special_tokens: str, template: bool) -> Tokenizer:
     try:
         import tokenizers
     except ImportError as error:
@@ -112,16 +124,28 @@ def _from_file(path: str, eod_token: str | None) -> Tokenizer:
         eod = loaded.token_to_id(eod_token)
         if eod is None:
             raise IndexedDataError(f"{path}: has no token {eod_token!r}; eod_token names one of its tokens")
+    if special_tokens == "text":
+        if not hasattr(loaded, "encode_special_tokens"):
+            raise IndexedDataError(
+                f"tokenizers {tokenizers.__version__} always takes special tokens out of text; install 0.15 or later, "
+                'or pass special_tokens="ids"'
+            )
+        loaded.encode_special_tokens = True
+    changed = [f"{what} is switched off: documents are stored whole" for what in _made_whole(loaded)]
+    if not template and loaded.num_special_tokens_to_add(False):
+        added = ", ".join(loaded.encode("").tokens)
+        changed.append(f"its template, which adds {added}, is left out; template=True (--template) takes it")
     highest = max(loaded.get_vocab(with_added_tokens=True).values(), default=-1)  # there may be gaps: not their number
     return Tokenizer(
         path,
         highest + 1,
         eod,
-        lambda text: loaded.encode(text, add_special_tokens=False).ids,
+        lambda text: loaded.encode(text, add_special_tokens=template).ids,
         lambda ids: str(loaded.decode(ids, skip_special_tokens=False)),
         files=(path,),
         library=f"tokenizers {tokenizers.__version__}",
-        notes=tuple(f"{path}: {what} is switched off: documents are stored whole" for what in _made_whole(loaded)),
+        notes=tuple(f"{path}: {what}" for what in changed),
+        special_texts=tuple(str(token) for token in loaded.get_added_tokens_decoder().values() if token.special),
     )
 
 

@@ -14,7 +14,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sixfold.indexed_data.errors import IndexedDataError
-from sixfold.indexed_data.text.fingerprints import Fingerprint, differences, fingerprint
+from sixfold.indexed_data.text.fingerprints import differences, fingerprint
 from sixfold.indexed_data.text.inputs import Slice
 from sixfold.indexed_data.text.parts import Job, PartReport, build_part, read_report
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
@@ -26,6 +26,17 @@ if TYPE_CHECKING:  # most builds are small, and no reader of pairs needs process
 
 Parts = Sequence[tuple[Slice, ...]]
 _GONE_S = 10.0  # for the kernel to take a killed process away
+
+
+def refuse_bootstrap(workers: int) -> None:
+    """IndexedDataError in a worker that still loads the script which started it: it cannot start others then."""
+    from multiprocessing import current_process
+
+    if workers > 1 and getattr(current_process(), "_inheriting", False):
+        raise IndexedDataError(
+            "build with workers is called while a worker loads the script: put the call below if __name__ == "
+            '"__main__": [see errors/indexed-data.html#a-script-without-its-main-guard]'
+        )
 
 
 def run_parts(
@@ -69,6 +80,13 @@ def _run_side_by_side(
                 try:
                     yield crew.result(futures[number], part_name(slices))
                 except BrokenProcessPool as error:
+                    if crew.ended_by_themselves():
+                        raise IndexedDataError(
+                            f"a worker ended by itself before {part_name(slices)} was done; its own error is printed "
+                            "above. Each worker runs the calling script once more: what calls build stands below "
+                            'if __name__ == "__main__": there, or say workers=1 '
+                            "[see errors/indexed-data.html#a-script-without-its-main-guard]"
+                        ) from error
                     raise IndexedDataError(
                         f"a worker died before {part_name(slices)} was done (out of memory, or killed); finished parts "
                         "are kept, the same command goes on from them [see errors/indexed-data.html#a-worker-died]"
@@ -125,6 +143,13 @@ class _Crew:
                 "command goes on from them [see errors/indexed-data.html#workers-stand-still]"
             )
 
+    def ended_by_themselves(self) -> bool:
+        """Whether a worker ended with an error of Python, and none by a signal but the one that the pool sends then."""
+        for process in self._processes:
+            process.join(_GONE_S)
+        codes = [process.exitcode for process in self._processes]
+        return set(codes) <= {0, 1, -signal.SIGTERM} and 1 in codes
+
     def leave(self) -> None:
         """Wait until the workers have ended their parts and themselves, or do nothing, and then end them."""
         from multiprocessing.connection import wait
@@ -168,17 +193,18 @@ def _activity(pid: int | None) -> tuple[str, ...]:
 
 
 def _make_in_worker(slices: tuple[Slice, ...], prefix: str, job: Job) -> PartReport:
-    return _make(slices, prefix, job, _loaded(job.tokenizer, job.eod_token, job.encoding))
+    return _make(slices, prefix, job, _loaded(job))
 
 
 @lru_cache(maxsize=1)
-def _loaded(name: str, eod_token: str | None, encoding: Fingerprint) -> Tokenizer:
+def _loaded(job: Job) -> Tokenizer:
     """Once per worker: it works for one build, and tokenizers do not travel between processes.
 
     Raises:
         IndexedDataError: here it encodes otherwise than in the process of the build.
     """
-    loaded = load_tokenizer(name, eod_token)
+    name, encoding = job.tokenizer, job.encoding
+    loaded = load_tokenizer(name, job.eod_token, special_tokens=job.special_tokens, template=job.template)
     found = fingerprint(loaded)
     if found != encoding:
         raise IndexedDataError(

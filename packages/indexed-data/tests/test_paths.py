@@ -224,7 +224,7 @@ def test_a_link_at_a_final_name_is_replaced_and_what_it_leads_to_stays(folder):
     for end in (".bin", ".idx"):
         (folder / f"out{end}").symlink_to(f"sub/old{end}")
     assert IndexedDataset("out")[0].tolist() == [1]  # reading goes through
-    merge(["hand"], "out")
+    merge(["hand"], "out", overwrite=True)
     assert pair_bytes("out") == pair_bytes("hand")
     assert pair_bytes("sub/old") == old
 

@@ -182,3 +182,16 @@ def test_without_the_library_a_url_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(StorageError, match=r"sixfold-dist-ckpt\[fsspec\]"):
         dist_ckpt.load(state(0.0), "memory://run/c")
+
+
+@pytest.mark.parametrize("inner", ["file", "memory"])
+def test_a_chain_of_a_folder_over_another_file_system_is_a_place_too(tmp_path, memory, inner):
+    """``dir::`` makes a folder the root of a file system: the path must not be named twice."""
+    root = tmp_path if inner == "file" else "/run"
+    place = f"dir::{inner}://{root}/c"
+    dist_ckpt.save(state(1.0), place, group=None)
+    dist_ckpt.save(state(2.0), place, group=None)
+    loaded = dist_ckpt.load(state(0.0), place, group=None)
+    assert (loaded["step"], bool((loaded["w"] == 2.0).all())) == (2.0, True)
+    direct = dist_ckpt.load(state(0.0), f"{inner}://{root}/c" if inner == "memory" else tmp_path / "c", group=None)
+    assert direct["step"] == 2.0

@@ -97,7 +97,7 @@ class UrlStore(ByPointer, tells=True):
 
     def _infos(self) -> dict[str, Any]:
         fs, root = self._connection()
-        prefix = root.rstrip("/") + "/"
+        prefix = _below(root)
 
         def found() -> dict[str, Any]:
             fs.invalidate_cache()
@@ -116,7 +116,7 @@ class UrlStore(ByPointer, tells=True):
         return bytes(self._asked(lambda: fs.cat_file(self._path(name), **span, **limit), f"reading {name}"))
 
     def read_ranges(self, ranges: Sequence[ByteRange]) -> Iterator[tuple[ByteRange, bytes]]:
-        if not self._connection()[0].async_impl:  # others may bear one call at a time
+        if not _is_async(self._connection()[0]):  # others may bear one call at a time
             return super().read_ranges(ranges)
         return in_flight(lambda part: self.read(part.file, part.offset, part.offset + part.length), ranges)
 
@@ -175,13 +175,13 @@ class UrlStore(ByPointer, tells=True):
         try:
             return action(fs, path)
         except FileNotFoundError:
-            if fs.async_impl:  # an object store has none: what is missing is the bucket
+            if _is_async(fs):  # an object store has none: what is missing is the bucket
                 raise
             fs.makedirs(path.rpartition("/")[0], exist_ok=True)
             return action(fs, path)
 
     def _path(self, name: str) -> str:
-        return f"{self._connection()[1].rstrip('/')}/{name}"
+        return _below(self._connection()[1]) + name
 
     def _connection(self) -> tuple[Any, str]:
         """The file system of fsspec and the checkpoint's path in it."""
@@ -193,7 +193,10 @@ class UrlStore(ByPointer, tells=True):
                     f"{self._url}: URLs need the fsspec library: pip install 'sixfold-dist-ckpt[fsspec]'", errno.ENOSYS
                 ) from error
             options = {**_pool_options(self._url, fsspec.config.conf), **self._options}
-            self._opened = self._asked(lambda: fsspec.core.url_to_fs(self._url, **options), "opening it")
+            fs, root = self._asked(lambda: fsspec.core.url_to_fs(self._url, **options), "opening it")
+            if self._url.startswith("dir::"):  # a folder as a file system: its paths begin there, and not at the root
+                root = ""
+            self._opened = fs, root
         return self._opened
 
     def _asked(self, action: Callable[[], _Value], what: str) -> _Value:
@@ -220,9 +223,19 @@ class UrlStore(ByPointer, tells=True):
         return StorageError(text, getattr(error, "errno", None))
 
 
+def _is_async(fs: Any) -> bool:
+    """Whether requests go to a server; of ``dir::`` the file system within says so."""
+    return bool((fs.fs if fs.protocol == "dir" else fs).async_impl)
+
+
+def _below(root: str) -> str:
+    """What the paths of all files below begin with."""
+    return root.rstrip("/") + "/" if root else ""
+
+
 def _within(fs: Any, seconds: float) -> dict[str, float]:
     """A deadline of one call, as far as the file system knows one: without, a client may wait for minutes."""
-    return {"timeout": seconds} if fs.async_impl else {}
+    return {"timeout": seconds} if _is_async(fs) else {}
 
 
 def _pool_options(url: str, conf: Mapping[str, Any]) -> dict[str, Any]:

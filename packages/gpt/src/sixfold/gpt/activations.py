@@ -127,7 +127,7 @@ def _core_bytes(config: TrainConfig, shape: Shape, device: str) -> int:
         return 2 * shape.t * shape.k * item + normaliser
     keys = shape.b * shape.s if shape.gathers_keys else shape.t
     if backend == "blocks":
-        return 2 * keys * shape.k * item + _probabilities(shape) * item
+        return 2 * keys * shape.k * item + probabilities(shape) * item
     # Keys are repeated where the kernel groups no queries itself.
     groups = shape.repeats == 1 or (device != "cpu" and config.train.precision != "fp32")
     found = normaliser
@@ -139,7 +139,7 @@ def _core_bytes(config: TrainConfig, shape: Shape, device: str) -> int:
     return found + 2 * keys * (shape.k if groups else shape.q) * item
 
 
-def _probabilities(shape: Shape) -> int:
+def probabilities(shape: Shape) -> int:
     """Elements of blocks of queries times the keys up to their end; of the rank of cp that has most."""
     chunk = shape.s // (2 * shape.cp)
     chunks: list[tuple[tuple[int, int], ...]] = [((0, shape.s),)]

@@ -19,6 +19,9 @@ from sixfold.gpt.errors import ConfigError
 # The reference slides' own figures: 600 TFLOP/s achieved on an H100 in matrix products, 85 % of a node's links.
 MATMUL_EFFICIENCY = 600 / 989.4
 LINK_EFFICIENCY = 0.85
+# An A100 comes nearer to its peak: whole steps reach a hardware utilisation of 76.8 % in llm-foundry's table of
+# published runs (13B, 4096), so products are at least as fast. See published.py for the source.
+MATMUL_EFFICIENCY_A100 = 0.768
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +33,11 @@ class Device:
         peak_flops: dense bf16, as the maker says; what MFU is a part of. None: no MFU is told.
         flops, flops_fp32: achieved in matrix products. None: no time is told.
         memory_bytes: what a process can have of it. None: everything fits.
-        memory_bytes_per_s: of its memory, for the optimizer's step.
+        memory_bytes_per_s: of its memory, for the optimizer's step and operators without products.
         near_bytes_per_s: into a device from the others of its node.
         node_bytes_per_s: of all links of a node together.
         latency_s: of a collective or a message, whatever its size.
+        measured: the rates were measured by `sixfold doctor`.
     """
 
     name: str
@@ -47,6 +51,7 @@ class Device:
     near_bytes_per_s: float
     node_bytes_per_s: float
     latency_s: float
+    measured: bool = False
 
     @property
     def far_bytes_per_s(self) -> float:
@@ -59,15 +64,23 @@ class Device:
 
 
 def _gpu(
-    name: str, *, bf16: float, fp32: float, mebibytes: int, memory_tb_per_s: float, nvlink_gb: float, gbit: float
+    name: str,
+    *,
+    bf16: float,
+    fp32: float,
+    mebibytes: int,
+    memory_tb_per_s: float,
+    nvlink_gb: float,
+    gbit: float,
+    efficiency: float = MATMUL_EFFICIENCY,
 ) -> Device:
     return Device(
         name=name,
         kind="cuda",
         per_node=8,
         peak_flops=bf16 * 1e12,
-        flops=bf16 * 1e12 * MATMUL_EFFICIENCY,
-        flops_fp32=fp32 * 1e12 * MATMUL_EFFICIENCY,
+        flops=bf16 * 1e12 * efficiency,
+        flops_fp32=fp32 * 1e12 * efficiency,
         memory_bytes=mebibytes * 2**20,
         memory_bytes_per_s=memory_tb_per_s * 1e12 * LINK_EFFICIENCY,
         near_bytes_per_s=nvlink_gb / 2 * 1e9 * LINK_EFFICIENCY,
@@ -81,7 +94,16 @@ def _gpu(
 # eighth of the system). Memory in MiB is what the driver shows of it. Links: eight a node, of 200 Gbit/s in a DGX A100
 # and of 400 in DGX H100, H200 and B200, as their data sheets say.
 _TABLE = (
-    _gpu("a100", bf16=312, fp32=19.5, mebibytes=81_920, memory_tb_per_s=2.039, nvlink_gb=600, gbit=200),
+    _gpu(
+        "a100",
+        bf16=312,
+        fp32=19.5,
+        mebibytes=81_920,
+        memory_tb_per_s=2.039,
+        nvlink_gb=600,
+        gbit=200,
+        efficiency=MATMUL_EFFICIENCY_A100,
+    ),
     _gpu("h100", bf16=989.4, fp32=66.9, mebibytes=81_559, memory_tb_per_s=3.35, nvlink_gb=900, gbit=400),
     _gpu("h200", bf16=989.4, fp32=66.9, mebibytes=143_771, memory_tb_per_s=4.8, nvlink_gb=900, gbit=400),
     _gpu("b200", bf16=2250, fp32=75, mebibytes=183_359, memory_tb_per_s=8.0, nvlink_gb=1800, gbit=400),
@@ -135,7 +157,14 @@ def device_of_machine(path: str | Path) -> Device:
         device = device_named(found["device"])
         numbers = {
             key: float(found[key])
-            for key in ("flops", "flops_fp32", "near_bytes_per_s", "node_bytes_per_s", "latency_s")
+            for key in (
+                "flops",
+                "flops_fp32",
+                "memory_bytes_per_s",
+                "near_bytes_per_s",
+                "node_bytes_per_s",
+                "latency_s",
+            )
             if found.get(key) is not None
         }
         sizes = {key: int(found[key]) for key in ("memory_bytes", "per_node") if found.get(key) is not None}
@@ -147,4 +176,4 @@ def device_of_machine(path: str | Path) -> Device:
     bad = [key for key, value in (numbers | sizes).items() if not (math.isfinite(value) and value > 0)]
     if bad:
         raise ConfigError(f"{path}: {bad[0]} is not a number > 0; run `sixfold doctor` again")
-    return replace(device, name=f"{device.name} ({path})", **numbers, **sizes)  # type: ignore[arg-type]
+    return replace(device, name=f"{device.name} ({path})", measured=True, **numbers, **sizes)  # type: ignore[arg-type]

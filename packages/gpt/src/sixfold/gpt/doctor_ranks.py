@@ -36,6 +36,7 @@ _TOLD_S = 5.0  # after the first error: time for rank 0's own deadline
 _SIZES = {"cpu": (2**12, 2**16, 2**20, 2**23), "cuda": (2**14, 2**20, 2**24, 2**27)}  # bytes of a rank's part
 _LARGEST = {"cpu": 2**28, "cuda": 2**32}  # bytes of all ranks' parts
 _MATMUL = {"cpu": 512, "cuda": 8192}
+_SUMMED = {"cpu": 2**22, "cuda": 2**27}  # elements: more than a core's cache holds
 _MEASURE_S = 0.15  # of one size, and of one product
 _CLOCK_ROUNDS = 5
 _CLOCK_WARN_S = 0.1
@@ -317,6 +318,8 @@ def _products(job: Job) -> None:
     job.meet("products")
     device = job.world.device
     rates = {name: _matmul_rate(device, dtype) for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32))}
+    moved = job.all(_memory_rate(device))
+    job.say(OK, "memory", f"{min(moved) / 1e9:.1f} to {max(moved) / 1e9:.1f} GB/s of elementwise sums on a rank")
     rows = job.all(rates)
     for name in rates:
         found = [row[name] for row in rows]
@@ -332,22 +335,29 @@ def _products(job: Job) -> None:
     job.machine |= {
         "flops": min(row["bf16"] for row in rows),
         "flops_fp32": min(row["fp32"] for row in rows),
+        "memory_bytes_per_s": min(moved),
     }
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of the best of as many square products as fit in ``_MEASURE_S``, two at least."""
+    """FLOP/s of the median of as many square products as fit in ``_MEASURE_S``, two at least.
+
+    Not of the best one: a step is made of all of them, on a machine that does other things too.
+    """
     size = _MATMUL[device.type]
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best, ends = float("inf"), 0.0
-    for turn in range(1_000):
-        best = min(best, _timed(lambda: a @ b, device)) if turn else best
-        if turn == 0:
-            _timed(lambda: a @ b, device)
-            ends = time.perf_counter() + _MEASURE_S
-        elif time.perf_counter() > ends:
-            break
-    return 2.0 * size**3 / best
+    _timed(lambda: a @ b, device)
+    times, ends = [_timed(lambda: a @ b, device)], time.perf_counter() + _MEASURE_S
+    while len(times) < 1_000 and time.perf_counter() < ends:
+        times.append(_timed(lambda: a @ b, device))
+    return 2.0 * size**3 / statistics.median(times)
+
+
+def _memory_rate(device: torch.device) -> float:
+    """Bytes per second that sums of float32 tensors of ``_SUMMED`` elements read and write, in the median."""
+    a, b, out = (torch.ones(_SUMMED[device.type], device=device) for _ in range(3))
+    times = [_timed(lambda: torch.add(a, b, out=out), device) for _ in range(12)][2:]
+    return 3.0 * 4 * a.numel() / statistics.median(times)
 
 
 def _timed(work: Callable[[], Any], device: torch.device) -> float:

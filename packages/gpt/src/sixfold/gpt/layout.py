@@ -32,11 +32,22 @@ class PlannedConfig(TrainConfig):
 
 @dataclass(frozen=True)
 class Layout:
-    """A configuration at the degrees of a world, cut into stages and ranks."""
+    """A configuration at the degrees of a world, cut into stages and ranks.
+
+    Attributes:
+        kind: of device, by which attention is chosen.
+        fused: operators without products are fused; None: where ``train.compile`` says so.
+    """
 
     config: TrainConfig
     parallel: ParallelConfig
-    kind: str  # of device, by which attention is chosen
+    kind: str
+    fused: bool | None = None
+
+    @property
+    def is_fused(self) -> bool:
+        """Chains of operators without products are one kernel each."""
+        return self.config.train.compile if self.fused is None else self.fused
 
     @property
     def microbatches(self) -> int:
@@ -201,6 +212,7 @@ def times_of(layout: Layout, device: Device) -> list[StageTimes]:
             layers,
             first=stage == 0,
             last=layout.is_last(stage),
+            fused=layout.is_fused,
         )
         for stage, layers in enumerate(layout.layers)
     ]

@@ -22,6 +22,7 @@ from sixfold.gpt.devices import Device
 from sixfold.gpt.layout import Layout, PlannedConfig, compute_costs, device_costs, times_of
 from sixfold.gpt.on_paper import Simulated, plan_program, say_plan, schedule_for, simulated
 from sixfold.gpt.sizes import stage_parameters
+from sixfold.gpt.spread import Spread, spread_of
 from sixfold.gpt.stored import Stored, ranks_of
 from sixfold.gpt.times import optimizer_s, overlapped_s
 from sixfold.gpt.traffic import Sent, Traffic, dp_bytes, stage_sent, tp_sums
@@ -117,23 +118,40 @@ class Planned:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOP/s over the device's peak."""
+        """Model FLOP/s over the device's peak: never above the efficiency that products are planned with."""
         if self.flops_per_rank is None or self.device.peak_flops is None:
             return None
         return self.flops_per_rank / self.device.peak_flops
 
+    @property
+    def spread(self) -> Spread:
+        """How published runs of this kind lay about what is planned for them."""
+        return spread_of(self.config, self.device)
 
-def plan_layout(config: TrainConfig, world: int, device: Device, *, memory_bytes: int | None = None) -> Planned:
+    @property
+    def step_s_range(self) -> tuple[float, float] | None:
+        """Seconds of a step, by ``spread``: the fastest and the slowest."""
+        return None if self.step_s is None else (self.step_s / self.spread.high, self.step_s / self.spread.low)
+
+    def range_of(self, speed: float | None) -> list[float] | None:
+        """Lowest and highest of something that grows with the speed."""
+        return None if speed is None else [speed * self.spread.low, speed * self.spread.high]
+
+
+def plan_layout(
+    config: TrainConfig, world: int, device: Device, *, memory_bytes: int | None = None, fused: bool | None = None
+) -> Planned:
     """Work out what ``config`` takes on ``world`` ranks.
 
     Args:
         device: what each rank computes on.
         memory_bytes: of a rank; None: the device's.
+        fused: operators without products are fused, as Megatron-Core's are; None: where ``train.compile`` says so.
     Raises:
         ConfigError: the degrees do not divide the world.
     """
     parallel = check_world(config, world)
-    layout = Layout(config, parallel, device.kind)
+    layout = Layout(config, parallel, device.kind, fused)
     alone = simulated(layout, compute_costs(layout))
     stages = tuple(
         StagePlan(
@@ -308,5 +326,9 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "tokens_per_second": planned.tokens_per_second,
         "flops_per_rank": planned.flops_per_rank,
         "mfu": planned.mfu,
+        "step_seconds_range": None if planned.step_s_range is None else list(planned.step_s_range),
+        "tokens_per_second_range": planned.range_of(planned.tokens_per_second),
+        "mfu_range": planned.range_of(planned.mfu),
+        "range_from": planned.spread.source,
         "refused": list(planned.refused),
     }

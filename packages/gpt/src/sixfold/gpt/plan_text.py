@@ -196,12 +196,18 @@ def _times(planned: Planned) -> list[str]:
             f"time: not known for {planned.device.name}; give --tflops, --device or --machine FILE of doctor's"
         )
         return lines
-    mfu = "" if planned.mfu is None else f", MFU {planned.mfu:.1%}"
+    fast, slow = planned.step_s_range or (planned.step_s, planned.step_s)
+    low, high = planned.range_of(planned.tokens_per_second) or [0.0, 0.0]
+    mfus = planned.range_of(planned.mfu)
+    mfu = "" if mfus is None else f", MFU {mfus[0]:.0%} to {mfus[1]:.0%}"
     per_rank = "" if planned.flops_per_rank is None else f", {planned.flops_per_rank / 1e12:.1f} TFLOP/s a rank"
-    lines.append(
-        f"time on {planned.device.name}: {_seconds(planned.step_s)} a step, {planned.tokens_per_second:,.0f} "
-        f"tokens/s{per_rank}{mfu}"
-    )
+    own_mfu = "" if planned.mfu is None else f", MFU {planned.mfu:.1%}"
+    lines += [
+        f"time on {planned.device.name}: {_seconds(fast)} to {_seconds(slow)} a step, {low:,.0f} to {high:,.0f} "
+        f"tokens/s{mfu}",
+        f"  the range is that of {planned.spread.source} about their plans; this plan's own figure: "
+        f"{_seconds(planned.step_s)} a step, {planned.tokens_per_second:,.0f} tokens/s{per_rank}{own_mfu}",
+    ]
     return lines
 
 

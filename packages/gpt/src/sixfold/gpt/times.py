@@ -9,6 +9,10 @@ from matrix products, and they from it: computation runs at ``1 - COMPUTE_LOSS``
 ``1 - LINK_LOSS`` of its own until one of them is done. The two numbers are fitted to the three measured runs of
 Llama-3-70B in the reference slides (within 3 % of each), whose page on the harm of parallel communication to matrix
 products says why; with none, three configurations come out in another order than they were measured in.
+
+[Note: attention counts whole] A causal kernel skips half of attention's products and runs the others at about half
+the rate of large products (FlashAttention-2 on an H100: a third of the peak). So all of them are counted, at the rate
+of products, as MFU counts them: a planned MFU is never above the share of the peak that products are planned at.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ from typing import TYPE_CHECKING
 from sixfold.fsdp.cost_terms import Cluster, Run, replicate_s, transfer_s
 from sixfold.gpt.activations import Shape
 from sixfold.gpt.devices import Device
+from sixfold.gpt.elementwise import stage_moved
 from sixfold.gpt.sizes import Unit
 from sixfold.gpt.stored import Formats, ranks_of, wire_bytes
 from sixfold.gpt.traffic import Sent, stage_sent
@@ -27,8 +32,8 @@ from sixfold.gpt.traffic import Sent, stage_sent
 if TYPE_CHECKING:
     from sixfold.gpt.config import ParallelConfig, TrainConfig
 
-COMPUTE_LOSS = 0.15
-LINK_LOSS = 0.54
+COMPUTE_LOSS = 0.02
+LINK_LOSS = 0.56
 _OPTIMIZER_BYTES = 34  # read and written for an element: gradient twice, main weight and two moments both ways, bf16
 
 
@@ -50,7 +55,7 @@ class StageFlops:
 
 
 def stage_flops(config: TrainConfig, parallel: ParallelConfig, layers: Sequence[int], *, last: bool) -> StageFlops:
-    """Of matrix products and attention; the mask's half of attention's products counts as not computed.
+    """Of matrix products and attention, whose products count whole. [Note: attention counts whole]
 
     Of experts those that a token meets, in equal shares of the ranks. Attention's backward is twice its forward.
     Recomputation is part of ``backward_input``.
@@ -59,7 +64,7 @@ def stage_flops(config: TrainConfig, parallel: ParallelConfig, layers: Sequence[
     sparse = sum(map(model.has_experts, layers))
     weights = (len(layers) - sparse) * model.layer_matmul_parameters + sparse * model.expert_layer_matmul_parameters
     matrices = 2.0 * weights / parallel.tp * shape.t
-    attention = len(layers) * 4.0 * shape.q * shape.t * shape.s / 2
+    attention = len(layers) * 4.0 * shape.q * shape.t * shape.s
     projections = len(layers) * 2.0 * model.hidden_size * 2 * (shape.q + shape.k) * shape.t
     again = {"none": 0.0, "selective": attention + projections, "full": matrices + attention}[config.train.recompute]
     head = 2.0 * shape.h * shape.vocab * shape.t if last else 0.0
@@ -122,16 +127,20 @@ def stage_times(
     *,
     first: bool,
     last: bool,
+    fused: bool,
 ) -> StageTimes:
-    """Times of a stage of ``units`` on ``device``, whose ``flops`` are known."""
+    """Times of a stage of ``units`` on ``device``, whose ``flops`` are known; ``fused`` as in elementwise.py."""
     rate = device.flops_of(config.train.precision)
     assert rate is not None, f"{device.name} has no FLOP/s"
     flops = stage_flops(config, parallel, layers, last=last)
+    moved = stage_moved(config, Shape.of(config, parallel), device.kind, layers, last=last, fused=fused)
     ahead, back = stage_sent(config, Shape.of(config, parallel), parallel, layers, first=first, last=last)
     gather, reduce = _unit_transfers(config, parallel, device, units)
     return StageTimes(
-        forward=flops.forward / rate + sent_s(device, parallel, ahead),
-        backward_input=flops.backward_input / rate + sent_s(device, parallel, back),
+        forward=flops.forward / rate + moved.forward / device.memory_bytes_per_s + sent_s(device, parallel, ahead),
+        backward_input=flops.backward_input / rate
+        + moved.backward / device.memory_bytes_per_s
+        + sent_s(device, parallel, back),
         backward_weight=flops.backward_weight / rate,
         gather=gather,
         reduce=reduce,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.owned import ONE, given_out
+from sixfold.pipeline.side_effects import part_of
 from sixfold.pipeline.stage_run import StageRun
 
 __all__ = ["LossTail"]
@@ -74,7 +75,10 @@ class LossTail:
 
     def again(self, k: int, outputs: Any) -> None:
         """The loss is known; its backward starts here."""
-        self._root(k, self._loss(k, outputs, trained=True)[0])
+        value = self._loss(k, outputs, trained=True)[0]
+        if self.losses[k] is not None:  # else the caller of a step before this one has it
+            self._run.effects.compare("loss", part_of(self.losses[k]), part_of(value))
+        self._root(k, value)
 
     def _loss(self, k: int, outputs: Any, *, trained: bool) -> tuple[Tensor, Any, bool]:
         """The loss, its count, and whether ``loss_fn`` keeps it: a running sum goes on behind the result's back."""

@@ -9,8 +9,8 @@ soon as it was used, so that what is alive is what ``simulate`` counts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from sys import getrefcount
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.owned import ONE, alone, handed
 from sixfold.pipeline.randomness import RandomState
+from sixfold.pipeline.side_effects import Before, SideEffects, part_of
 from sixfold.pipeline.split import Values, as_tuple, check_travels
 from sixfold.pipeline.stage import Stage
 
@@ -111,6 +112,7 @@ class StageRun:
         self.store = store
         self.slots = slots
         self.calls: list[Callable[..., Any]] = [stage.call] * slots
+        self.effects = SideEffects(stage)  # of forwards that are run again
         self.clear()
 
     def clear(self) -> None:
@@ -125,6 +127,9 @@ class StageRun:
         self._roots: list[Roots] = [()] * slots
         self._random: list[RandomState | None] = [None] * slots
         self._began: list[RandomState | None] = [None] * slots
+        self._before: list[Before | None] = [None] * slots
+        self._parts: list[list[Tensor] | None] = [None] * slots
+        self.effects.new_step()
         self.store.drop()
 
     # ---- messages
@@ -192,6 +197,7 @@ class StageRun:
         """Slot ``k`` is not in flight any more."""
         self.kwargs[k] = {}
         self._began[k] = self._random[k] = None
+        self.effects.new_step()
 
     def predict(self, k: int) -> None:
         """F without a backward."""
@@ -222,8 +228,9 @@ class StageRun:
         self.inbox[k] = None
         self._random[k] = RandomState(self.stage.device)
         before = versions_of(inputs)
-        with saved_tensors_hooks(_dropped, _missing):
-            self.end.light(k, self.calls[k](*inputs, **self.kwargs[k]))
+        kwargs = self.kwargs[k]
+        with self.effects.noted(kwargs) as self._before[k], saved_tensors_hooks(_dropped, _missing):
+            self.end.light(k, self._with_part(k, self.calls[k](*inputs, **kwargs)))
         if versions_of(inputs) != before:
             raise ScheduleError(
                 f"stage {self.index} changes its input in place, and RECOMPUTE would start from what became of it; let "
@@ -233,12 +240,13 @@ class StageRun:
     def recompute(self, k: int) -> None:
         """RECOMPUTE whose backward is B."""
         with self._as_before(k):
-            self.end.again(k, self.calls[k](*self._inputs[k], **self.kwargs[k]))
+            self.end.again(k, self._compared(k, self.calls[k](*self._inputs[k], **self.kwargs[k])))
 
     def recompute_deferring(self, k: int) -> None:
         """RECOMPUTE whose backward is I and W."""
         with self._as_before(k):
-            self.end.again(k, self.store.forward(k, self.calls[k], self._inputs[k], self.kwargs[k]))
+            made = self.store.forward(k, self.calls[k], self._inputs[k], self.kwargs[k])
+            self.end.again(k, self._compared(k, made))
 
     # ---- backwards
 
@@ -303,10 +311,24 @@ class StageRun:
 
         return hand_back
 
-    def _as_before(self, k: int) -> AbstractContextManager[None]:
+    def _with_part(self, k: int, outputs: Any) -> Any:
+        self._parts[k] = part_of(outputs)
+        return outputs
+
+    def _compared(self, k: int, outputs: Any) -> Any:
+        """``outputs``, which are those of the first forward."""
+        first, self._parts[k] = self._parts[k], None
+        if first is not None:  # else a state was loaded since
+            self.effects.compare("output", first, part_of(outputs))
+        return outputs
+
+    @contextmanager
+    def _as_before(self, k: int) -> Iterator[None]:
         random, self._random[k] = self._random[k], None
+        before, self._before[k] = self._before[k], None
         assert random is not None, f"stage {self.index}: RECOMPUTE of slot {k} without its F"
-        return random.restored()
+        with random.restored(), self.effects.repeated(before or Before()):
+            yield
 
 
 class Onward:

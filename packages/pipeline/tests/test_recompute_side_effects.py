@@ -1,0 +1,209 @@
+"""A forward that RECOMPUTE runs again begins where it began, and counts once; what it cannot repeat is refused."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pipeline_helpers import square_loss
+from torch import Tensor, nn
+
+from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, passes, zb_h1
+
+M = 4
+
+
+class Stateful(nn.Module):
+    """A layer whose output depends on something besides its input, which its forward changes."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what = what
+        self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.norm = nn.BatchNorm1d(4, momentum=0.3)
+        self.register_buffer("codes", torch.linspace(-1, 1, 4))
+        self.plain = torch.zeros(4)
+        self.calls, self.memory = 0, None
+        self.seen: list[float] = []
+        self.torch = torch.Generator().manual_seed(3)
+        self.python, self.numpy, self.old = random.Random(3), np.random.default_rng(3), np.random.RandomState(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.layer(x)
+        return hidden + getattr(self, self.what.replace(" ", "_"))(hidden)
+
+    def counter(self, h: Tensor) -> Any:
+        self.calls += 1
+        return h * self.calls
+
+    def list_that_grows(self, h: Tensor) -> Any:
+        self.seen.append(1.0)
+        return h * len(self.seen)
+
+    def batch_norm(self, h: Tensor) -> Any:
+        return self.norm(h)
+
+    def codebook(self, h: Tensor) -> Any:
+        made = h * self.codes.clone()
+        with torch.no_grad():
+            self.codes.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return made
+
+    def replaced_buffer(self, h: Tensor) -> Any:
+        made = h * self.codes
+        self.codes = self.codes * 0.9 + 0.1 * h.detach().mean(0)
+        return made
+
+    def plain_tensor(self, h: Tensor) -> Any:
+        self.plain.mul_(0.5).add_(h.detach().mean(0))
+        return h * self.plain.clone()
+
+    def state_over_microbatches(self, h: Tensor) -> Any:
+        before, self.memory = self.memory, h.detach()
+        return h if before is None else h * before
+
+    def own_torch_generator(self, h: Tensor) -> Any:
+        return h * torch.rand(4, generator=self.torch)
+
+    def own_python_generator(self, h: Tensor) -> Any:
+        return self.other(h) if self.python.random() < 0.5 else h
+
+    def own_numpy_generator(self, h: Tensor) -> Any:
+        return self.other(h) if self.numpy.random() < 0.5 else h
+
+    def old_numpy_generator(self, h: Tensor) -> Any:
+        return self.other(h) if self.old.random() < 0.5 else h
+
+    def layer_drop(self, h: Tensor) -> Any:
+        return self.other(h) if random.random() < 0.5 else h
+
+    def numpys_random_numbers(self, h: Tensor) -> Any:
+        return self.other(h) if np.random.random() < 0.5 else h
+
+    def dropout(self, h: Tensor) -> Any:
+        return nn.functional.dropout(h, 0.5)
+
+    def state(self) -> list[Any]:
+        numbers = [self.calls, len(self.seen), *self.norm.state_dict().values(), self.codes, self.plain, self.memory]
+        draws = [torch.rand(3, generator=self.torch), self.python.random(), self.numpy.random(), self.old.random()]
+        return [*numbers, *draws, random.random(), float(np.random.random())]
+
+
+WHAT = [
+    "counter",
+    "list that grows",
+    "batch norm",
+    "codebook",
+    "replaced buffer",
+    "plain tensor",
+    "state over microbatches",
+    "own torch generator",
+    "own python generator",
+    "own numpy generator",
+    "old numpy generator",
+    "layer drop",
+    "numpys random numbers",
+    "dropout",
+]
+CASES = [*((what, gpipe(1, M)) for what in WHAT), ("batch norm", zb_h1(1, M)), ("layer drop", zb_h1(1, M))]
+
+
+def trained(what: str, step: Any, steps: int = 3) -> tuple[list[Any], list[Any]]:
+    """Gradients behind some steps, and the state that is left."""
+    torch.manual_seed(0), random.seed(0), np.random.seed(0)
+    module = Stateful(what)
+    run = step(module)
+    for _ in range(steps):
+        x = torch.randn(4 * M, 4, generator=torch.Generator().manual_seed(5))
+        run(x, x * 2)
+    return [p.grad for p in module.parameters()], module.state()
+
+
+def pipelined(program: Any) -> Any:
+    return lambda module: PipelineRunner(program, [Stage(module, 0)], None, square_loss).step
+
+
+@pytest.mark.parametrize(("what", "program"), CASES)
+def test_recompute_gives_the_gradients_and_the_state_of_one_forward(what, program):
+    theirs = trained(what, pipelined(program))
+    ours = trained(what, pipelined(passes.recompute(program)))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+HIDDEN = {"counts": 0}
+
+
+class Hides(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        HIDDEN["counts"] += 1
+        return self.layer(x) * HIDDEN["counts"]
+
+
+def edits_its_target(output: Tensor, target: Tensor) -> Tensor:
+    target.mul_(0.5)
+    return square_loss(output, target)
+
+
+@pytest.mark.parametrize(
+    ("module", "loss", "what"),
+    [(Hides, square_loss, "output"), (lambda: nn.Linear(4, 4), edits_its_target, "loss")],
+    ids=["global state", "target"],
+)
+def test_what_a_forward_cannot_repeat_is_refused_and_runs_without_recompute(module, loss, what):
+    torch.manual_seed(0)
+    x = torch.randn(4 * M, 4)
+    runner = PipelineRunner(passes.recompute(gpipe(1, M)), [Stage(module(), 0)], None, loss)
+    with pytest.raises(ScheduleError, match=f"RECOMPUTE of stage 0 made another {what} than its forward"):
+        runner.step(x, x * 2)
+    PipelineRunner(gpipe(1, M), [Stage(module(), 0)], None, loss).step(x, x * 2)
+
+
+def test_a_module_that_goes_from_eval_to_training_is_looked_at_again():
+    def trains_later(program: Any) -> Any:
+        def make(module: nn.Module) -> Any:
+            run, modes = pipelined(program)(module), iter([False, False, True])
+
+            def step(*given: Tensor) -> None:
+                module.norm.train(next(modes))
+                run(*given)
+
+            return step
+
+        return make
+
+    theirs, ours = (trained("batch norm", trains_later(p)) for p in (gpipe(1, M), passes.recompute(gpipe(1, M))))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_a_model_of_hugging_face_with_layer_drop_takes_the_same_layers_twice():
+    transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
+    config = transformers.WhisperConfig(
+        vocab_size=32, num_mel_bins=4, encoder_layers=3, encoder_attention_heads=2, decoder_layers=1, d_model=8,
+        decoder_attention_heads=2, encoder_ffn_dim=8, decoder_ffn_dim=8, encoder_layerdrop=0.5, max_source_positions=8,
+    )  # fmt: skip
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = transformers.models.whisper.modeling_whisper.WhisperEncoder(config)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.encoder(x).last_hidden_state
+
+    found = []
+    for program in (gpipe(1, M), passes.recompute(gpipe(1, M))):
+        torch.manual_seed(1)
+        module = Encoder().train()
+        x = torch.randn(2 * M, 4, 16)
+        torch.manual_seed(2)
+        loss = lambda output, _: output.square().mean()  # noqa: E731
+        PipelineRunner(program, [Stage(module, 0)], None, loss).step(x)
+        found.append([p.grad for p in module.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)

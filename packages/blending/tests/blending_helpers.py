@@ -24,6 +24,12 @@ class Tokenizer:
     unique_identifiers: dict[str, str] = {}  # noqa: RUF012
 
 
+class LargeTokenizer(Tokenizer):
+    """With a vocabulary for ids that count all tokens of a dataset."""
+
+    vocab_size = 2**31
+
+
 def naive_key(*parts):
     digest = blake2b(b"\x1f".join(str(part).encode() for part in ("sixfold-order-1", *parts)), digest_size=8).digest()
     return sum(byte << (8 * number) for number, byte in enumerate(digest))
@@ -180,7 +186,7 @@ def numbered(lengths, begin=1):
 
 
 def config(**fields):
-    base = {"random_seed": 1234, "sequence_length": 8, "tokenizer": Tokenizer(), "max_epochs": None}
+    base = {"random_seed": 1234, "sequence_length": 8, "tokenizer": LargeTokenizer(), "max_epochs": None}
     return GPTDatasetConfig(**(base | fields))
 
 

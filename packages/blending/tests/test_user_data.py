@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from blending_helpers import ListDataset, Tokenizer, blend, config, dataset, num
 
 from sixfold.blending import (
     BlendChange,
+    BlendedDataset,
     BlendedMegatronDatasetBuilder,
     BlendingError,
     GPTDataset,
@@ -316,3 +318,168 @@ def test_a_cache_beside_a_pair_without_the_order_that_has_one_is_told(pair):
     built(prefix, order="megatron")
     with pytest.warns(UserWarning, match=r'wiki/cache.*order="megatron"'):
         built(prefix)
+
+
+# ---- datasets that are not what they seem
+
+
+def test_one_file_under_two_names_is_refused_unless_its_parts_differ(pair, tmp_path):
+    prefix = pair([5] * 40)
+    for end in ("idx", "bin"):
+        os.symlink(f"{prefix}.{end}", tmp_path / f"linked.{end}")
+        os.link(f"{prefix}.{end}", tmp_path / f"hard.{end}")
+    for other in ("linked", "hard"):
+        for order in ("stateless", "apportioned"):
+            with pytest.raises(BlendingError, match=rf"wiki' and .*{other}' are one file under two names"):
+                stream([prefix, str(tmp_path / other)], [1, 1], order=order)
+        with pytest.warns(UserWarning, match="one file under two names.*its samples repeat"):
+            stream([prefix, str(tmp_path / other)], [1, 1], order="megatron")
+    made = config()
+    source = GPTDataset.build_low_level_dataset(prefix, made)
+    halves = [GPTDataset(source, name, part, 0, Split.train, made) for name, part in HALVES.items()]
+    assert BlendedDataset(halves, [1, 1], 20, made).get_batch(range(20))["tokens"].shape == (20, 8)
+
+
+HALVES = {"a": range(20), "b": range(20, 40)}
+
+
+def stream(prefixes, weights, size=100, cls=GPTDataset, **fields):
+    made = config(**({"blend": (prefixes, weights), "split": "1"} | fields))
+    return BlendedMegatronDatasetBuilder(cls, [size, 0, 0], lambda: True, made).build()[0]
+
+
+def test_a_multimodal_pair_is_refused_and_the_class_that_the_error_names_reads_it(tmp_path):
+    indexed_data = pytest.importorskip("sixfold.indexed_data", reason="needs sixfold-indexed-data, which writes pairs")
+    with indexed_data.IndexedDatasetBuilder(tmp_path / "a.bin", np.uint16, multimodal=True) as builder:
+        for number in range(20):
+            builder.add_document([number] * 5, [2, 3], [0, 1])
+    prefix = str(tmp_path / "a")
+    with pytest.raises(BlendingError, match=r"multimodal pair.*returns IndexedDataset\(prefix\)"):
+        stream([prefix], None)
+
+    class AllTheSame(GPTDataset):
+        @staticmethod
+        def build_low_level_dataset(dataset_path, config):
+            return indexed_data.IndexedDataset(dataset_path)
+
+    with pytest.warns(UserWarning, match="40 sequences in 20 documents"):
+        data = stream([prefix], None, cls=AllTheSame)
+    assert data.get_batch(range(9))["tokens"].max() < 20
+
+
+def test_sequences_of_documents_are_told_apart_by_why_and_by_a_word(tmp_path):
+    indexed_data = pytest.importorskip("sixfold.indexed_data", reason="needs sixfold-indexed-data, which writes pairs")
+    for name, lengths in (("several", [2, 3]), ("one", None)):
+        with indexed_data.IndexedDatasetBuilder(tmp_path / f"{name}.bin", np.uint16) as builder:
+            for number in range(20):
+                builder.add_document([number] * 5, lengths)
+    with pytest.warns(UserWarning, match=r"several has 40 sequences in 20 documents.*as one sequence"):
+        data = stream([str(tmp_path / "several")], None)
+    for position in range(12):
+        tokens, at = data.get_batch([position])["tokens"][0], 0
+        for part in data.why(position).ranges:
+            if at < len(tokens):
+                assert tokens[at] == part.document, "ids are numbers of documents here"
+                assert part.sequence is not None and part.sequence // 2 == part.document
+                assert f"document {part.document} sequence {part.sequence} [" in str(part)
+            at += part.length
+    with warnings.catch_warnings():  # the remedy
+        warnings.simplefilter("error")
+        whole = stream([str(tmp_path / "one")], None)
+    assert whole.why(3).ranges[0].sequence is None
+
+
+def test_ends_of_documents_that_are_not_the_configs_are_told():
+    ending = numbered([5] * 30)
+    for document in ending:
+        document[-1] = 7
+    with pytest.warns(UserWarning, match=r"16 of 16 documents of a .*the tokenizer's eod, 0, but with 7"):
+        dataset(ending, create_cu_seqlens=True, reset_position_ids=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        dataset(ending)  # nothing that needs it
+        dataset(ending, tokenizer=type("T", (), {"eod": 7})(), create_cu_seqlens=True, reset_position_ids=True)
+        dataset(ending, tokenizer=type("T", (), {"eod": -1})(), create_cu_seqlens=True)
+
+
+def test_an_id_beyond_the_vocabulary_is_refused_and_added_tokens_count():
+    documents = [[5, 6, 7, 8, 300]] * 30
+
+    def tokens(**fields):
+        return dataset(documents, tokenizer=type("T", (), {"eod": 8, **fields})()).get_batch(range(9))["tokens"]
+
+    for wrong in ({"vocab_size": 256}, {"vocab_size": 300}):
+        with pytest.raises(BlendingError, match=r"sample 0 of the batch has the id 300 at token .*len\(tokenizer\)"):
+            tokens(**wrong)
+    for right in ({"vocab_size": 301}, {}, {"vocab_size": 256, "eos": 300}, {"vocab_size": 0}):
+        assert tokens(**right).max() == 300
+    last = dataset([[1] * 8 + [9]], tokenizer=type("T", (), {"eod": 8, "vocab_size": 9})(), num_samples=None)
+    with pytest.raises(BlendingError, match="id 9 at token 8"):
+        last.get_batch([0])
+
+
+class Filtered:
+    """Every second sequence of another source, in place: a source with gaps."""
+
+    def __init__(self, whole):
+        self.tokens, self.dtype = whole.tokens, whole.dtype
+        self.sequence_lengths, self.pointers = whole.sequence_lengths[::2], whole.sequence_pointers[::2]
+
+    def get(self, idx, offset=0, length=None):
+        begin = int(self.pointers[idx]) // self.dtype.itemsize + offset
+        return self.tokens[begin : begin + (int(self.sequence_lengths[idx]) - offset if length is None else length)]
+
+
+def test_a_source_with_gaps_is_told_what_to_leave_out_and_reads_without_it():
+    source = Filtered(ListSource(numbered([5] * 40)))
+    source.sequence_pointers = source.pointers
+    with pytest.raises(BlendingError, match=r"A source with gaps .* has no sequence_pointers: leave them out"):
+        GPTDataset(source, "a", range(20), 50, Split.train, config()).get_batch(range(20))
+    del source.sequence_pointers
+    data = GPTDataset(source, "a", range(20), 50, Split.train, config())
+    assert ids_read(data) == ids_of(range(0, 40, 2))
+
+
+# ---- datasets that left
+
+
+def test_a_run_goes_on_without_a_dataset_that_left_the_blend_and_was_deleted(pair):
+    a, b = pair([5] * 40, 1, "a"), pair([7] * 30, 5000, "b")
+    fields = {"changes": [BlendChange(50, ([a], [1]))]}
+    then = stream([a, b], [1, 1], **fields)
+    state, expected = then.state_dict(80), then.get_batch(range(80, 99))["tokens"]
+    early = then.state_dict(20)
+    for end in ("bin", "idx"):
+        os.unlink(f"{b}.{end}")
+    with pytest.warns(UserWarning, match="b has left the blend and is not there"):
+        now = stream([a, b], [1, 1], **fields)
+    assert now.load_state_dict(json.loads(json.dumps(state))) == 80
+    assert np.array_equal(now.get_batch(range(80, 99))["tokens"], expected)
+    assert np.array_equal(now.counts(80), then.counts(80)) and now.state_dict(90)["datasets"]["1"]["name"] == "b"
+    later = now.state_dict(90)
+    assert now.load_state_dict(later) == then.load_state_dict(later) == 90
+    with pytest.raises(BlendingError, match=r"b\.idx and \.bin are not there"):
+        now.load_state_dict(early)
+    with pytest.raises(BlendingError, match=r"b\.idx and \.bin are not there"):
+        now.get_batch(range(50))
+    for still_read in ({"changes": [BlendChange(50, ([a, b], [1, 2]))]}, {"changes": []}):
+        with pytest.raises(BlendingError, match=r"b\.idx or .*is missing"):
+            stream([a, b], [1, 1], **still_read)
+    pair([7] * 30, 5000, "b")  # the remedy
+    assert np.array_equal(
+        stream([a, b], [1, 1], **fields).get_batch(range(50))["tokens"], then.get_batch(range(50))["tokens"]
+    )
+
+
+# ---- caches
+
+
+def test_a_full_disk_is_told_as_that(pair, tmp_path, monkeypatch):
+    def full(file, array, **_):
+        raise OSError(f"{array.size} requested and 992 written")  # as numpy says it
+
+    prefix = pair([5] * 40)
+    monkeypatch.setattr(np, "save", full)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=100))
+    with pytest.raises(BlendingError, match=r"the disk is full, \d+ bytes are needed and 100 are free; set"):
+        stream([prefix], [1], order="megatron", path_to_cache=str(tmp_path / "cache"))

@@ -7,8 +7,12 @@ batch size, the weights and the datasets can change at any step. In the others t
 datasets are read into one set of rows, and the arrays are made of the whole batch at once.
 """
 
+import os
+import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +30,7 @@ from sixfold.blending.dataset import (
     epoch_watch,
     one_sequence_length,
 )
-from sixfold.blending.epochs import EpochWatch
+from sixfold.blending.epochs import ENDLESS, EpochWatch
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.indices import blend_index, refuse_too_many_samples
 from sixfold.blending.megatron.describe import Identifiers, blend_identifiers
@@ -38,6 +42,7 @@ from sixfold.blending.reader import BatchReader
 from sixfold.blending.sample import Batch, output_array
 from sixfold.blending.schedule import Schedule, eras_of
 from sixfold.blending.shuffle import Shuffle
+from sixfold.blending.source import AbsentSource
 from sixfold.blending.state import STATE_VERSION, State, index_state, refuse_other_past, saved_position, stream_state
 from sixfold.blending.why import Why
 
@@ -91,6 +96,7 @@ class BlendedDataset(Samples):
                 f"two datasets are named {twice!r}; name them apart by dataset_names, or give one entry with the sum "
                 "of the weights if they are one"
             )
+        _refuse_one_file_twice(datasets, as_peer=config.order == "megatron")
         if weights is not None:
             _refuse_another_number_of_weights(len(weights), datasets, config)
             if size is None:
@@ -115,7 +121,11 @@ class BlendedDataset(Samples):
             for dataset, length in zip(datasets, lengths, strict=True)
         ]
         for number, dataset in enumerate(self.datasets):
-            if size != 0 and any(segment.tree.quotas[number] for segment in self.schedule.segments):
+            if (
+                size != 0
+                and not dataset.is_absent
+                and any(segment.tree.quotas[number] for segment in self.schedule.segments)
+            ):
                 dataset.order  # noqa: B018 - a dataset without tokens is refused now, not at its first sample
         if size is not None:
             _refuse_more_than_an_epoch(self.datasets, self.schedule.counts(len(self)).tolist())
@@ -206,6 +216,13 @@ class BlendedDataset(Samples):
         batch["dataset_id"][...] = dataset_B
         return batch
 
+    @property
+    def length_changes(self) -> tuple[int, ...]:
+        if not isinstance(self.schedule, Schedule):
+            return ()
+        pairs = pairwise(self.schedule.segments)
+        return tuple(later.begin for earlier, later in pairs if later.sequence_length != earlier.sequence_length)
+
     def locate(self, positions: npt.ArrayLike) -> tuple[I64, I64]:
         """(dataset (B,), sample (B,)) int64 of any positions."""
         return self.schedule.locate(checked_positions(positions, self.schedule.end))
@@ -277,7 +294,18 @@ class BlendedDataset(Samples):
         """
         position, version = saved_position(state)
         refuse_other_past(state, self._state(position, version), self.datasets)
+        for number, dataset in enumerate(self.datasets):
+            if isinstance(dataset.indexed_dataset, AbsentSource) and self._is_read_from(number, position):
+                raise dataset.indexed_dataset.asked()
         return position
+
+    def _is_read_from(self, dataset: int, position: int) -> bool:
+        """Whether a position from ``position`` on gives a sample of it, in the stateless order."""
+        assert isinstance(self.schedule, Schedule), "only a blend that changes has datasets that left it"
+        segments = self.schedule.segments
+        ends = [*(segment.begin for segment in segments[1:]), ENDLESS]
+        pairs = zip(segments, ends, strict=True)
+        return any(end > position and segment.tree.quotas[dataset] for segment, end in pairs)
 
 
 def _refuse_another_number_of_weights(
@@ -290,6 +318,29 @@ def _refuse_another_number_of_weights(
             f"there are {weights} weights for {len(datasets)} datasets; there are equally many, but for datasets "
             "that only changes name"
         )
+
+
+def _refuse_one_file_twice(datasets: Sequence[MegatronDataset], *, as_peer: bool) -> None:
+    """BlendingError for two datasets with sequences of one file in common, under any names; the peer's order warns."""
+    found: dict[tuple[int, int], list[MegatronDataset]] = {}
+    for dataset in datasets:
+        prefix = getattr(dataset.indexed_dataset, "path_prefix", None)
+        with suppress(OSError, TypeError):
+            status = os.stat(f"{prefix}.idx")
+            found.setdefault((status.st_dev, status.st_ino), []).append(dataset)
+    for group in found.values():
+        for number, dataset in enumerate(group):
+            for other in group[:number]:
+                if not other.part.shares_members(dataset.part):
+                    continue
+                problem = (
+                    f"{other.dataset_path!r} and {dataset.dataset_path!r} are one file under two names; give it one "
+                    "entry with the sum of the weights"
+                )
+                if not as_peer:
+                    raise BlendingError(problem)
+                if other.dataset_path != dataset.dataset_path:  # else the config has told it
+                    warnings.warn(f"{problem}: now its samples repeat", stacklevel=3)
 
 
 def _refuse_more_than_an_epoch(datasets: Sequence[MegatronDataset], asked: Sequence[int]) -> None:

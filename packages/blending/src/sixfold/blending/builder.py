@@ -10,13 +10,13 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from sixfold.blending.apportion import apportion
 from sixfold.blending.blended import BlendedDataset
 from sixfold.blending.cache import Note, Record, Stamp, stamps_of, sweep, try_to_write
 from sixfold.blending.checks import whole_number
-from sixfold.blending.config import BlendedMegatronDatasetConfig
+from sixfold.blending.config import Blend, BlendedMegatronDatasetConfig, special_token
 from sixfold.blending.dataset import MegatronDataset
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.describe import record_name
@@ -26,7 +26,7 @@ from sixfold.blending.names import text_of
 from sixfold.blending.plan import build_cost, shares
 from sixfold.blending.prefixes import pair_of
 from sixfold.blending.shuffle import Shuffle
-from sixfold.blending.source import DocumentSource, Part
+from sixfold.blending.source import AbsentSource, DocumentSource, Part, several_sequences
 from sixfold.blending.splits import Bookends, Split, part_range
 from sixfold.blending.threads import on_threads
 
@@ -40,6 +40,10 @@ _WHOLE = (0.0, 1.0)
 # time than it is read from a table that large; beyond, the table is made when someone asks for it.
 _TABLE_AHEAD = 2**24
 _DEADLINE_S = 3600.0  # in which builder threads end at least one item
+_ALIKE = (
+    "order", "random_seed", "sequence_length", "document_shuffle", "split_matrix", "mid_level_dataset_surplus",
+    "multiple_validation_sets", "full_validation",
+)  # fmt: skip
 T = TypeVar("T")
 S = TypeVar("S")
 
@@ -129,9 +133,10 @@ class BlendedMegatronDatasetBuilder:
             return self._mock_parts()
         if self.group is None:
             return self._parts()
-        from sixfold.blending.ranks import gather_together, share_place, together
+        from sixfold.blending.ranks import gather_together, refuse_differences, share_place, together
 
         here = together(self.is_built_on_rank, self.group)
+        refuse_differences(gather_together(lambda: self._told() if here else None, self.group))
         if self.config.order != "stateless":
             place, places = share_place(here, self.group)
             if here:
@@ -140,6 +145,29 @@ class BlendedMegatronDatasetBuilder:
             together(lambda: self._keep(found, place), self.group)
             together(lambda: self._build_blends(place, places), self.group)
         return together(lambda: self._parts() if here else [None] * len(Split), self.group)
+
+    def _told(self) -> dict[str, Any]:
+        """What all ranks have to have alike, in the order in which a difference is told: the config, then the data."""
+        config = self.config
+        told: dict[str, Any] = {name: getattr(config, name) for name in _ALIKE} | {"sizes": self.sizes}
+        told |= {f"tokenizer.{name}": special_token(config.tokenizer, name) for name in ("eod", "pad")}
+        for split in Split:
+            blend = config.blend_of(split)
+            told[f"blend of {split.name}"] = None if blend is None else self._named(blend)
+        told["changes"] = [
+            [change.at, None if change.blend is None else self._named(change.blend), change.sequence_length]
+            for change in config.changes
+        ]
+        if not config.mock:
+            self._open()
+            for prefix, source in self._opened.items():
+                if not isinstance(source, AbsentSource):
+                    part = Part(source, range(self.cls.numel_low_level_dataset(source)))
+                    told[f"the data of {config.name_of(prefix)}"] = part.glance
+        return told
+
+    def _named(self, blend: Blend) -> list[Any]:
+        return [[self.config.name_of(prefix) for prefix in blend[0]], None if blend[1] is None else list(blend[1])]
 
     def _mock_parts(self) -> list[Built]:
         """Parts of one source without a path, made up by every rank for itself."""
@@ -368,9 +396,46 @@ class BlendedMegatronDatasetBuilder:
                 self._stamps[prefix] = stamps_of(pair_of(path))
             else:
                 self._tell_of_cache(path)
+            if self._has_left(prefix) and not any(map(os.path.lexists, pair_of(path))):
+                warnings.warn(
+                    f"{prefix} has left the blend and is not there: positions before the change that removes it cannot "
+                    "be read",
+                    stacklevel=2,
+                )
+                self._opened[prefix] = AbsentSource(path)
+                return self._opened[prefix]
             with _naming(f"{prefix} was opened"):
                 self._opened[prefix] = self.cls.build_low_level_dataset(path, self.config)
+            boundaries = several_sequences(self._opened[prefix])
+            if boundaries is not None:
+                warnings.warn(
+                    f"{prefix} has {len(self._opened[prefix].sequence_lengths)} sequences in {len(boundaries) - 1} "
+                    "documents, and sequences are shuffled apart, as by megatron-core; write each document as one "
+                    "sequence to keep it together",
+                    stacklevel=2,
+                )
         return self._opened[prefix]
+
+    def _has_left(self, prefix: str) -> bool:
+        """Whether only training reads it, by weights that are given, and not from the last change of the blend on."""
+        config, place = self.config, self.config.place_of(prefix)
+        if self.cls.build_low_level_dataset is not MegatronDataset.build_low_level_dataset:
+            return False  # what a path means is the class's
+        others = [
+            config.blend_of(split)
+            for split in (Split.valid, Split.test)
+            if self._bookends(split) is not None and self.sizes[split.value] != 0
+        ]
+        changed = [change.blend for change in config.changes if change.blend is not None]
+        *earlier, last = [config.blend_of(Split.train), *changed]
+        if not earlier or any(blend is not None and self._reads(blend, place) for blend in (last, *others)):
+            return False
+        return all(blend is None or blend[1] is not None or not self._reads(blend, place) for blend in earlier)
+
+    def _reads(self, blend: Blend, place: str) -> bool:
+        prefixes, weights = blend
+        pairs = zip(prefixes, [1] * len(prefixes) if weights is None else weights, strict=True)
+        return any(weight and self.config.place_of(prefix) == place for prefix, weight in pairs)
 
     def _tell_of_cache(self, path: str) -> None:
         folder = f"{path}/cache/{self.cls.__name__}_indices"

@@ -20,10 +20,12 @@ for arrays that were flushed to the disk before it was written; it and a descrip
 expected. The arrays of a blend are flushed together in the end: one by one they would be most of the time of a start.
 """
 
+import errno
 import json
 import os
 import re
 import secrets
+import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -232,12 +234,23 @@ def load_or_build(
         written = _write(entry, built, notes, own)
     except OSError as error:
         raise BlendingError(
-            f"cannot write the index {entry.path('...')}: {error}; set path_to_cache to a folder that can be written"
+            f"cannot write the index {entry.path('...')}: {_why_not(error, entry.folder, built)}; set path_to_cache to "
+            "a folder that can be written"
         ) from error
     notes.add(entry, written)
     arrays = _read(entry, described=own is not None)
     # Another process may have put its files in their place since: the peer's names are the same for other options.
     return arrays if arrays is not None and (arrays.stamps == written or full(arrays)) else built
+
+
+def _why_not(error: OSError, folder: str, arrays: Arrays) -> str:
+    """numpy tells of a full disk as of two numbers of items."""
+    need = sum(array.nbytes for array in arrays.values())
+    with suppress(OSError):
+        free = shutil.disk_usage(folder).free
+        if error.errno == errno.ENOSPC or (error.errno is None and free < need):
+            return f"the disk is full, {need} bytes are needed and {free} are free"
+    return str(error) if error.errno is not None else f"not all of {need} bytes could be written: {error}"
 
 
 def try_to_write(record: Record) -> None:

@@ -42,6 +42,9 @@ _WITHOUT_EFFECT = (
     "fast_cache_load", "defer_npy_index_mmap", "object_storage_cache_path", "data_parallel_size",
     "sequence_parallel_size", "sequences_per_dataset", "context_parallel_size",
 )  # fmt: skip
+_OF_EOD = (
+    "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_cu_seqlens", "create_document_ids",
+)  # fmt: skip
 _logger = logging.getLogger("sixfold.blending")
 
 
@@ -356,11 +359,14 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
             if value != type(self).__dataclass_fields__[name].default:
                 _logger.debug("%s=%r is taken and has no effect here", name, value)
 
+    @property
+    def options_of_eod(self) -> list[str]:
+        """The options that are set and need to know where documents end."""
+        return [option for option in _OF_EOD if getattr(self, option)]
+
     def _check_eod(self) -> None:
-        for option in (
-            "reset_position_ids", "reset_attention_mask", "eod_mask_loss", "create_cu_seqlens", "create_document_ids",
-        ):  # fmt: skip
-            if getattr(self, option) and special_token(self.tokenizer, "eod") is None:
+        for option in self.options_of_eod:
+            if special_token(self.tokenizer, "eod") is None:
                 raise BlendingError(f"{option} needs to know the end-of-document token; give a tokenizer with eod")
 
 

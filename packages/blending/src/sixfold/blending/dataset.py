@@ -19,7 +19,7 @@ import numpy.typing as npt
 from sixfold.blending.cache import Record, Stamp
 from sixfold.blending.checks import whole_number, whole_numbers
 from sixfold.blending.config import BlendedMegatronDatasetConfig
-from sixfold.blending.epochs import EpochWatch, samples_within, tokens_given
+from sixfold.blending.epochs import ENDLESS, EpochWatch, samples_within, tokens_given
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.grid import SampleOrder
 from sixfold.blending.indices import index_order
@@ -35,7 +35,7 @@ from sixfold.blending.reader import BatchReader
 from sixfold.blending.sample import Batch, TokenRows
 from sixfold.blending.schedule import Era, Schedule
 from sixfold.blending.shuffled import line_of
-from sixfold.blending.source import DocumentSource, Part
+from sixfold.blending.source import AbsentSource, DocumentSource, Part, several_sequences
 from sixfold.blending.splits import Split
 from sixfold.blending.state import STATE_VERSION, State, index_state, refuse_other_past, saved_position, stream_state
 from sixfold.blending.why import TokenRange, Why
@@ -74,7 +74,10 @@ def epoch_watch(
     if config.max_epochs is None or split is not Split.train:
         return None
     times, over = Fraction(config.max_epochs).as_integer_ratio()
-    within = [samples_within(dataset.part.tokens * times // over, dataset.lengths) for dataset in datasets]
+    within = [
+        ENDLESS if dataset.is_absent else samples_within(dataset.part.tokens * times // over, dataset.lengths)
+        for dataset in datasets
+    ]
     return EpochWatch([dataset.name for dataset in datasets], within, config.max_epochs, config.max_epochs_error)
 
 
@@ -121,6 +124,11 @@ class Samples(ABC):
     @abstractmethod
     def why(self, n: int) -> Why:
         """Where the tokens of position ``n`` come from."""
+
+    @property
+    def length_changes(self) -> tuple[int, ...]:
+        """Positions from which on samples have another length."""
+        return ()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the reader, whose handles are of this process."""
@@ -245,6 +253,11 @@ class MegatronDataset(Samples):
         """The arrays of filled rows, of one dataset or of a blend."""
 
     @property
+    def is_absent(self) -> bool:
+        """Whether its data was deleted after it had left the blend."""
+        return isinstance(self.indexed_dataset, AbsentSource)
+
+    @property
     def indices(self) -> range | I64:
         return self.part.indices
 
@@ -320,6 +333,8 @@ class MegatronDataset(Samples):
     @cached_property
     def order(self) -> SampleOrder | IndexOrder:
         """Which stretch of the line is which sample."""
+        if isinstance(self.indexed_dataset, AbsentSource):
+            raise self.indexed_dataset.asked()
         if self._indexed:
             return self._index_order()
         seed, name, split = int(self.config.random_seed), self.name, self.index_split.name
@@ -401,6 +416,10 @@ class MegatronDataset(Samples):
         checked_positions([n], self._end)
         return Why(int(n), 0, self.name, int(n), self.token_ranges(int(n)), self.epochs_after(int(n)))
 
+    @property
+    def length_changes(self) -> tuple[int, ...]:
+        return tuple(first for first, _ in self.lengths[1:])
+
     def epochs_after(self, samples: int) -> float:
         """How often the first ``samples`` samples read the part's tokens; 0 of a part without any."""
         if self.part.tokens == 0:
@@ -431,6 +450,10 @@ class MegatronDataset(Samples):
         first = self.part.first_token(ranges.sequence)
         prefix = getattr(self.indexed_dataset, "path_prefix", None)
         itemsize = np.dtype(self.indexed_dataset.dtype).itemsize
+        boundaries = several_sequences(self.indexed_dataset)
+        document_R = ranges.sequence
+        if boundaries is not None:
+            document_R = np.searchsorted(boundaries, ranges.sequence, side="right") - 1
         found = []
         for number in range(ranges.piece.size):
             offset, length = int(ranges.offset[number]), int(ranges.length[number])
@@ -439,12 +462,13 @@ class MegatronDataset(Samples):
             found.append(
                 TokenRange(
                     epoch=None if self._indexed else int(ranges.epoch[number]),
-                    document=int(ranges.sequence[number]),
+                    document=int(document_R[number]),
                     offset=offset,
                     length=length,
                     path=f"{prefix}.bin" if known else None,
                     byte_begin=begin,
                     byte_end=None if begin is None else begin + length * itemsize,
+                    sequence=int(ranges.sequence[number]) if boundaries is not None else None,
                 )
             )
         return tuple(found)

@@ -19,7 +19,7 @@ from sixfold.blending.native import F64, I64
 
 Lengths = Sequence[tuple[int, int]]  # (first sample, sequence length), ascending
 _TOLD = 8  # datasets that a message lists
-_ENDLESS = 2**62  # samples
+ENDLESS = 2**62  # samples
 
 
 def refuse_max_epochs(max_epochs: Any) -> None:
@@ -35,18 +35,18 @@ def refuse_max_epochs(max_epochs: Any) -> None:
 
 def tokens_given(samples: int, lengths: Lengths) -> int:
     """Tokens of the first ``samples`` samples of a dataset."""
-    ends = [*(begin for begin, _ in lengths[1:]), _ENDLESS]
+    ends = [*(begin for begin, _ in lengths[1:]), ENDLESS]
     return sum(max(0, min(samples, end) - begin) * length for (begin, length), end in zip(lengths, ends, strict=True))
 
 
 def samples_within(tokens: int, lengths: Lengths) -> int:
     """How many samples of a dataset lie in its first ``tokens`` tokens: the number of the first that does not."""
-    for (begin, length), (end, _) in pairwise([*lengths, (_ENDLESS, 0)]):
+    for (begin, length), (end, _) in pairwise([*lengths, (ENDLESS, 0)]):
         fit = begin + tokens // length
         if fit < end:
             return fit
         tokens -= (end - begin) * length
-    return _ENDLESS
+    return ENDLESS
 
 
 @dataclass
@@ -107,9 +107,9 @@ class EpochWatch:
 
     def plan(self, find: Callable[[int, int], int]) -> None:
         """Set ``next`` to the first position at which a dataset that was not told of passes the limit."""
-        ahead = [_ENDLESS]
+        ahead = [ENDLESS]
         for number, within in enumerate(self.within):
-            if number not in self._told and within < _ENDLESS:
+            if number not in self._told and within < ENDLESS:
                 try:
                     ahead.append(find(number, within))
                 except BlendingError:  # this dataset never gives that sample

@@ -5,9 +5,13 @@ dataset.py --> TokenRows --> GPTDataset (this file) --> SampleLayout
 
 from functools import cached_property
 
-from sixfold.blending.config import GPTDatasetConfig
+import numpy.typing as npt
+
+from sixfold.blending.config import GPTDatasetConfig, special_token
 from sixfold.blending.dataset import MegatronDataset
+from sixfold.blending.ends import tell_of_other_ends
 from sixfold.blending.sample import Batch, SampleLayout, TokenRows
+from sixfold.blending.source import DocumentSource
 from sixfold.blending.splits import Split
 
 
@@ -15,6 +19,20 @@ class GPTDataset(MegatronDataset):
     """The samples of one part of one dataset for a GPT; see ``MegatronDataset`` for the arguments."""
 
     config: GPTDatasetConfig
+
+    def __init__(
+        self,
+        indexed_dataset: DocumentSource,
+        dataset_path: str | None,
+        indexed_indices: "range | npt.ArrayLike",
+        num_samples: int | None,
+        index_split: Split,
+        config: GPTDatasetConfig,
+    ) -> None:
+        super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
+        eod, options = special_token(config.tokenizer, "eod"), config.options_of_eod
+        if options and eod is not None and eod >= 0:  # a negative one says that the data has none
+            tell_of_other_ends(self.part, self.name, eod, ", ".join(options))
 
     @cached_property
     def layout(self) -> SampleLayout:

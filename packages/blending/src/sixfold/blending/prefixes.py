@@ -32,4 +32,9 @@ def open_prefix(prefix: str, *, mmap: bool = True) -> DocumentSource:
         raise BlendingError(
             f"{prefix}.idx or {prefix}.bin is missing; a prefix names both files, without extension"
         ) from None
+    if len(dataset.sequence_lengths) and getattr(dataset, "trailing_bytes", 0) == len(dataset.sequence_lengths):
+        raise BlendingError(
+            f"{prefix} is a multimodal pair (a mode for each sequence follows its index), and would be read as text; a "
+            "class whose build_low_level_dataset returns IndexedDataset(prefix) reads it so all the same"
+        )
     return dataset

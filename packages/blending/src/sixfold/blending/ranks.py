@@ -1,6 +1,6 @@
 """An error on one rank becomes an error on every rank (this file: the only one that imports torch for a group)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sixfold.blending.errors import BlendingError
@@ -65,6 +65,26 @@ def together(step: Callable[[], T], group: "ProcessGroup") -> T:
 def gather_together(step: Callable[[], T], group: "ProcessGroup") -> list[T]:
     """What ``step`` returns on every rank of ``group``, by rank; an error of one is raised on all."""
     return _gathered(together(step, group), group, "for notes of the files built")
+
+
+def refuse_differences(told: Sequence[Mapping[str, Any] | None]) -> None:
+    """Every rank has ``told`` of all ranks, None of those that build nothing; so all raise, or none.
+
+    Raises:
+        BlendingError: the first thing that a rank has otherwise than the first that builds.
+    """
+    first = next((rank for rank, mine in enumerate(told) if mine is not None), None)
+    for rank, mine in enumerate(told):
+        model = None if first is None else told[first]
+        if mine is None or model is None:
+            continue
+        for name in dict.fromkeys([*model, *mine]):
+            if model.get(name) != mine.get(name):
+                raise BlendingError(
+                    f"{name} differs between ranks: rank {first} has {model.get(name)} and rank {rank} has "
+                    f"{mine.get(name)}, so that their samples would differ; give all ranks one configuration, and "
+                    "copies of the same files [see errors/blending.html#ranks-that-differ]"
+                )
 
 
 def share_place(takes_part: bool, group: "ProcessGroup") -> tuple[int, int]:

@@ -53,6 +53,15 @@ def pad_token(tokenizer: Any, allow_ambiguous: bool) -> int:
     return NO_PAD if pad in others and not allow_ambiguous else pad
 
 
+def vocabulary(tokenizer: Any) -> int | None:
+    """How many ids a tokenizer has, with those of its special tokens; None if it does not say."""
+    size = special_token(tokenizer, "vocab_size")
+    if not size or size < 0:
+        return None
+    named = [special_token(tokenizer, name) for name in ("eod", "pad", "eos")]
+    return max(size, *(token + 1 for token in named if token is not None))
+
+
 class SampleLayout:
     """The arrays of a batch, as a ``GPTDatasetConfig`` asks for them."""
 
@@ -61,6 +70,7 @@ class SampleLayout:
         self.eod = special_token(config.tokenizer, "eod")
         self.pad = pad_token(config.tokenizer, config.allow_ambiguous_pad_tokens)
         self.dtype = np.dtype(config.token_dtype)
+        self.ids = vocabulary(config.tokenizer)
 
     def new_rows(self, samples: int, sequence_length: int, out: Batch | None = None) -> TokenRows:
         """Rows to fill, in the arrays of ``out`` where it has them.
@@ -105,6 +115,7 @@ class SampleLayout:
                 self.eod or 0, self.pad, self._flags, shape[0], rows.tokens, rows.labels, rows.begins, loss_mask,
                 positions, _NONE if numbers is None else numbers,
             )  # fmt: skip
+        self._refuse_ids_beyond(rows)
         batch |= {"tokens": rows.tokens, "labels": rows.labels, "loss_mask": loss_mask, "position_ids": positions}
         if mask is not None:
             batch["attention_mask"] = mask
@@ -113,6 +124,23 @@ class SampleLayout:
         if numbers is not None:
             batch["document_ids"] = numbers
         return batch
+
+    def _refuse_ids_beyond(self, rows: TokenRows) -> None:
+        """BlendingError for an id that the vocabulary has not: an embedding would fail, or read other memory."""
+        if self.ids is None or not rows.tokens.size:
+            return
+        unsigned = np.dtype(f"u{rows.tokens.itemsize}")
+        last = rows.labels[:, -1]  # the other labels are tokens
+        # Seen as unsigned, a negative id lies above all that a vocabulary has.
+        if int(rows.tokens.view(unsigned).max()) < self.ids and int(last.astype(unsigned).max()) < self.ids:
+            return
+        whole = np.concatenate([rows.tokens, last[:, None]], axis=1)
+        row, column = np.argwhere(whole.view(unsigned) >= self.ids)[0].tolist()
+        raise BlendingError(
+            f"sample {row} of the batch has the id {whole[row, column]} at token {column}, and tokenizer.vocab_size is "
+            f"{self.ids}; the data is of another tokenizer, or vocab_size leaves out tokens that were added to it: "
+            "len(tokenizer) of a Hugging Face tokenizer counts them"
+        )
 
     @cached_property
     def _flags(self) -> int:

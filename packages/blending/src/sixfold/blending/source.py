@@ -77,9 +77,35 @@ class ListSource:
         return self.tokens[begin:end]
 
 
+class AbsentSource:
+    """A dataset that has left the blend and was deleted: only that it gives no sample any more is known."""
+
+    dtype = np.dtype(np.uint16)
+    sequence_lengths = np.zeros(0, dtype=np.int32)
+
+    def __init__(self, path_prefix: str) -> None:
+        self.path_prefix = path_prefix
+
+    def get(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
+        raise self.asked()
+
+    def asked(self) -> BlendingError:
+        """The error for whoever needs it."""
+        return BlendingError(
+            f"{self.path_prefix}.idx and .bin are not there, and positions before the change that removes the dataset "
+            "read it; bring the pair back, or go on from a position behind the change"
+        )
+
+
 def pointers_of(source: DocumentSource) -> Any:
     """(sequences,) first byte of each sequence, None if the source does not say."""
     return getattr(source, "sequence_pointers", None)
+
+
+def several_sequences(source: DocumentSource) -> I64 | None:
+    """(documents + 1,) first sequence of each document of a source with more sequences than documents, else None."""
+    boundaries: I64 | None = getattr(source, "document_indices", None)
+    return None if boundaries is None or len(boundaries) - 1 >= len(source.sequence_lengths) else boundaries
 
 
 class Part:
@@ -109,7 +135,8 @@ class Part:
             low, high = self._contiguous
             self.tokens: int = (self._pointer(high) - self._pointer(low)) // self._itemsize if high > low else 0
         else:
-            self.tokens = int(np.asarray(self._lengths)[np.asarray(self.indices)].sum(dtype=np.int64))
+            members = np.asarray(self.indices, dtype=np.int64)
+            self.tokens = int(np.asarray(self._lengths)[members].sum(dtype=np.int64))
         if self.tokens < 0:
             raise self.damage(self.indices[0], f"the part has {self.tokens} tokens by its pointers")
 
@@ -142,6 +169,17 @@ class Part:
     def last(self) -> int:
         """The largest number in the source; -1 if the part is empty."""
         return self._ends()[1] if len(self.indices) else -1
+
+    def shares_members(self, other: "Part") -> bool:
+        """Whether a sequence of one source is in both."""
+        if not len(self) or not len(other):
+            return False
+        (low, high), (begin, end) = self._ends(), other._ends()
+        if isinstance(self.indices, range) and isinstance(other.indices, range):
+            return low <= end and begin <= high
+        if high < begin or end < low:
+            return False
+        return bool(np.isin(np.asarray(self.indices), np.asarray(other.indices)).any())
 
     def _ends(self) -> tuple[int, int]:
         if isinstance(self.indices, range):
@@ -186,7 +224,7 @@ class Part:
                 run = int(np.flatnonzero(tokens < 0)[0])
                 raise self.damage(low + run * size, f"sequences {low + run * size}.. have {tokens[run]} tokens")
             return tokens
-        lengths = np.asarray(self._lengths)[np.asarray(self.indices)].astype(np.int64)
+        lengths = np.asarray(self._lengths)[np.asarray(self.indices, dtype=np.int64)].astype(np.int64)
         return np.add.reduceat(lengths, np.arange(0, members, size))
 
     @property
@@ -244,7 +282,8 @@ class Part:
         except Exception as error:
             return error
         return BlendingError(
-            f"{self.label}: {problem}; the index is damaged, build it again "
+            f"{self.label}: {problem}; the index is damaged, build it again. (A source with gaps between its "
+            "sequences, such as one that was filtered, has no sequence_pointers: leave them out, and lengths are used) "
             "[see errors/blending.html#the-data-changed-under-the-index]"
         )
 

@@ -60,7 +60,9 @@ def stream_state(
         "part": split.name,
         "split": [0.0, 1.0] if part is None else list(part),
         "datasets": {
-            str(number): {"name": dataset.name, "document_shuffle": dataset.document_shuffle}
+            str(number): {"name": dataset.name, "absent": True}
+            if dataset.is_absent
+            else {"name": dataset.name, "document_shuffle": dataset.document_shuffle}
             | _fingerprint(dataset.part, version)
             for number, dataset in enumerate(datasets)
             if used[number]
@@ -137,6 +139,10 @@ def refuse_other_past(saved: State, current: State, datasets: "Sequence[Megatron
     elif saved["state_version"] == _OLDEST and saved.get("order") == "stateless":
         for dataset in saved.get("datasets", {}).values():
             dataset.setdefault("document_shuffle", "block")
+    for number, now in current.get("datasets", {}).items():
+        was = saved.get("datasets", {}).get(number, {})
+        if "absent" in now or "absent" in was:  # deleted, before or after the state was saved: the name is all there is
+            saved["datasets"][number], current["datasets"][number] = {"name": was.get("name")}, {"name": now["name"]}
     difference = _first_difference("", saved, current)
     if difference is not None:
         where, was, now = difference

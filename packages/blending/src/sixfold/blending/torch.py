@@ -60,6 +60,7 @@ class PositionSampler(Sampler[list[int]]):
         end: int | None = None,
         drop_last: bool = False,
         ramp: Sequence[tuple[int, int]] = (),
+        data: "Samples | LoaderDataset | None" = None,
     ) -> None:
         """Args: see the class; ``batch_size`` is samples per rank and step.
 
@@ -67,9 +68,12 @@ class PositionSampler(Sampler[list[int]]):
             end: behind the last position: ``len(dataset)`` for one epoch. None goes on for ever.
             drop_last: leave out what does not fill a step of all ranks.
             ramp: (position, batch_size), ascending: steps that begin there or behind have that batch size.
+            data: what is read at these positions. A change of its sequence length inside a step is then refused here,
+                by every rank; without it the one rank whose batch it would cut raises, and the others wait for it.
         Raises:
-            BlendingError: no whole numbers, begin < 0, batch_size < 1, rank not in 0..ranks-1, an end before the
-                begin or none to drop the last of or with too few samples before it, a ramp out of order.
+            BlendingError: no whole numbers, a change of the sequence length inside a step, begin < 0, batch_size < 1,
+                rank not in 0..ranks-1, an end before the begin or none to drop the last of or with too few samples
+                before it, a ramp out of order.
         """
         self.begin, self.batch_size = whole_number("begin", begin, 0), whole_number("batch_size", batch_size, 1)
         self.rank, self.ranks = whole_number("rank", rank, 0), whole_number("ranks", ranks, 1)
@@ -88,7 +92,10 @@ class PositionSampler(Sampler[list[int]]):
         for number, ((earlier, _), (later, _)) in enumerate(pairwise(self.ramp), 1):
             if later <= earlier:
                 raise BlendingError(f"ramp[{number}] at {later} is not behind the one at {earlier}; positions ascend")
+        stream = data.data if isinstance(data, LoaderDataset) else data
+        self._length_changes = () if stream is None else stream.length_changes
         self._refuse_empty_batches(self.begin)
+        self._refuse_changes_inside_a_step(self.begin)
         self._next: int | None = None  # where the next iterator begins, after load_state_dict
         self._latest: Steps | None = None
 
@@ -98,14 +105,38 @@ class PositionSampler(Sampler[list[int]]):
         return self._latest
 
     def __len__(self) -> int:
-        """Steps from ``begin`` to the end.
+        """Steps of the iterator that was made last, or of the one that is made next, to the end.
 
         Raises:
             TypeError: there is no end.
         """
         if self.end is None:
             raise TypeError("a PositionSampler without an end has no length")
-        return sum(steps for _, steps, _ in self._runs(self.begin, self.end))
+        resumed = self._latest is not None and self._next is None and not self._latest.is_over
+        begin = self._latest.begin if resumed and self._latest is not None else self._next
+        return self._steps_from(self.begin if begin is None else begin)
+
+    def _steps_from(self, position: int) -> int:
+        """Steps from ``position`` to the end; all that are surely whole are counted at once."""
+        assert self.end is not None, "the caller looks for an end"
+        steps = 0
+        while (samples := self.samples_at(position)) > 0:
+            whole = self.batch_size_at(position) * self.ranks
+            change = next((at for at, _ in self.ramp if at > position), self.end)
+            surely = max(1, (min(change, self.end - whole - self.ranks) - position) // whole)
+            steps += surely
+            position += samples if surely == 1 else surely * whole
+        return steps
+
+    def samples_at(self, position: int) -> int:
+        """Samples of all ranks in the step that begins at ``position``; 0 where there is none."""
+        whole = self.batch_size_at(position) * self.ranks
+        there = whole if self.end is None else self.end - position
+        if there <= 0 or (there < whole and self.drop_last):
+            return 0
+        if 0 < there - whole < self.ranks and not self.drop_last:
+            return there - self.ranks  # one for each rank is left to the last step
+        return min(whole, there)
 
     def _runs(self, begin: int, end: int) -> Iterator[tuple[int, int, int]]:
         """(Position, steps, samples per step) of the steps of one batch size each; the last may be filled in part."""
@@ -136,6 +167,21 @@ class PositionSampler(Sampler[list[int]]):
                 f"without any would have no batch; drop_last=True leaves them out, and so does end={self.end - left}"
             )
 
+    def _refuse_changes_inside_a_step(self, begin: int) -> None:
+        for at in self._length_changes:
+            if at <= begin or (self.end is not None and at >= self.end):
+                continue
+            position = begin
+            for edge in [*(edge for edge, _ in self.ramp if begin < edge < at), at]:
+                whole = self.batch_size_at(position) * self.ranks
+                position += -(-(edge - position) // whole) * whole
+            if position > at:
+                raise BlendingError(
+                    f"the sequence length changes at {at}, inside the step of positions {position - whole}.."
+                    f"{position - 1}: one rank's batch would have two lengths. Change it at {position - whole} or at "
+                    f"{position}, or begin elsewhere"
+                )
+
     def batch_size_at(self, position: int) -> int:
         """Samples per rank of a step that begins at ``position``."""
         return next((size for at, size in reversed(self.ramp) if at <= position), self.batch_size)
@@ -164,21 +210,19 @@ class Steps(Iterator[list[int]]):
 
     def _begin_at(self, position: int) -> None:
         self._sampler._refuse_empty_batches(position)
-        self._position = position
+        self._sampler._refuse_changes_inside_a_step(position)
+        self._position = self.begin = position
+        self.is_over = False
 
     def __iter__(self) -> Self:
         return self
 
     def __next__(self) -> list[int]:
         sampler, first = self._sampler, self._position
-        share = sampler.batch_size_at(first)
-        whole = share * sampler.ranks
-        there = whole if sampler.end is None else sampler.end - first
-        left = min(whole, there)
-        if left <= 0 or (left < whole and sampler.drop_last):
+        left = sampler.samples_at(first)
+        if left == 0:
+            self.is_over = True
             raise StopIteration
-        if 0 < there - whole < sampler.ranks and not sampler.drop_last:
-            left = there - sampler.ranks  # one for each rank is left to the last step
         self._position += left
         begin, stop = (first + left * rank // sampler.ranks for rank in (sampler.rank, sampler.rank + 1))
         return list(range(begin, stop))

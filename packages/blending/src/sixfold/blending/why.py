@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class TokenRange:
-    """Tokens ``offset .. offset + length`` of one sequence ("document"), and their bytes in the file.
+    """Tokens ``offset .. offset + length`` of one sequence of a document, and their bytes in the file.
 
     ``path`` and the bytes are None for a source that is no file, ``epoch`` in the orders that have indices.
     """
@@ -22,11 +22,13 @@ class TokenRange:
     path: str | None
     byte_begin: int | None
     byte_end: int | None
+    sequence: int | None = None  # its number in the source, where documents have several
 
     def __str__(self) -> str:
         bytes_ = "" if self.path is None else f" ({self.path} bytes {self.byte_begin}..{self.byte_end})"
         epoch = "" if self.epoch is None else f"epoch {self.epoch} "
-        return f"{epoch}document {self.document} [{self.offset}:{self.offset + self.length}]{bytes_}"
+        sequence = "" if self.sequence is None else f" sequence {self.sequence}"
+        return f"{epoch}document {self.document}{sequence} [{self.offset}:{self.offset + self.length}]{bytes_}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,3 +120,76 @@ def test_a_step_that_fails_leaves_the_gradients_of_tied_parameters_as_they_were(
     with pytest.raises(ScheduleError):
         runner.step(batch(4)[0], [torch.ones(3)] * 2)
     assert equal_bits([stage.module.factor.grad for stage in stages], before)
+
+
+def loads_again(transport: Any, modules: list[nn.Module], which: tuple[int, ...], tie: bool, assign: bool) -> Any:
+    """A step, new weights for some of the copies, and another step, on the stages of a rank or on all."""
+    here = range(2) if transport is None else [transport.rank]
+    stages = [Stage(modules[i], i, tied={"factor": modules[i].factor}) for i in here]
+    runner = PipelineRunner(gpipe(2, 2), stages, transport, square_loss, timeout_s=20)
+    runner.step(*batch(4))
+    for i in here:
+        state = {name: value * 2 for name, value in modules[i].state_dict().items()}
+        if i in which:
+            modules[i].load_state_dict(state, assign=assign)
+        for parameter in modules[i].parameters():
+            parameter.grad = None
+    if tie:
+        runner.tie()
+    runner.step(*batch(4))
+    return [modules[i].factor for i in here]
+
+
+def two_shared(*, one: bool = False) -> list[nn.Module]:
+    modules = [Shared(layer, 0.5) for layer in layers(2)]
+    if one:
+        modules[1].factor = modules[0].factor
+    return modules
+
+
+def run_again(where: str, modules: list[nn.Module], *args: Any) -> list[Any]:
+    if where == "one process":
+        return loads_again(None, modules, *args)
+    return [found for (found,) in values_or_raise(on_threads(2, loads_again, modules, *args))]
+
+
+@pytest.mark.parametrize("assign", [True, False], ids=["assign", "copy"])
+@pytest.mark.parametrize("where", ["one process", "one object", "threads"])
+def test_copies_stay_tied_when_both_are_loaded(where, assign):
+    where, one = ("one process", True) if where == "one object" else (where, False)
+    modules, oracle = two_shared(one=one), two_shared(one=True)
+    found = run_again(where, modules, (0, 1), False, assign)
+    for module in oracle:
+        doubled = {name: value * 2 for name, value in two_shared()[oracle.index(module)].state_dict().items()}
+        module.load_state_dict(doubled)
+    factor = oracle[0].factor
+    if one and not assign:  # each of two loads doubles the one object
+        factor.data.mul_(2)
+    x, y = batch(4)
+    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+        (square_loss(oracle[1](oracle[0](a)), b) / 2).backward()
+    for copy in found:
+        torch.testing.assert_close(copy.data, factor.data)
+        torch.testing.assert_close(copy.grad, factor.grad)
+
+
+@pytest.mark.parametrize("assign", [True, False], ids=["assign", "copy"])
+@pytest.mark.parametrize("where", ["one process", "threads"])
+def test_a_copy_that_was_loaded_alone_is_refused_until_it_is_tied_again(where, assign):
+    with pytest.raises(ScheduleError, match=r"tied\['factor'\]: the copies on stages 0 and 1 have other values"):
+        run_again(where, two_shared(), (0,), False, assign)
+    first, second = run_again(where, two_shared(), (0,), True, assign)
+    assert torch.equal(first.data, torch.full((8,), 1.0))
+    assert torch.equal(second.data, first.data)
+
+
+def test_a_tied_parameter_that_is_gone_or_of_another_shape_is_named():
+    modules = two_shared()
+    stages = [Stage(module, i, tied={"factor": module.factor}) for i, module in enumerate(modules)]
+    runner = PipelineRunner(gpipe(2, 2), stages, None, square_loss)
+    modules[1].factor = nn.Parameter(torch.ones(1))
+    with pytest.raises(ScheduleError, match=r"tied\['factor'\] of stage 1 was .*\[8\] and is .*\[1\]; make the runner"):
+        runner.step(*batch(4))
+    del modules[1].factor
+    with pytest.raises(ScheduleError, match=r"stage 1: tied\['factor'\] was factor, which its module has no more"):
+        runner.step(*batch(4))

@@ -200,6 +200,15 @@ class PipelineRunner:
         with torch.enable_grad():
             return self._run(program, "step", self._goal(), inputs, targets, kwargs, keep_outputs, new_shapes, profile)
 
+    def tie(self) -> None:
+        """Give every tied copy (``Stage(tied=)``) the value of the lowest stage again; all ranks call it."""
+        self._not_broken()
+        try:
+            if self._ties is not None:
+                self._ties.share()
+        except BaseException as error:
+            self._fail(error)
+
     def drain(self) -> None:
         """Run what is still in flight of a program whose batches overlap; of others nothing is. All ranks call it."""
         if self._carried is not None and self._carried.batches:

@@ -105,10 +105,10 @@ class Stage:
         self.cuda_graphs = bool(cuda_graphs)
         self.index = index
         self.optimizer = optimizer
-        self.tied = _tied(index, tied, [] if module is None else list(module.parameters()))
+        self._tied = _tied(index, tied, module)
         self.checkpoint = bool(checkpoint)
         self.data_parallel = data_parallel
-        if self.tied and data_parallel is not None:
+        if self._tied and data_parallel is not None:
             raise ScheduleError(
                 f"stage {index} has tied parameters and data_parallel, which owns their gradients; add those there"
             )
@@ -149,6 +149,20 @@ class Stage:
 
         return again_in_backward
 
+    @property
+    def tied(self) -> dict[str, nn.Parameter]:
+        """The tied parameters that the module has now: ``load_state_dict(assign=True)`` puts others in their places."""
+        return {name: self._parameter(name, path) for name, path in self._tied.items()}
+
+    def _parameter(self, name: str, path: str) -> nn.Parameter:
+        assert self.module is not None, "a stage without a module has no tied parameters"
+        try:
+            return self.module.get_parameter(path)
+        except AttributeError:
+            raise ScheduleError(
+                f"stage {self.index}: tied[{name!r}] was {path}, which its module has no more; make the stage anew"
+            ) from None
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """The module's."""
         return iter(()) if self.module is None else self.module.parameters()
@@ -162,16 +176,18 @@ class Stage:
         return None if first is None else first.device
 
 
-def _tied(index: int, tied: Mapping[str, Tensor] | None, own: list[nn.Parameter]) -> dict[str, nn.Parameter]:
+def _tied(index: int, tied: Mapping[str, Tensor] | None, module: nn.Module | None) -> dict[str, str]:
+    """Where in the module each tied parameter is."""
     if tied is None:
         return {}
     if not isinstance(tied, Mapping):
         raise ScheduleError(f"stage {index}: tied is a {type(tied).__name__}; it maps names to the stage's parameters")
-    found: dict[str, nn.Parameter] = {}
+    own = {} if module is None else {id(p): path for path, p in module.named_parameters()}
+    found: dict[str, str] = {}
     for name, parameter in tied.items():
-        if not isinstance(name, str) or not any(parameter is mine for mine in own):
+        if not isinstance(name, str) or id(parameter) not in own:
             raise ScheduleError(f"stage {index}: tied[{name!r}] is no parameter of its module, under a name in text")
-        found[name] = parameter  # type: ignore[assignment]
+        found[name] = own[id(parameter)]
     return found
 
 

@@ -3,7 +3,8 @@
     Stage(tied=) of all ranks --> holders of each name --> sum in ascending stage order (this file) --> .grad
 
 The holders of a name are a chain, ascending by stage. A sum goes up the chain, each holder adding its own, and the
-total comes down again, over the edges between those ranks alone.
+total comes down again, over the edges between those ranks alone. With it goes a part of the values, by which a copy
+that was loaded or changed alone is found out.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.agree import all_know
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.side_effects import differs, part_of
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.tokens import SetAside
 from sixfold.pipeline.transport import Control, Lane, Links, Receipt
@@ -50,14 +52,10 @@ def tie(stages: Iterable[Stage], rank_of: Callable[[int], int], links: Mapping[i
         ScheduleError: holders of a name differ in shape or dtype.
         PeerLost: a rank did not take part before the deadline.
     """
-    mine: dict[tuple[str, int], nn.Parameter] = {}  # by name and stage
-    known: set[tuple[str, int]] = set()
+    mine: dict[tuple[str, int], Stage] = {}  # by name and stage
     for stage in sorted(stages, key=lambda stage: stage.index):
-        for name, parameter in stage.tied.items():
-            if (name, id(parameter)) not in known:  # one object on two stages has one gradient
-                known.add((name, id(parameter)))
-                mine[name, stage.index] = parameter
-    told: Told = [[name, at, rank_of(at), f"{p.dtype} {list(p.shape)}"] for (name, at), p in mine.items()]
+        mine.update(((name, stage.index), stage) for name in stage.tied)
+    told: Told = [[name, at, rank_of(at), _form(stage.tied[name])] for (name, at), stage in mine.items()]
     if len(links) == 1:
         told = _all_told(told, links[here].control, here, links[here].ranks)
     holders: dict[str, list[_Holder]] = {}
@@ -77,6 +75,10 @@ def tie(stages: Iterable[Stage], rank_of: Callable[[int], int], links: Mapping[i
     ties = Ties([_Chain(holders, names, mine, links, n) for n, (holders, names) in enumerate(chains.items())])
     ties.share()
     return ties
+
+
+def _form(parameter: Tensor) -> str:
+    return f"{parameter.dtype} {list(parameter.shape)}"
 
 
 def _all_told(mine: Told, control: Control, here: int, ranks: int) -> Told:
@@ -102,6 +104,7 @@ class Ties:
     def __init__(self, chains: list[_Chain]) -> None:
         self._chains = chains
         self._before = SetAside()
+        self._doubts: list[tuple[Tensor, ScheduleError]] = []  # what a device has compared
 
     def share(self) -> None:
         """Every holder gets the value of the lowest stage."""
@@ -109,13 +112,21 @@ class Ties:
             chain.share()
 
     def begin(self) -> None:
-        """A new step: there are no gradients, those from before are set aside."""
+        """A new step: there are no gradients, those from before are set aside.
+
+        Raises:
+            ScheduleError: copies of the step before differed, as a device has found out since.
+        """
+        doubts, self._doubts = self._doubts, []
+        for verdict, error in doubts:
+            if verdict.item():
+                raise error
         self._before.begin(p for chain in self._chains for p in chain.parameters())
 
     def add_up(self) -> None:
         """The step went through: every holder's gradient becomes the sum of all, and is added to what was there."""
         for chain in self._chains:
-            chain.add_up()
+            self._doubts += chain.add_up()
         self._before.commit()
 
     def restore(self) -> None:
@@ -130,15 +141,15 @@ class _Chain:
         self,
         holders: tuple[tuple[int, int], ...],
         names: list[str],
-        mine: Mapping[tuple[str, int], nn.Parameter],
+        mine: Mapping[tuple[str, int], Stage],
         links: Mapping[int, Links],
         number: int,
     ) -> None:
         self._ranks = [rank for _, rank in holders]
         # By place in the chain.
-        self._held = {
-            at: [mine[name, stage] for name in names] for at, (stage, rank) in enumerate(holders) if rank in links
-        }
+        self._stages = {at: mine[names[0], stage] for at, (stage, rank) in enumerate(holders) if rank in links}
+        self._names, self._holders = names, holders
+        self._forms = [_form(parameter) for parameter in self._of(next(iter(self._stages)))] if self._stages else []
         self._lanes: dict[int, Lane] = {
             rank: mine.lane(self._ranks, 1, backward=True, number=_NUMBER + number, dynamic_shapes=False)
             for rank, mine in links.items()
@@ -147,12 +158,22 @@ class _Chain:
 
     def parameters(self) -> Iterable[nn.Parameter]:
         """Those that are here."""
-        return (parameter for held in self._held.values() for parameter in held)
+        for at, stage in self._stages.items():
+            for name, parameter, form in zip(self._names, self._of(at), self._forms, strict=True):
+                if _form(parameter) != form:
+                    rule = f"was {form} and is {_form(parameter)}; make the runner anew"
+                    raise ScheduleError(f"tied[{name!r}] of stage {stage.index} {rule}")
+                yield parameter
+
+    def _of(self, at: int) -> list[nn.Parameter]:
+        """The parameters at a place of the chain, as its module has them now."""
+        tied = self._stages[at].tied
+        return [tied[name] for name in self._names]
 
     def share(self) -> None:
         """Up the chain goes the value of its first holder."""
 
-        def copied(held: list[nn.Parameter], values: list[Tensor] | None) -> list[Tensor]:
+        def copied(at: int, held: list[nn.Parameter], values: list[Tensor] | None) -> list[Tensor]:
             if values is None:
                 return [parameter.detach().clone() for parameter in held]
             with torch.no_grad():
@@ -162,36 +183,69 @@ class _Chain:
 
         self._up(copied)
 
-    def add_up(self) -> None:
-        """Up the chain goes the sum, down the total."""
+    def add_up(self) -> list[tuple[Tensor, ScheduleError]]:
+        """Up the chain goes the sum, down the total.
 
-        def added(held: list[nn.Parameter], values: list[Tensor] | None) -> list[Tensor]:
+        Returns:
+            per copy on a device whether it differs from the one below, and the error if so.
+        Raises:
+            ScheduleError: copies differ.
+        """
+        taken: set[int] = set()  # one object on two stages has one gradient
+        doubts: list[tuple[Tensor, ScheduleError]] = []
+
+        def added(at: int, held: list[nn.Parameter], values: list[Tensor] | None) -> list[Tensor]:
+            new = [id(parameter) not in taken for parameter in held]
+            taken.update(map(id, held))
             own = [torch.zeros_like(p) if p.grad is None else p.grad for p in held]
-            return own if values is None else [value + mine for value, mine in zip(values, own, strict=True)]
+            parts = [part_of(parameter)[0] for parameter in held]
+            if values is None:
+                return own + parts
+            for name, below, part in zip(self._names, values[len(held) :], parts, strict=True):
+                verdict, error = differs([below], [part]), self._apart(name, at)
+                if isinstance(verdict, Tensor):
+                    doubts.append((verdict, error))
+                elif verdict:
+                    raise error
+            sums = zip(values[: len(held)], own, new, strict=True)
+            return [value + mine if is_new else value for value, mine, is_new in sums] + parts
 
-        total = self._up(added)
+        made = self._up(added)
+        total = None if made is None else made[: len(self._names)]
         last = len(self._ranks) - 1
-        for at in sorted(self._held, reverse=True):
+        for at in sorted(self._stages, reverse=True):
             if at < last and self._ranks[at + 1] != self._ranks[at]:
                 total = self._receive(Action(at, Kind.RECV_B, 0), at)
             assert total is not None, f"place {at} of the chain has no total"
             if at and self._ranks[at - 1] != self._ranks[at]:
                 self._send(Action(at, Kind.SEND_B, 0), at, total)
-            for parameter, value in zip(self._held[at], total, strict=True):
+            for parameter, value in zip(self._of(at), total, strict=True):
                 if parameter.requires_grad:
                     parameter.grad = value.detach().clone()
+        return doubts
 
-    def _up(self, step: Callable[[list[nn.Parameter], list[Tensor] | None], list[Tensor]]) -> list[Tensor] | None:
+    def _apart(self, name: str, at: int) -> ScheduleError:
+        below, here = self._holders[at - 1][0], self._holders[at][0]
+        return ScheduleError(
+            f"tied[{name!r}]: the copies on stages {below} and {here} have other values, so one was loaded or changed "
+            "alone; load both, or call tie() of the runner on all ranks"
+        )
+
+    def _up(self, step: Callable[[int, list[nn.Parameter], list[Tensor] | None], list[Tensor]]) -> list[Tensor] | None:
         for rank, lane in self._lanes.items():
             if rank in self._ranks:
                 lane.begin(None)
         values: list[Tensor] | None = None
-        for at in sorted(self._held):
+        for at in sorted(self._stages):
             if at and self._ranks[at - 1] != self._ranks[at]:
                 values = self._receive(Action(at, Kind.RECV_F, 0), at)
-            values = step(self._held[at], values if at else None)
+            values = step(at, self._of(at), values if at else None)
             if at + 1 < len(self._ranks) and self._ranks[at + 1] != self._ranks[at]:
-                self._send(Action(at, Kind.SEND_F, 0), at, [value.detach().requires_grad_() for value in values])
+                self._send(
+                    Action(at, Kind.SEND_F, 0),
+                    at,
+                    [value.detach().requires_grad_(n < len(self._names)) for n, value in enumerate(values)],
+                )
         return values
 
     def _send(self, action: Action, at: int, values: list[Tensor]) -> None:

@@ -23,6 +23,8 @@ from sixfold.pipeline.simulate import Timeline, simulate
 from sixfold.pipeline.verify import Report, verify
 
 if TYPE_CHECKING:
+    from sixfold.pipeline.auxiliary import add_loss
+    from sixfold.pipeline.cut_model import stages_of_causal_lm, stages_of_sequential
     from sixfold.pipeline.defer import defer_weight_grad, made_again
     from sixfold.pipeline.from_torch import TorchSchedule, program_of
     from sixfold.pipeline.run import PipelineRunner, StepResult
@@ -46,6 +48,7 @@ __all__ = [
     "Timeline",
     "TorchSchedule",
     "Weights",
+    "add_loss",
     "defer_weight_grad",
     "draw",
     "made_again",
@@ -57,6 +60,8 @@ __all__ = [
     "program_of",
     "replan",
     "simulate",
+    "stages_of_causal_lm",
+    "stages_of_sequential",
     "verify",
     *schedules.__all__,
 ]
@@ -66,9 +71,12 @@ _NEED_TORCH = {
     "Stage": "stage",
     "StepResult": "run",
     "TorchSchedule": "from_torch",
+    "add_loss": "auxiliary",
     "defer_weight_grad": "defer",
     "made_again": "defer",
     "program_of": "from_torch",
+    "stages_of_causal_lm": "cut_model",
+    "stages_of_sequential": "cut_model",
 }
 
 

@@ -15,11 +15,13 @@ from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sixfold.pipeline.agree import broadcast
 from sixfold.pipeline.arguments import check_stages, check_timeout, given_stages, refusal
 from sixfold.pipeline.carried import Carried
+from sixfold.pipeline.clip import check_norm, clip
 from sixfold.pipeline.compile import Compiled, StepResult, step_device
 from sixfold.pipeline.data_parallel import Replicas
 from sixfold.pipeline.errors import ScheduleError, whole
@@ -326,6 +328,32 @@ class PipelineRunner:
         except Exception as error:
             self._fail(error)
         return program
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients so that their norm over all stages is at most ``max_norm``, as torch's of the whole model.
+
+        All ranks call it, behind a step and in front of the optimizer. A tied parameter counts once.
+
+        Returns:
+            the norm before, equal on all ranks.
+        Raises:
+            ScheduleError: a number is not above zero, a stage has data_parallel, which owns its gradients, or a rank
+                makes another call.
+            PipelineTimeout: a rank did not take part before the deadline.
+        """
+        self._not_broken()
+        self._meet(f"clip_grad_norm_ of {max_norm!r}, {norm_type!r}")
+        max_norm, norm_type = check_norm(max_norm, norm_type)
+        owned = [s.index for s in self._stages.values() if not isinstance(s.data_parallel, Replicas | None)]
+        if owned:
+            self._fail(ScheduleError(f"stage {owned[0]} has data_parallel, which owns its gradients; clip them there"))
+        every = dict.fromkeys(p for _, stage in sorted(self._stages.items()) for p in stage.parameters())
+        copies = set() if self._ties is None else self._ties.copies()
+        gather = None if self._here is None else self._links[self._here].control.gather
+        try:
+            return clip([p for p in every if p not in copies], every, max_norm, norm_type, gather)
+        except PeerLost as error:
+            self._fail(error)
 
     def gather_timeline(self, result: StepResult) -> Timeline | None:
         """The events of all ranks on the clock of rank 0, there; None elsewhere. All ranks call it, behind a step.

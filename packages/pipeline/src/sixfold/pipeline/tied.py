@@ -111,6 +111,10 @@ class Ties:
         for chain in self._chains:
             chain.share()
 
+    def copies(self) -> set[nn.Parameter]:
+        """Those that are here and not a chain's first holder."""
+        return {parameter for chain in self._chains for parameter in chain.copies()}
+
     def begin(self) -> None:
         """A new step: there are no gradients, those from before are set aside.
 
@@ -169,6 +173,10 @@ class _Chain:
         """The parameters at a place of the chain, as its module has them now."""
         tied = self._stages[at].tied
         return [tied[name] for name in self._names]
+
+    def copies(self) -> Iterable[nn.Parameter]:
+        """Those that are here and not the first."""
+        return (parameter for at, held in self._held.items() if at for parameter in held)
 
     def share(self) -> None:
         """Up the chain goes the value of its first holder."""

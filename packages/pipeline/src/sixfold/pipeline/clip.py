@@ -1,0 +1,62 @@
+"""Clipping by the norm of all stages' gradients, as of one model in one process.
+
+gradients of a rank's stages --> one number per rank --> the norm, on all ranks (this file) --> run
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from struct import pack, unpack
+
+import torch
+from torch import Tensor
+
+from sixfold.pipeline.errors import ScheduleError, number
+
+__all__ = ["check_norm", "clip"]
+
+Gather = Callable[[int], Sequence[int]]  # a number of each rank, below 2**63
+
+
+def check_norm(max_norm: float, norm_type: float) -> tuple[float, float]:
+    """Both as floats.
+
+    Raises:
+        ScheduleError: one is no number from 0 on.
+    """
+    found = number("max_norm", max_norm), number("norm_type", norm_type)
+    for name, value in zip(("max_norm", "norm_type"), found, strict=True):
+        if not value > 0:
+            raise ScheduleError(f"{name} is {value:g}; it is > 0")
+    return found
+
+
+def clip(
+    counted: Iterable[Tensor], parameters: Iterable[Tensor], max_norm: float, norm_type: float, gather: Gather | None
+) -> Tensor:
+    """Divide gradients so that their norm over all ranks is at most ``max_norm``.
+
+    Args:
+        counted: this rank's, without copies that another stage counts.
+        parameters: all of this rank's.
+        gather: None: this process has all.
+    Returns:
+        the norm as it was.
+    """
+    gradients = [p.grad for p in counted if p.grad is not None]
+    mine = float(torch.nn.utils.get_total_norm(gradients, norm_type)) if gradients else 0.0
+    norms = [mine]
+    if gather is not None:
+        norms = [unpack("<d", pack("<q", bits))[0] for bits in gather(unpack("<q", pack("<d", mine))[0])]
+    if math.isinf(norm_type):
+        total = max(norms) if not any(map(math.isnan, norms)) else math.nan
+    else:
+        total = (
+            math.fsum(norm**norm_type for norm in norms) ** (1.0 / norm_type) if max(norms) < math.inf else max(norms)
+        )
+    found = torch.tensor(total)
+    all_ = list(parameters)
+    if any(p.grad is not None for p in all_):
+        torch.nn.utils.clip_grads_with_norm_(all_, max_norm, found)
+    return found

@@ -483,3 +483,30 @@ def test_a_full_disk_is_told_as_that(pair, tmp_path, monkeypatch):
     monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=100))
     with pytest.raises(BlendingError, match=r"the disk is full, \d+ bytes are needed and 100 are free; set"):
         stream([prefix], [1], order="megatron", path_to_cache=str(tmp_path / "cache"))
+
+
+# ---- arrays that are handed out, ids that are none
+
+
+@pytest.mark.parametrize("order", ["megatron", "apportioned"])
+def test_arrays_that_samples_are_looked_up_in_cannot_be_changed_by_who_gets_them(order):
+    made = config(order=order)
+    parts = [GPTDataset(ListSource(numbered([5] * 40)), name, range(40), 60, Split.train, made) for name in ("a", "b")]
+    data = BlendedDataset(parts, [1, 1], 60, made)
+    arrays = [data.dataset_index, data.dataset_sample_index, parts[0].document_index, parts[0].sample_index]
+    for array in [*arrays, parts[0].shuffle_index, SOURCE.get(3), SOURCE.sequence_lengths]:
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 0
+
+
+@pytest.mark.parametrize("wrong", ["0", 1.5, True, [1, 2], b"0"], ids=repr)
+def test_an_eod_that_is_no_id_is_refused(wrong):
+    with pytest.raises(BlendingError, match=r"tokenizer\.eod is .*an int"):
+        dataset(numbered([9]), tokenizer=type("T", (), {"eod": wrong})(), create_cu_seqlens=True)
+    assert dataset(numbered([9]), tokenizer=type("T", (), {"eod": np.uint16(7)})()).layout.eod == 7
+
+
+@pytest.mark.parametrize("wrong", [True, 1.5, "0", -1, 7], ids=repr)
+def test_a_dataset_number_that_is_none_is_refused(wrong):
+    with pytest.raises(BlendingError, match="dataset"):
+        blend({"a": numbered([20])}, [1]).find(wrong, 0)

@@ -149,3 +149,22 @@ def test_a_full_disk_leaves_the_old_pair_and_says_so(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, ignored)
     assert IndexedDataset(prefix)[0].tolist() == [1, 2, 3]
+
+
+def test_a_folder_of_others_is_never_emptied_also_if_it_has_a_plan(tmp_path):
+    (tmp_path / "out.building").mkdir()
+    for name in ("plan.json", "thesis.txt"):
+        (tmp_path / "out.building" / name).write_text("{}")
+    (tmp_path / "a.txt").write_text("one")
+    with pytest.raises(IndexedDataError, match=r"out\.building holds thesis\.txt beside what a build makes"):
+        build([tmp_path / "a.txt"], tmp_path / "out")
+    assert sorted(path.name for path in (tmp_path / "out.building").iterdir()) == ["plan.json", "thesis.txt"]
+    (tmp_path / "out.building").rename(tmp_path / "mine")  # the remedy
+    build([tmp_path / "a.txt"], tmp_path / "out")
+
+
+def test_document_indices_that_were_set_are_the_datasets_own(tmp_path):
+    dataset, mine = IndexedDataset(write(tmp_path / "a", [[1], [2], [3]])), np.array([0, 3])
+    dataset.set_document_indices(mine)
+    mine[:] = 0
+    assert dataset.document_indices.tolist() == [0, 3]

@@ -75,6 +75,7 @@ class ApportionedBlend:
         for begin in range(0, self.end, _CHUNK):
             some = slice(begin, begin + _CHUNK)
             dataset_N[some], sample_N[some] = self._split(table[some].astype(np.int64))
+        dataset_N.flags.writeable = sample_N.flags.writeable = False  # kept, and handed out
         return dataset_N, sample_N
 
     def find(self, dataset: int, sample: int) -> int:

@@ -60,6 +60,10 @@ class BlendIndex:
     datasets: int
     sequence_length: int
 
+    def __post_init__(self) -> None:
+        for array in self.arrays.values():
+            array.flags.writeable = False  # they are handed out, and samples are looked up in them
+
     @property
     def indices(self) -> BlendIndices:
         """The two arrays."""

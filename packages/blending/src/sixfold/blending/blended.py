@@ -233,7 +233,7 @@ class BlendedDataset(Samples):
         Raises:
             BlendingError: no position ever gives it.
         """
-        if not 0 <= dataset < len(self.datasets):
+        if whole_number("dataset", dataset, 0) >= len(self.datasets):
             raise BlendingError(f"dataset {dataset} is none of the {len(self.datasets)} of this blend")
         return self.schedule.find(dataset, sample)
 
@@ -359,7 +359,7 @@ def _samples_of_each(weights: Weights, datasets: Sequence[MegatronDataset]) -> l
     """Weights without a size, which are numbers of samples."""
     for number, (weight, dataset) in enumerate(zip(weights, datasets, strict=True)):
         whole = isinstance(weight, int | np.integer | float | np.floating) and float(weight).is_integer()
-        if not whole or weight < 0:
+        if not whole or isinstance(weight, bool) or weight < 0:
             rule = "without a size weights are whole numbers of samples"
             raise BlendingError(f"weight {number} is {weight!r}; {rule}: give a size, or None for the weights")
         has = len(dataset) if dataset.num_samples else dataset.samples_per_epoch

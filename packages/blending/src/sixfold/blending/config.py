@@ -7,6 +7,7 @@ Field names and meanings are megatron-core's (``blended_megatron_dataset_config.
 """
 
 import logging
+import operator
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -376,7 +377,14 @@ def special_token(tokenizer: Any, name: str) -> int | None:
         token = getattr(tokenizer, name, None)
     except NotImplementedError:  # megatron-core's tokenizer base raises it for names not filled in
         return None
-    return None if token is None else int(token)
+    if token is None:
+        return None
+    try:
+        if isinstance(token, bool):
+            raise TypeError
+        return operator.index(token)
+    except TypeError:
+        raise BlendingError(f"tokenizer.{name} is {token!r}; it is the number of a token, an int") from None
 
 
 def _owned(blend: Blend) -> Blend:

@@ -205,7 +205,7 @@ class IndexedDataset:
     def set_document_indices(self, document_indices: npt.NDArray[np.int64]) -> None:
         """Replace ``document_indices`` in this object, as in megatron-core; the file stays as it is."""
         self._opened()
-        self._document_indices = document_indices
+        self._document_indices = np.array(document_indices)  # a copy: the caller may go on to use its own
 
     def check(self) -> None:
         """Check every rule of the index, O(S); IndexedDataError for the first one broken."""

@@ -112,6 +112,10 @@ class IndexOrder:
     plan: EpochPlan
     arrays: Arrays
 
+    def __post_init__(self) -> None:
+        for array in self.arrays.values():
+            array.flags.writeable = False  # they are handed out, and samples are looked up in them
+
     @property
     def only_length(self) -> int:
         """Tokens of every sample."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -19,6 +20,7 @@ from sixfold.indexed_data.disk import files_of
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.parts import read_report
 
+_OURS = re.compile(r"(plan\.json|lock|part-\d+\.|whole\.)")  # names of files that a build makes
 _PLAN, _LOCK, _PART = "plan.json", "lock", "part-"
 
 
@@ -78,10 +80,13 @@ def _make_locked(folder: str) -> int:
         with suppress(FileExistsError):
             os.mkdir(folder)
         names = os.listdir(folder)
+        foreign = sorted(name for name in names if not _OURS.match(name))
         if _PLAN not in names and set(names) - {_LOCK}:
+            foreign = foreign or sorted(names)
+        if foreign:
             raise IndexedDataError(
-                f"{folder} holds {sorted(names)[0]} and no {_PLAN}: it was not made by a build, and a build would "
-                "empty it. Move it away, or choose another output"
+                f"{folder} holds {foreign[0]} beside what a build makes: it was not made by a build, and a build "
+                "would empty it. Move it away, or choose another output"
             )
         # A file in the folder, not the folder itself: writers of parts lock that one while they rename.
         lock = os.open(os.path.join(folder, _LOCK), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

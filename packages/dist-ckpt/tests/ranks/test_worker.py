@@ -427,6 +427,42 @@ def test_an_interpreter_that_ends_by_an_exception_finishes_its_save(tmp_path):
     assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].tolist() == [2.0] * 50
 
 
+FAILING = """
+import atexit, os, sys, torch
+sys.path[:0] = [{tests!r}]
+import forked_worker
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt.background import process
+process._start_worker = forked_worker.Forked
+atexit.register(print, "others end in order")
+w = dist_ckpt.ShardedTensor.from_rank_offsets("w", torch.full((5,), {value}))
+handle = dist_ckpt.async_save({{"w": w}}, sys.argv[1], group=None, check_finite=True)
+{then}
+"""
+CAUGHT = """
+try:
+    handle.wait()
+except dist_ckpt.CheckpointError:
+    print("told")
+"""
+
+
+@pytest.mark.parametrize(
+    ("value", "then", "status"),
+    [("1.0", "del handle", 0), ("torch.nan", "del handle", 1), ("torch.nan", CAUGHT, 0)],
+    ids=["a good save", "nobody waits", "told"],
+)
+def test_a_last_save_that_fails_with_its_handle_dropped_is_no_success(tmp_path, value, then, status):
+    text = FAILING.format(tests=os.path.dirname(os.path.dirname(__file__)), value=value, then=then)
+    (tmp_path / "train.py").write_text(text)
+    command = [sys.executable, tmp_path / "train.py", tmp_path / "c"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert "others end in order" in done.stdout
+    assert ("the last background save failed, and nobody waited for it: w[0] is nan" in done.stderr) == bool(status)
+    assert (tmp_path / "c").exists() == (value == "1.0")
+
+
 def test_a_killed_trainer_takes_its_worker_with_it(tmp_path):
     dist_ckpt.save({"w": one("w", torch.ones(50)), "it": 1}, tmp_path / "c", group=None)
     pid, returned = script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")

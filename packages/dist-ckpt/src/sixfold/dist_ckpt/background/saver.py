@@ -9,8 +9,8 @@ no rank needs the group. The worker is ``_worker.py``, what trainers and workers
 
 [Note: the end of the trainer] An interpreter that ends in order, also by an exception, first waits for its saves
 in flight, each until it ends or has stood still for its timeout_s: a last ``async_save`` without ``wait`` is a
-checkpoint. A killed trainer takes its worker with it within a second; the save is lost, the target stays, and the
-next save takes away what was written.
+checkpoint. If that one fails, and nobody has waited for it, the exit status is 1. A killed trainer takes its worker
+with it within a second; the save is lost, the target stays, and the next save takes away what was written.
 
 [Note: what the store is asked] in the call takes as long as a copy each, so the first rank asks it while it copies, in
 a thread: to begin the save, where that makes nothing there yet, and for the board. A call that fails or is interrupted
@@ -19,14 +19,16 @@ waits ``_LATE_S`` for that thread and takes the board away; of a store that answ
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
+import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import replace
 from functools import cache
 from multiprocessing.util import Finalize
@@ -73,6 +75,7 @@ class AsyncSaver:
         self._worker: Worker | None = None
         self._flight: AsyncSave | None = None
         self._save_id = ""  # of the last call
+        self._untold: BaseException | None = None  # of the save that was let go last
         self._leaving: list[threading.Thread] = []  # of saves that have ended, and wait for others to hear of it
         self._is_closed, self._pid = False, os.getpid()
         self._turn = threading.RLock()
@@ -166,6 +169,7 @@ class AsyncSaver:
         self._arena.freed()
         self._leaving = [thread for thread in (*self._leaving, flight._thread) if thread.is_alive()]
         if flight._error is not None and not flight._is_told:
+            self._untold = flight._error
             warnings.warn(f"a background save failed and nobody waited for it: {flight._error}", stacklevel=5)
 
     def _ready_worker(self) -> Worker:
@@ -338,10 +342,27 @@ def _open_savers(pid: int) -> WeakSet[AsyncSaver]:
     """The savers of this process, closed when its interpreter ends; see [Note: the end of the trainer]."""
     savers: WeakSet[AsyncSaver] = WeakSet()
     # Of multiprocessing, whose children run no atexit; it takes care of forks, too.
-    Finalize(None, _close_all, (savers,), exitpriority=100)
+    lost: list[BaseException] = []
+    Finalize(None, _close_all, (savers, lost), exitpriority=100)
+    Finalize(None, _end_as_failed, (lost,), exitpriority=-100)  # after all others
     return savers
 
 
-def _close_all(savers: WeakSet[AsyncSaver]) -> None:
+def _close_all(savers: WeakSet[AsyncSaver], lost: list[BaseException]) -> None:
     for saver in list(savers):
-        saver.close()
+        saver._untold = None  # what was let go before has been warned of, and training went on
+        try:
+            saver.close()
+        finally:
+            lost += [] if saver._untold is None else [saver._untold]
+
+
+def _end_as_failed(lost: Sequence[BaseException]) -> None:
+    """A run whose last save is lost and who nobody has told does not end as a success: exit status 1."""
+    if lost:
+        sys.stderr.write(f"sixfold.dist_ckpt: the last background save failed, and nobody waited for it: {lost[0]}\n")
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):
+                stream.flush()
+        os._exit(1)

@@ -4,23 +4,32 @@
 
 [Note: a range that fails] is asked for again by the store, after a pause that grows, while others go on. One that gives
 nothing for ``STALL_S``, or a quarter of the deadline, counts as failed.
+
+[Note: threads at the end] A thread that nobody waits for may still run when the interpreter ends, after a load that
+failed. Python ends such a thread where it asks for the interpreter next; inside of a call of torch that is an abort of
+the process. So the interpreter first waits for them, ``_EXIT_S`` at most: one that waits for a server may be ended.
 """
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, FIRST_EXCEPTION, Future, wait
-from functools import partial
+from contextlib import suppress
+from functools import cache, partial
 from threading import Thread
 from typing import Any
+from weakref import WeakSet
 
 from sixfold.dist_ckpt.errors import typed
 from sixfold.dist_ckpt.files.integrity import Span
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 
 AT_ONCE = 16
+_EXIT_S = 2.0
+_RUNNING: WeakSet[Thread] = WeakSet()
 _LEAST_RANGE_BYTES, MOST_RANGE_BYTES = 4 << 20, 8 << 20
 STALL_S = 60.0
 
@@ -63,6 +72,7 @@ def at_once(actions: Sequence[Callable[[], Any]], limit_s: float, moves: Callabl
 def begun(action: Callable[[], Any], future: Future[Any] | None = None) -> Future[Any]:
     """In a thread that nobody waits for: no pool, whose threads the interpreter joins. ``future``: to be used."""
     future = future or Future()
+    _waits_at_exit()
 
     def act() -> None:
         try:
@@ -70,8 +80,23 @@ def begun(action: Callable[[], Any], future: Future[Any] | None = None) -> Futur
         except BaseException as error:
             future.set_exception(error)
 
-    typed(Thread(target=act, daemon=True).start)
+    thread = Thread(target=act, daemon=True)
+    _RUNNING.add(thread)
+    typed(thread.start)
     return future
+
+
+@cache
+def _waits_at_exit() -> None:
+    """See [Note: threads at the end]."""
+    atexit.register(_wait_for_threads)
+
+
+def _wait_for_threads() -> None:
+    until = time.monotonic() + _EXIT_S
+    for thread in list(_RUNNING):
+        with suppress(RuntimeError):  # it was never started
+            thread.join(max(0.0, until - time.monotonic()))
 
 
 def cut(name: str, start: int, stop: int, step: int) -> Iterator[ByteRange]:

@@ -292,7 +292,14 @@ def stage(target: Path, save_id: str) -> Path:
             errno.EBUSY,
         )
     staging = target.with_name(f".{target.name}.tmp-{save_id}") / INNER
-    staging.mkdir(parents=True)
+    try:
+        staging.mkdir(parents=True)
+    except PermissionError as error:
+        raise StorageError(
+            f"{target.parent} may not be written to by this user; a save is written beside its place, {target}, and "
+            f"moved there. Save into a folder whose parent may be written to, such as {target / 'checkpoint'}",
+            error.errno,
+        ) from error
     if target.exists():
         copy_attributes(target, staging, writable=True)
     return staging

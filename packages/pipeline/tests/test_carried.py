@@ -175,18 +175,26 @@ def test_events_are_numbered_by_the_batches_that_ran():
 
 
 def test_behind_a_drain_nothing_of_a_batch_is_held_and_before_it_only_what_is_in_flight():
+    seen: list[weakref.ref[Any]] = []  # what the first stage is given: the runner's own copies
+
     class Hooked(nn.Sequential):
         def forward(self, x, *, hook):
+            if self is modules[0]:
+                seen.extend((weakref.ref(x), weakref.ref(hook)))
             return super().forward(x)
 
-    runner, held = runner_of(pipedream_2bw(2, 3), [Hooked(module) for module in layers(2)]), []
+    modules: list[nn.Module] = [Hooked(module) for module in layers(2)]
+    runner, held, theirs = runner_of(pipedream_2bw(2, 3), modules), [], []
     for t in range(3):
         inputs, targets = made_batches(1, 3, seed=t)[0]
         kwargs = [{"hook": torch.zeros(1)} for _ in range(3)]
-        held.append([weakref.ref(x) for x in (*inputs, *targets, *(each["hook"] for each in kwargs))])
+        theirs += [weakref.ref(x) for x in (*inputs, *targets, *(each["hook"] for each in kwargs))]
         runner.step(inputs, targets, kwargs=kwargs)
         del inputs, targets, kwargs
+        held.append(seen[:])
+        seen.clear()
         gc.collect()
+        assert not any(ref() is not None for ref in theirs)
         alive = [sum(ref() is not None for ref in of) for of in held]
         assert alive == [0] * t + [2]  # the last input and its keywords, whose backward is to come on rank 0
     runner.drain()

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from sixfold.pipeline import Action, ScheduleError
+from sixfold.pipeline.transport import shared_memory
+from sixfold.pipeline.transport.alarm import LOOK_S
 from sixfold.pipeline.transport.groups import _deliver
 from sixfold.pipeline.transport.routes import Route
 from sixfold.pipeline.transport.shared_memory import SharedIncoming, SharedOutgoing, accept, can_share, connect, listen
@@ -124,6 +129,34 @@ def test_a_dead_peer_is_seen_though_a_fork_of_it_still_has_its_socket(receives):
     os.close(told)
     os.close(tell)
     os.waitpid(peer, 0)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_the_memory_of_a_new_slot_may_come_late_or_never(monkeypatch, leaves):
+    source, destination = ends()
+    send = shared_memory.socket.send_fds
+
+    def late(*args: Any) -> None:
+        time.sleep(2 * LOOK_S)
+        if leaves:
+            source.close()
+        else:
+            send(*args)
+
+    def sending() -> None:
+        with contextlib.suppress(PeerLost):
+            source.send(7, FORWARD, False, (torch.ones(8),), SEND)
+
+    monkeypatch.setattr(shared_memory.socket, "send_fds", late)
+    destination.post()
+    thread = threading.Thread(target=sending, daemon=True)
+    thread.start()
+    if leaves:
+        with pytest.raises(PeerLost):
+            destination.wait(7, FORWARD, RECEIVE)
+    else:
+        assert torch.equal(destination.wait(7, FORWARD, RECEIVE)[0], torch.ones(8))
+    thread.join()
 
 
 def test_a_forked_process_delivers_nothing():

@@ -29,6 +29,7 @@ from sixfold.pipeline.failed_steps import StepGradients
 from sixfold.pipeline.faults import Store
 from sixfold.pipeline.measure import gathered
 from sixfold.pipeline.meet import connect, group_of, refuse, transport_of
+from sixfold.pipeline.modes import BufferGuard, OptimizerCheck
 from sixfold.pipeline.outer import OuterGraph
 from sixfold.pipeline.program import Program, Weights, program_given
 from sixfold.pipeline.programs import Programs, one_process
@@ -133,6 +134,7 @@ class PipelineRunner:
         self._faults = Faults(self._rank, len(program.ranks))
         self._ties: Ties | None = None
         self._gradients = StepGradients()
+        self._guard, self._optimizers = BufferGuard(), OptimizerCheck(stages)
         self._links: dict[int, Links] = {}  # of this rank; empty where all are in this process
         self._program = program
         self._here = None if group is None else self._rank  # None: all ranks are here
@@ -275,7 +277,7 @@ class PipelineRunner:
         A tensor of any number of rows from m on is cut; the mean of losses of unequal microbatches is not that of rows.
         """
         goal = Goal(train=False, loss_fn=self._loss_fn, scale=self._scale, autocast=_autocast())
-        with torch.no_grad():
+        with torch.no_grad(), self._guard.around(self._stages.values(), "evaluate"):
             return self._run(program, "evaluate", goal, inputs, targets, kwargs, keep_outputs, profile=profile)
 
     def forward(
@@ -283,7 +285,7 @@ class PipelineRunner:
     ) -> StepResult:
         """Outputs of the last stage, on its rank, without gradients; nothing else remains."""
         goal = Goal(train=False, loss_fn=None, autocast=_autocast())
-        with torch.no_grad():
+        with torch.no_grad(), self._guard.around(self._stages.values(), "forward"):
             return self._run(None, "forward", goal, inputs, None, kwargs)
 
     def check(self) -> None:
@@ -445,6 +447,7 @@ class PipelineRunner:
             assert compiled is not None, "drain looks whether something is in flight"
             if mode == "step":
                 self._gradients.begin(self._stages.values())
+                self._optimizers.look(steps=compiled.steps)
             if ties is not None:
                 ties.begin()
             if new_shapes:

@@ -24,9 +24,10 @@ import socket
 import time
 import uuid
 from collections import deque
+from collections.abc import Callable
 from functools import cache, lru_cache
 from struct import Struct
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,6 +42,7 @@ from sixfold.pipeline.watchdog import PeerLost
 
 __all__ = ["SharedIncoming", "SharedOutgoing", "accept", "can_share", "connect", "listen"]
 
+_Received = TypeVar("_Received")
 _WINDOW = 8  # messages sent and not asked for, at least
 _HELD_BYTES = 2**30  # of one edge, in tensors of its receiver
 _FREE_BYTES = 2**28  # of slots that lie free; more are given back
@@ -227,7 +229,7 @@ class SharedIncoming:
             try:
                 size = self._socket.recv_into(packet)
             except BlockingIOError:
-                size = self._keep_waiting(action)
+                size = self._keep_waiting(action, lambda: self._socket.recv_into(packet))
             except OSError as error:  # the connection has broken
                 raise PeerLost(action, self._rank) from error
             if size == 0:
@@ -236,9 +238,9 @@ class SharedIncoming:
                 break
             _, index, length = _SLOT.unpack_from(packet)
             if packet[0] == _IS_NEW_SLOT:
-                _, descriptors, _, _ = socket.recv_fds(self._socket, 16, 1)
-                self._slots[index] = _Memory(descriptors[0], length)
-                os.close(descriptors[0])
+                descriptor = self._descriptor(action)
+                self._slots[index] = _Memory(descriptor, length)
+                os.close(descriptor)
             else:
                 del self._slots[index]
         _, number, stage, forward, microbatch, index, specs, self.may_change = _MESSAGE.unpack_from(packet)
@@ -247,15 +249,31 @@ class SharedIncoming:
         layout = self._layouts[specs]
         return number, Route(stage, bool(forward), microbatch), self._values(layout, index, bool(forward))
 
-    def _keep_waiting(self, action: Action) -> int:
-        """A packet that did not come at once: its size."""
+    def _descriptor(self, action: Action) -> int:
+        """Of a new slot: it is sent behind the packet that says so, and its sender may stand still or end between."""
+
+        def receive() -> list[int]:
+            return list(socket.recv_fds(self._socket, 16, 1)[1])
+
+        try:
+            descriptors = receive()
+        except BlockingIOError:
+            descriptors = self._keep_waiting(action, receive)
+        except OSError as error:  # the connection has broken
+            raise PeerLost(action, self._rank) from error
+        if not descriptors:
+            raise PeerLost(action, self._rank)
+        return descriptors[0]
+
+    def _keep_waiting(self, action: Action, receive: Callable[[], _Received]) -> _Received:
+        """What ``receive`` reads, which did not come at once."""
         deadline = time.monotonic() + self._timeout_s - self._look_s
         while (left := deadline - time.monotonic()) > 0 and not (self._alarm is not None and self._alarm.heard()):
             _stay(self._alarm)
             ended = _has_ended(self._peer)  # asked first: all that it sent is there then
             try:
                 if _is_readable(self._socket.fileno(), 0 if ended else min(LOOK_S, left)):
-                    return self._socket.recv_into(self._packet)
+                    return receive()
             except OSError as error:
                 raise PeerLost(action, self._rank) from error
             if ended:

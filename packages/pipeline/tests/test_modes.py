@@ -1,0 +1,71 @@
+"""What is forgotten: eval() before an evaluation, STEPs for the stages' optimizers."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+
+import pytest
+import torch
+from pipeline_helpers import batch, layers, square_loss
+from torch import nn
+
+from sixfold.pipeline import PipelineRunner, Stage, gpipe, passes
+
+
+def normed() -> list[nn.Module]:
+    return [nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nn.Linear(8, 8)]
+
+
+@pytest.mark.parametrize("call", ["evaluate", "forward"])
+def test_nothing_of_an_evaluation_in_training_mode_remains_and_one_warning_says_so(call):
+    modules = normed()
+    before = deepcopy(modules[0].state_dict())
+    runner = PipelineRunner(gpipe(2, 2), [Stage(m, i) for i, m in enumerate(modules)], None, square_loss)
+    x, y = batch(8)
+    run = (lambda: runner.evaluate(x, y)) if call == "evaluate" else (lambda: runner.forward(x))
+    with pytest.warns(UserWarning, match=rf"{call} ran with modules in training mode, and 1.running_mean of stage 0"):
+        run()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+    torch.testing.assert_close(modules[0].state_dict(), before, rtol=0, atol=0)
+    modules[0].eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PipelineRunner(gpipe(2, 2), [Stage(m, i) for i, m in enumerate(modules)], None, square_loss).evaluate(x, y)
+
+
+def test_a_step_moves_the_statistics_of_a_batch_norm():
+    modules = normed()
+    PipelineRunner(gpipe(2, 2), [Stage(m, i) for i, m in enumerate(modules)], None, square_loss).step(*batch(8))
+    assert modules[0][1].num_batches_tracked == 2
+
+
+def with_optimizers() -> tuple[list[nn.Module], list[Stage]]:
+    modules = layers(2)
+    made = [Stage(m, i, optimizer=torch.optim.AdamW(m.parameters())) for i, m in enumerate(modules)]
+    return modules, made
+
+
+def test_an_optimizer_that_nobody_steps_is_told_of_once_and_the_remedies_step_it():
+    _, stages = with_optimizers()
+    runner = PipelineRunner(gpipe(2, 2), stages, None, square_loss)
+    runner.step(*batch(4))
+    with pytest.warns(
+        UserWarning, match="stage 0 has an optimizer, the program has no STEP, and the optimizer has not"
+    ):
+        runner.step(*batch(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runner.step(*batch(4))
+        for how in ("STEP", "outside"):
+            modules, stages = with_optimizers()
+            before = [p.clone() for p in modules[0].parameters()]
+            program = passes.optimizer_step(gpipe(2, 2)) if how == "STEP" else gpipe(2, 2)
+            runner = PipelineRunner(program, stages, None, square_loss)
+            for _ in range(3):
+                runner.step(*batch(4))
+                for stage in stages if how == "outside" else ():
+                    stage.optimizer.step()
+            assert not any(torch.equal(a, b) for a, b in zip(before, modules[0].parameters(), strict=True))

@@ -3,12 +3,16 @@
 import json
 
 import pytest
+from gpt_helpers import tiny_config
 
-from sixfold.gpt import cli
+from sixfold.gpt import cli, demo, timeline
 from sixfold.gpt import prepare as prepare_module
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.prepare import prepare
+from sixfold.gpt.rundir import check_run_dir
 from sixfold.indexed_data import IndexedDataError
+from sixfold.pipeline import Costs, one_f_one_b, simulate
+from sixfold.pipeline.trace import write_trace
 
 
 def files_of(folder):
@@ -88,3 +92,93 @@ def test_the_demos_corpus_takes_no_file_of_another(tmp_path):
 
 
 CORPUS = prepare_module.Corpus(train={"topics": [b"topic"], "docstrings": [b"text"]}, valid=[b"valid"], sha256="0" * 64)
+
+
+# ---- outputs of the other verbs
+
+
+RUN = [{"kind": "start", "time": 1.0, "step": 0}, {"kind": "step", "time": 2.0, "step": 1, "tokens": 64, "loss": 3.0}]
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".png"])
+def test_a_plot_replaces_its_own_picture_and_no_other(tmp_path, capsys, suffix):
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra plot")
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in RUN))
+    out = tmp_path / f"mine{suffix}"
+    out.write_bytes(b"a drawing of mine, on which I sat with sixfold friends")
+    words = ["plot", str(tmp_path), "--out", str(out)]
+    assert cli.main(words) == 2
+    assert out.read_bytes().startswith(b"a drawing of mine") and "choose another --out" in capsys.readouterr().err
+    out.unlink()
+    assert cli.main(words) == 0 and cli.main(words) == 0, "the second time over its own"
+
+
+COSTS = Costs(forward=(1.0, 1.0), backward_input=(1.0, 1.0), backward_weight=(1.0, 1.0))
+
+
+@pytest.mark.parametrize("suffix", [".svg", ".txt", ".json"])
+def test_a_timeline_replaces_its_own_picture_and_no_other(tmp_path, suffix):
+    program = one_f_one_b(ranks=2, microbatches=3)
+    folder = timeline.folder(tmp_path)
+    folder.mkdir(parents=True)
+    (folder / "step-00000007.txt").write_text(str(program))
+    (folder / "step-00000007.json").write_text(write_trace({"measured": simulate(program, COSTS)}))
+    out = tmp_path / f"mine{suffix}"
+    out.write_text("{}")
+    with pytest.raises(ConfigError, match=r"mine.* exists and nothing says that sixfold wrote it"):
+        timeline.show(tmp_path, out)
+    assert out.read_text() == "{}"
+    out.unlink()
+    timeline.show(tmp_path, out)
+    first = out.read_bytes()
+    timeline.show(tmp_path, out)
+    assert out.read_bytes() == first
+    if suffix == ".json":
+        assert json.loads(first)["traceEvents"]
+
+
+def test_doctor_refuses_anothers_file_before_it_measures(tmp_path, capsys):
+    out = tmp_path / "package.json"
+    out.write_text('{"name": "my-app"}')
+    assert cli.main(["doctor", "--dir", str(tmp_path), "--out", str(out)]) == 2
+    assert out.read_text() == '{"name": "my-app"}' and "doctor did not write it" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("config.toml", "[model]\nnum_layers = 2\n"),
+        ("config.toml", "not toml at all ["),
+        ("metrics.jsonl", '{"loss": 1}\n'),
+    ],
+)
+def test_a_run_takes_no_folder_whose_files_no_run_wrote(tmp_path, name, text):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=f"no run wrote the {name}"):
+        check_run_dir(str(tmp_path))
+    assert (tmp_path / name).read_text() == text
+
+
+def test_a_run_takes_its_own_folder_also_when_it_ended_before_its_first_line(tmp_path):
+    config = tiny_config(tmp_path)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.toml").write_text(config.to_toml())
+    check_run_dir(str(tmp_path / "run"))
+    for first in ("", '{"ki', '{"kind": "start", "st', '{"kind": "start", "step": 0}\n'):
+        (tmp_path / "run/metrics.jsonl").write_text(first)
+        check_run_dir(str(tmp_path / "run"))
+
+
+def test_a_demo_removes_nothing_that_no_demo_made(tmp_path):
+    demo._clear(tmp_path / "out")
+    (tmp_path / "out/data").mkdir()
+    (tmp_path / "out/data/cpython-topics.bin").touch()
+    (tmp_path / "out/data/thesis.jsonl").write_text("years of work")
+    with pytest.raises(ConfigError, match=r"files that no demo wrote, as .*thesis\.jsonl"):
+        demo._clear(tmp_path / "out")
+    assert {p.name for p in (tmp_path / "out/data").iterdir()} == {"cpython-topics.bin", "thesis.jsonl"}
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own/demo.toml").write_text("[model]\n")
+    (tmp_path / "own/run").mkdir()
+    with pytest.raises(ConfigError, match="holds files that no demo wrote"):
+        demo._clear(tmp_path / "own")

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -35,6 +36,7 @@ GUESSED_TOKENS_PER_SECOND = 20_000.0
 SEQ_LENGTH = 256
 GLOBAL_BATCH = 8
 SAMPLE_TOKENS = 400
+_BEGINS = "# a demo begins here"
 
 TOML = """\
 # Written by `sixfold demo`. The same run by hand: sixfold train {toml}
@@ -217,18 +219,40 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
+# What a demo makes in its folders; by hand `sixfold train` and `timeline` make more.
+_MADE = {
+    "data": r"cpython-(topics|docstrings|valid)\.(bin|idx|json|bin\..*|idx\..*)",
+    "run": r"config\.toml|metrics\.jsonl|checkpoints|tensorboard|profile|timeline|\.config\.toml\.\d+",
+}
+
+
+def _is_demo(folder: Path) -> bool:
+    """Whether its demo.toml begins as a demo's does."""
+    try:
+        with (folder / "demo.toml").open(encoding="utf-8") as file:
+            return file.readline().startswith(("# Written by `sixfold demo`", _BEGINS))
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
 def _clear(folder: Path) -> None:
     """Make room for a demo: replace an older one, refuse anything else."""
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"{folder} is a file; give --dir a folder")
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / "demo.toml").exists():
+    if folder.is_dir() and any(folder.iterdir()) and not _is_demo(folder):
         raise ConfigError(f"{folder} holds files that no demo wrote; give --dir a new or empty folder")
-    for part in ("data", "run"):
-        shutil.rmtree(folder / part, ignore_errors=True)
-    for part in ("summary.json", "loss.svg", "loss.png"):
-        (folder / part).unlink(missing_ok=True)
+    for name, known in _MADE.items():
+        for path in sorted((folder / name).glob("*")):
+            if not re.fullmatch(known, path.name):
+                raise ConfigError(
+                    f"{folder} holds files that no demo wrote, as {path}; give --dir a new or empty folder"
+                )
+    for name in _MADE:
+        shutil.rmtree(folder / name, ignore_errors=True)
+    for name in ("summary.json", "loss.svg", "loss.png"):
+        (folder / name).unlink(missing_ok=True)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "demo.toml").write_text("# a demo begins here\n", encoding="utf-8")
+    (folder / "demo.toml").write_text(f"{_BEGINS}\n", encoding="utf-8")
 
 
 def _config(folder: Path, prepared: PreparedCorpus, *, minutes: float, ranks: int) -> TrainConfig:

@@ -24,7 +24,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from sixfold.gpt.errors import TrainError
+from sixfold.gpt.errors import ConfigError, TrainError
 from sixfold.gpt.processes import start_ranks
 
 OK, WARN, FAIL = "ok", "warn", "fail"
@@ -220,6 +220,7 @@ def run(options: Options, *, ranks: int | None, out: str, as_object: bool) -> in
     """What ``sixfold doctor`` does; its exit status."""
     from sixfold.gpt.launch import detect
 
+    _refuse_foreign(Path(out))
     if detect(os.environ) is None:
         report: Report | None = examine_here(options, ranks or _default_ranks())
     else:
@@ -233,6 +234,18 @@ def run(options: Options, *, ranks: int | None, out: str, as_object: bool) -> in
         Path(out).write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found) if as_object else _text(report, out))
     return 1 if report.failed else 0
+
+
+def _refuse_foreign(out: Path) -> None:
+    """Refuse to replace what doctor did not write, before minutes are spent."""
+    try:
+        found = json.loads(out.read_bytes())
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError):
+        found = None
+    if not (isinstance(found, dict) and {"findings", "machine"} <= found.keys()):
+        raise ConfigError(f"{out} exists and doctor did not write it; choose another --out, or remove it")
 
 
 def _default_ranks() -> int:

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.metrics import last_of_each_step, read_all
+from sixfold.gpt.outputs import MARK, refuse_foreign
 
 Axis = Literal["step", "tokens", "seconds"]
 AXIS_LABELS: dict[str, str] = {
@@ -167,6 +168,7 @@ def plot(
     out = Path(out)
     if out.suffix not in (".svg", ".png"):
         raise ConfigError(f"--out is {str(out)!r}; a plot ends in .svg or .png")
+    refuse_foreign(out)
     curves = [_read(Path(run), x) for run in runs]
     try:
         from matplotlib.figure import Figure
@@ -197,7 +199,7 @@ def plot(
     _dress(axes, curves, references or {}, AXIS_LABELS[x], unit, title, by_dataset)
     out.parent.mkdir(parents=True, exist_ok=True)
     # No date in the file: the same losses give the same bytes.
-    figure.savefig(out, dpi=150, metadata={"Date": None} if out.suffix == ".svg" else None)
+    figure.savefig(out, dpi=150, metadata={"Date": None, "Creator": MARK} if out.suffix == ".svg" else {"Author": MARK})
     return out
 
 

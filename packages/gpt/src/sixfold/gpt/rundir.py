@@ -14,10 +14,16 @@ import errno
 import fcntl
 import json
 import os
+import tomllib
 from pathlib import Path
 
 from sixfold.gpt.errors import ConfigError
 
+# Every run's config.toml has all of these, of any release.
+TABLES = (
+    "model", "data", "parallel", "pipeline", "fsdp", "train", "optimizer", "schedule", "checkpoint", "eval", "log",
+    "run",
+)  # fmt: skip
 FOLDERS, FILES = ("checkpoints",), ("config.toml", "metrics.jsonl")
 
 
@@ -39,7 +45,44 @@ def check_run_dir(directory: str) -> None:
     for name in FILES:
         if (path / name).is_dir():
             raise ConfigError(f"run.dir is {directory!r} and {path / name} is a folder; a run keeps a file there")
+    _refuse_foreign(path)
     check_free(path / "metrics.jsonl")
+
+
+def _refuse_foreign(path: Path) -> None:
+    """Refuse a folder whose config.toml or metrics.jsonl no run wrote: a run writes over the one, behind the other.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    metrics, config = path / "metrics.jsonl", path / "config.toml"
+    if metrics.is_file() and not _is_of_a_run(metrics):
+        raise ConfigError(
+            f"run.dir is {str(path)!r} and no run wrote the {metrics.name} there; choose another run.dir, or move the "
+            f"file"
+        )
+    # A run that ended before its first line, and an import, have no metrics.jsonl.
+    if config.is_file() and not metrics.exists() and not (path / "checkpoints").exists():
+        try:
+            whole = set(TABLES) <= tomllib.loads(config.read_text(encoding="utf-8")).keys()
+        except (OSError, ValueError):
+            whole = False
+        if not whole:
+            raise ConfigError(
+                f"run.dir is {str(path)!r} and no run wrote the {config.name} there; choose another run.dir, or move "
+                f"the file"
+            )
+
+
+def _is_of_a_run(metrics: Path) -> bool:
+    """Whether it begins as ours do, as far as a kill let it; one that cannot be read is told elsewhere."""
+    begins = b'{"kind"'
+    try:
+        with metrics.open("rb") as file:
+            first = file.readline(len(begins)).strip()
+    except OSError:
+        return True
+    return begins.startswith(first)
 
 
 def make_run_dir(directory: str) -> Path:

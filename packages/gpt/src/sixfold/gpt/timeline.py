@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.outputs import marked, refuse_foreign
 from sixfold.pipeline import Costs, Program, Timeline, draw, simulate
 from sixfold.pipeline.draw import draw_png
 from sixfold.pipeline.errors import ScheduleError
@@ -114,17 +115,19 @@ def show(run_dir: str | Path, out: str | Path, *, step: int | None = None) -> st
     Returns:
         One line that says both bubbles.
     Raises:
-        ConfigError: another ending, or no such timeline. ScheduleError: a .png without matplotlib.
+        ConfigError: another ending, no such timeline, or a file of another's at ``out``.
+        ScheduleError: a .png without matplotlib.
     """
     out = Path(out)
     if out.suffix not in {*FORMATS, ".png"}:
         raise ConfigError(f"--out is {str(out)!r}; a timeline ends in .svg, .png, .json (Perfetto) or .txt")
+    refuse_foreign(out)
     step, ran = kept(run_dir, step)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".png":
         draw_png(ran.predicted, out, beside=ran.measured)
     else:
-        out.write_text(draw(ran.predicted, format=FORMATS[out.suffix], beside=ran.measured))
+        out.write_text(marked(draw(ran.predicted, format=FORMATS[out.suffix], beside=ran.measured), out.suffix))
     return describe(step, ran)
 
 

@@ -313,7 +313,7 @@ gc.freeze()
 open("/proc/self/clear_refs", "w").write("5")  # forget the peak of the imports
 before, began = mib("VmRSS"), time.process_time()
 if side == "sixfold":
-    merge(prefixes, f"{folder}/{side}")
+    merge(prefixes, f"{folder}/{side}", overwrite=True)
 else:
     builder = peer.IndexedDatasetBuilder(f"{folder}/{side}.bin", np.uint16)
     for prefix in prefixes:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
 
 from sixfold.gpt.errors import ConfigError, TrainError
@@ -34,6 +35,11 @@ def fail_on_rank_one(kind):
         time.sleep(0.1)
         raise TrainError("what follows from it")
     time.sleep(60)
+    return 0
+
+
+def warn(folder):
+    warnings.warn("a thing of\n  two lines", UserWarning, stacklevel=2)
     return 0
 
 

@@ -1,5 +1,6 @@
 """A run in this process: what it refuses, what it leaves behind, what it says of values that are not finite."""
 
+import itertools
 import json
 import signal
 from pathlib import Path
@@ -148,3 +149,26 @@ def test_a_batch_without_any_target_is_told_as_such(tmp_path, options):
 )
 def test_the_peak_that_mfu_is_a_part_of_is_found_by_the_name_of_the_gpu(name, peak):
     assert peak_flops_of(name) == peak
+
+
+def test_the_speed_by_the_clock_counts_evaluations_and_saves(tmp_path, monkeypatch):
+    """The oracle is the time in the lines themselves: tokens since the line before, over the seconds since."""
+    import time
+
+    from sixfold.gpt import loop
+
+    evaluate = loop.evaluate
+
+    def slow(*args):
+        time.sleep(0.3)
+        return evaluate(*args)
+
+    monkeypatch.setattr(loop, "evaluate", slow)
+    config = tiny_config(tmp_path, "model.num_layers=1", "train.steps=7", "eval.every=1", "log.every=2")
+    train(config)
+    steps = lines(config, "step")
+    assert [entry["step"] for entry in steps] == [2, 4, 6, 7]
+    for before, entry in itertools.pairwise(steps[1:]):
+        by_clock = (entry["tokens"] - before["tokens"]) / (entry["time"] - before["time"])
+        assert entry["wall_tokens_per_second"] == pytest.approx(by_clock, rel=0.2)
+        assert entry["wall_tokens_per_second"] < entry["tokens_per_second"]

@@ -189,3 +189,24 @@ def test_a_step_is_shown_with_its_wait_for_data_and_its_memory():
     assert "data" not in describe(older | {"kind": "step", "step": 5}, 8), (
         "a line of an older release says nothing of it"
     )
+
+
+def test_the_time_left_goes_by_the_clock_with_evaluations_and_saves(tmp_path, monkeypatch):
+    path, out, now = tmp_path / "metrics.jsonl", io.StringIO(), [1000.0]
+    line = ProgressLine(path, 100, stream=out, every_s=0.0)
+    monkeypatch.setattr(metrics.time, "time", lambda: now[0])
+    with MetricsWriter(path) as writer:
+        for number in range(1, 11):  # steps of a second, with an evaluation of two behind each
+            speeds = {"seconds": 1.0, "tokens_per_second": 3000.0, "wall_tokens_per_second": 1000.0}
+            writer.write("step", **step(number) | speeds)
+            line.poll()
+            now[0] += 3.0
+    shown = out.getvalue().splitlines()
+    assert "1,000 tokens/s (steps alone 3,000)" in shown[-1]
+    assert shown[-1].endswith("4:30 left"), "90 steps, three seconds each"
+    assert shown[0].endswith("1:39 left"), "one step says nothing of what comes between"
+
+
+def test_steps_as_fast_as_the_clock_are_shown_with_one_speed():
+    speeds = {"tokens_per_second": 1010.0, "wall_tokens_per_second": 1000.0}
+    assert "  1,000 tokens/s  " in describe(STEP | {"kind": "step", "step": 5} | speeds, 8)

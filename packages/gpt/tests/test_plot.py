@@ -126,3 +126,62 @@ def test_every_evaluation_is_drawn_also_of_steps_without_a_line(axis, places):
 
 def test_an_evaluation_before_the_first_line_is_drawn():
     assert curve(records(("eval", 5, 4.0), ("step", 10, 3.0)), "run", "tokens").eval_x == [320]
+
+
+@pytest.fixture
+def figures(monkeypatch):
+    """The figures that were drawn, with what draws them."""
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra plot")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    found, save = [], Figure.savefig
+
+    def saved(figure, *args, **options):
+        save(figure, *args, **options)
+        canvas = FigureCanvasAgg(figure)
+        canvas.draw()
+        found.append((figure, canvas.get_renderer()))
+
+    monkeypatch.setattr(Figure, "savefig", saved)
+    return found
+
+
+def restarted_often(steps, restarts, low=0.02):
+    entries = [("start", 0)]
+    for number in range(1, steps + 1):
+        if number - 1 in restarts:
+            entries.append(("resume", number - 1, {"pp": 2, "dp": 2, "tp": 2}))
+        entries.append(("step", number, low + 5.5 * 0.9**number))
+        if number % 20 == 0:
+            entries.append(("eval", number, low + 6 * 0.9**number))
+    return records(*entries)
+
+
+def test_restarts_legend_and_points_lie_apart_and_nothing_is_cropped(tmp_path, figures):
+    runs = [
+        write_run(tmp_path / "a", restarted_often(120, (30, 31, 33, 60, 110))),
+        write_run(tmp_path / "b", restarted_often(100, (31, 58, 59, 60, 61, 62))),
+    ]
+    plot(runs, tmp_path / "loss.png")
+    [(figure, renderer)] = figures
+    [axes] = figure.axes
+    low, high = axes.get_ylim()
+    points = [y for line in axes.lines if len(line.get_ydata()) > 2 for y in line.get_ydata()]
+    assert 0 <= low < min(points) and max(points) < high, "no negative loss, and the first updates are there"
+    boxes = [text.get_window_extent(renderer) for text in axes.texts]
+    inside = axes.get_window_extent(renderer)
+    assert len(boxes) == 12, "a number for each restart, and what they are"
+    for i, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:i]), axes.texts[i].get_text()
+        assert not box.overlaps(inside.shrunk(0.99, 0.99)), "no text hides data"
+    [legend] = figure.legends
+    assert not legend.get_window_extent(renderer).overlaps(inside)
+    assert "and 4 more, in metrics.jsonl" in axes.texts[-1].get_text()
+
+
+def test_a_loss_that_falls_little_has_a_plain_axis_that_does_not_go_below_zero(tmp_path, figures):
+    entries = records(*(("step", number, 0.2 + 0.1 / number) for number in range(1, 30)))
+    plot([write_run(tmp_path / "run", entries)], tmp_path / "loss.png")
+    [(figure, _)] = figures
+    assert figure.axes[0].get_yscale() == "linear" and figure.axes[0].get_ylim()[0] >= 0

@@ -183,3 +183,15 @@ def test_labels_in_a_picture_have_the_contrast_that_reading_needs(program):
     for *channels, ink in labels:
         box = relative_luminance(*(int(channel, 16) for channel in channels))
         assert (1.05 / (box + 0.05) if ink == "white" else (box + 0.05) / 0.05) >= 4.5, (channels, ink)
+
+
+def test_a_picture_with_a_unit_has_an_axis_whose_numbers_lie_at_their_times():
+    timeline = simulate(one_f_one_b(ranks=2, microbatches=4), Costs((0.012, 0.013), (0.02, 0.02), (0.01, 0.01)))
+    text = draw(timeline, format="svg", unit="s")
+    ticks = re.findall(r'<text x="([\d.]+)" y="\d+" text-anchor="middle" fill="#5c5c5c">([\d.]+)( s)?</text>', text)
+    places = {float(number): float(x) for x, number, _ in ticks}
+    assert ticks[-1][2] == " s" and 0.0 in places and len(places) >= 4
+    (zero, one), *_ = ((places[0.0], x) for number, x in places.items() if number)
+    scale = (one - zero) / min(number for number in places if number)
+    assert all(abs(zero + number * scale - x) < 0.1 for number, x in places.items())
+    assert 'fill="#5c5c5c"' not in draw(timeline, format="svg")

@@ -83,6 +83,8 @@ def test_a_timeline_is_drawn_with_both_bubbles_named(runs, tmp_path, ending):
     assert said.startswith("step 2: ") and "measured" in said and "on paper" in said
     text = (tmp_path / f"step{ending}").read_text()
     assert "simulated" in text and "measured" in text
+    if ending == ".svg":
+        assert " s</text>" in text and ">forward</text>" in text, "an axis with its unit, and what the colours are"
     if ending == ".json":
         assert len({event["pid"] for event in json.loads(text)["traceEvents"]}) == 2
 

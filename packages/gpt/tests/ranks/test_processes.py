@@ -27,7 +27,7 @@ def launcher(target, folder, count=2, same_s="1"):
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
-def wait_for(folder, count, prefix="ready-", seconds=10.0):
+def wait_for(folder, count, prefix="ready-", seconds=30.0):
     """Pids of ``count`` ranks that said they are ready."""
     deadline = time.monotonic() + seconds
     while len(found := sorted(Path(folder).glob(f"{prefix}*"))) < count:
@@ -124,7 +124,7 @@ def test_sigterm_before_the_ranks_can_save_is_143_too(tmp_path):
     "numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT, signal.SIGTERM), (signal.SIGHUP,)]
 )
 def test_signals_of_one_moment_are_one_and_every_rank_saves(tmp_path, numbers):
-    process = launcher("save_slowly_on_sigterm", tmp_path)
+    process = launcher("save_slowly_on_sigterm", tmp_path, same_s="5")
     wait_for(tmp_path, 2)
     for number in numbers:
         process.send_signal(number)
@@ -173,3 +173,9 @@ def test_ranks_die_with_a_killed_launcher_and_share_its_session(tmp_path):
     while any(map(is_alive, pids)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not any(map(is_alive, pids))
+
+
+def test_a_warning_of_a_rank_is_one_line_that_names_it(tmp_path):
+    process = launcher("warn", tmp_path, count=1)
+    assert process.wait(20) == 0
+    assert process.stderr.read() == "sixfold: rank 0 warns: a thing of two lines (UserWarning)\n"

@@ -95,6 +95,7 @@ class Run:
         self._ahead: tuple[int, Ahead[list[Microbatch]]] | None = None
         self._saved: tuple[int, float, AsyncSave | None] | None = None  # step, seconds blocked, handle
         self._save_began = time.monotonic()  # the newest one, or the run
+        self._told_at = time.monotonic(), 0  # when the newest step line was written, and tokens until then
 
     def note(self, kind: str, **fields: Any) -> None:
         """One line of metrics.jsonl, written by one rank."""
@@ -247,7 +248,8 @@ class Run:
         tokens = size * self.config.data.seq_length
         self.progress = Progress(step=at.step + 1, samples=at.samples + size, tokens=at.tokens + tokens)
         self.loss = outcome.loss
-        seconds = time.monotonic() - start
+        now = time.monotonic()
+        seconds = now - start
         if self.progress.step % log.every == 0 or self.progress.step == self.config.train.steps:
             self.note(
                 "step",
@@ -261,11 +263,13 @@ class Run:
                 seconds=seconds,
                 data_seconds=data_seconds,
                 tokens_per_second=tokens / seconds,
+                wall_tokens_per_second=(self.progress.tokens - self._told_at[1]) / (now - self._told_at[0]),
                 mfu=None if self.rank.device.type == "cpu" else self._mfu(tokens / seconds),
                 memory_bytes=outcome.memory_bytes,
                 loss_by_dataset={self.train_data.names[i]: x for i, x in outcome.loss_by_dataset.items()},
                 expert_load=outcome.expert_load,
             )
+            self._told_at = now, self.progress.tokens
         if self.progress.step in log.timeline_steps:
             self._keep_timeline(outcome)
         self._stragglers.after_step(self.progress.step, outcome.ran, self.note)
@@ -304,6 +308,7 @@ class Run:
         """Train to the last step or to an agreed stop. Returns the reason."""
         every = self.config.checkpoint.every
         self._save_began = time.monotonic()
+        self._told_at = time.monotonic(), self.progress.tokens
         flag.arm()  # what comes during the first step waits for its end: a rank that died in it would lose it for all
         while self.progress.step < self.config.train.steps:
             outcome = self.step(flag.asked)

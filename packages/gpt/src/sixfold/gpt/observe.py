@@ -27,6 +27,7 @@ CURVES = (
     "seconds",
     "data_seconds",
     "tokens_per_second",
+    "wall_tokens_per_second",
     "mfu",
     "memory_bytes",
 )

@@ -26,6 +26,8 @@ AXIS_LABELS: dict[str, str] = {
 COLOURS = ("#2a6f97", "#c8553d", "#588157", "#8f5ea2", "#b08900", "#3d405b")
 GREY = "#8a8a8a"
 DASHES = ("-", "--", "-.", ":")
+_NUMBER_WIDTH = 0.022  # of the axis: numbers of restarts that are nearer than this stand above each other
+_MOST_RESTARTS = 8  # that are told below the axis
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +40,7 @@ class Resume:
     layout: str
 
     def __str__(self) -> str:
-        return f"ended after {self.ended_after:,},\nresumed at {self.resumed_at:,} as {self.layout}"
+        return f"ended after {self.ended_after:,}, resumed at {self.resumed_at:,} as {self.layout}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,17 +242,40 @@ def _draw_curve(axes: Any, one: Curve, colour: str) -> None:
         )  # fmt: skip
     for resume in one.resumes:
         axes.axvline(resume.x, color=colour, linewidth=1, linestyle=":", zorder=1)
+
+
+def _tell_restarts(axes: Any, curves: Sequence[Curve], x_label: str) -> None:
+    """A number above each restart's line, and what it was below the axis: texts never lie over each other or data."""
+    found = [(resume, number) for number, one in enumerate(curves) for resume in one.resumes]
+    found.sort(key=lambda pair: pair[0].x)
+    low, high = axes.get_xlim()
+    rows: list[float] = []  # where the newest number of each row stands
+    told = []
+    for number, (resume, run) in enumerate(found, 1):
+        at = (resume.x - low) / (high - low)
+        row = next((i for i, last in enumerate(rows) if at - last >= _NUMBER_WIDTH), len(rows))
+        rows[row : row + 1] = [at]
         axes.annotate(
-            str(resume),
+            str(number),
             (resume.x, 1),
             xycoords=("data", "axes fraction"),
-            xytext=(5, -4),
+            xytext=(0, 2 + 10 * row),
             textcoords="offset points",
-            ha="left",
-            va="top",
-            fontsize=9,
-            color=colour,
+            ha="center",
+            va="bottom",
+            fontsize=8,
+            color=COLOURS[run % len(COLOURS)],
         )
+        whose = f"{curves[run].name} " if len(curves) > 1 else ""
+        told.append(f"{number}: {whose}{resume}")
+    if len(told) > _MOST_RESTARTS:
+        told[_MOST_RESTARTS - 1 :] = [f"and {len(told) - _MOST_RESTARTS + 1} more, in metrics.jsonl"]
+    axes.set_xlabel(x_label)
+    if told:
+        axes.annotate(
+            "\n".join(told), (0, 0), xycoords="axes fraction", xytext=(0, -36), textcoords="offset points",
+            ha="left", va="top", fontsize=8, color="#5c5c5c",
+        )  # fmt: skip
 
 
 def _dress(
@@ -262,27 +287,43 @@ def _dress(
     title: str,
     by_dataset: bool,
 ) -> None:
-    """Limits that show where the curve is flat, not only its first fall; quiet frame and grid."""
-    lowest = min([min(c.smooth) for c in curves] + list(references.values()))
+    """Limits that hold every point; a scale that shows where the curve is flat too. Quiet frame and grid."""
     sources = [losses for c in curves for _, losses in c.datasets.values() if by_dataset]
-    lowest = min([lowest, *(min(losses) for losses in sources)])
-    first = max(c.smooth[0] for c in curves)
-    typical = max(sorted(c.loss)[len(c.loss) * 9 // 10] for c in curves)
-    typical = max([typical, *(sorted(losses)[len(losses) * 9 // 10] for losses in sources)])
-    highest = min(first, max([typical, lowest + 0.5, *references.values()]))
-    room = 0.08 * max(highest - lowest, 1e-3)
-    axes.set_ylim(lowest - 2 * room, highest + 2 * room)
+    smooth = [c.smooth for c in curves] + sources
+    points = [
+        *references.values(),
+        *(x for c in curves for x in (*c.loss, *c.eval_loss)),
+        *(x for s in sources for x in s),
+    ]
+    lowest, highest = min(points), max(points)
+    typical = max(sorted(losses)[len(losses) * 9 // 10] for losses in smooth)
+    if lowest > 0 and highest > 1.5 * max(typical, lowest + 0.5):  # a first fall that would press the rest flat
+        axes.set_yscale("log")
+        axes.set_ylim(lowest / 1.1, highest * 1.1)
+        _number_decades(axes)
+        unit = f"{unit} (logarithmic)"
+    else:
+        room = 0.06 * max(highest - lowest, 1e-3)
+        axes.set_ylim(max(lowest - room, 0.0) if lowest >= 0 else lowest - room, highest + room)
     axes.set_xlim(left=0)
     axes.margins(x=0.01)
-    axes.set_xlabel(x_label)
+    _tell_restarts(axes, curves, x_label)
     axes.set_ylabel(f"loss, {unit}")
     axes.grid(axis="y", color="#ececec", zorder=0)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     if title:
-        axes.set_title(title, loc="left", fontsize=11)
-    if len(axes.get_legend_handles_labels()[0]) > 1:
-        axes.legend(
-            frameon=True, framealpha=0.9, edgecolor="none", loc="upper right" if not references else "center right"
-        )
+        axes.figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+    handles, names = axes.get_legend_handles_labels()
+    if len(names) > 1:  # below the picture, where no data is
+        axes.figure.legend(handles, names, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
+
+
+def _number_decades(axes: Any) -> None:
+    """Plain numbers on a logarithmic axis, between the decades too."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.yaxis.set_minor_formatter(NullFormatter())

@@ -21,9 +21,11 @@ import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -319,6 +321,7 @@ def _rank_main(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
     os.environ.update({"SIXFOLD_RANK": str(rank), "SIXFOLD_RANKS": str(ranks), "SIXFOLD_STORE": store})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and a host name may resolve to nothing
+    warnings.showwarning = partial(_show_warning, rank)
     try:
         report: Any = target(*args)
     except BaseException as error:  # SystemExit too: the launcher must hear of it
@@ -331,6 +334,13 @@ def _rank_main(
     if isinstance(report, Failure):
         # See launch.py [Note: a failed rank keeps its connections]: the launcher ends this process.
         signal.pause()
+
+
+def _show_warning(rank: int, message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:
+    """One line of a rank's warning, which begins where the launcher's progress line stands."""
+    lead = "\r\x1b[K" if sys.stderr.isatty() else ""
+    text = " ".join(str(message).split())
+    print(f"{lead}sixfold: rank {rank} warns: {text} ({category.__name__})", file=sys.stderr, flush=True)
 
 
 def _die_with_parent() -> None:

@@ -125,9 +125,10 @@ def show(run_dir: str | Path, out: str | Path, *, step: int | None = None) -> st
     step, ran = kept(run_dir, step)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".png":
-        draw_png(ran.predicted, out, beside=ran.measured)
+        draw_png(ran.predicted, out, beside=ran.measured, unit="s")
     else:
-        out.write_text(marked(draw(ran.predicted, format=FORMATS[out.suffix], beside=ran.measured), out.suffix))
+        drawn = draw(ran.predicted, format=FORMATS[out.suffix], beside=ran.measured, unit="s")
+        out.write_text(marked(drawn, out.suffix))
     return describe(step, ran)
 
 

@@ -24,7 +24,11 @@ _COLUMNS = 400  # of a text picture; actions that are then too narrow for their 
 
 
 def draw(
-    program_or_timeline: Program | Timeline, *, format: str = "text", beside: Program | Timeline | None = None
+    program_or_timeline: Program | Timeline,
+    *,
+    format: str = "text",
+    beside: Program | Timeline | None = None,
+    unit: str = "",
 ) -> str:
     """A program or a timeline, alone or with a second one at the same scale, such as measured beside simulated.
 
@@ -34,6 +38,7 @@ def draw(
             one event per action, in microseconds.
             For the last two a program is simulated with F, I and W of 1 per rank.
         beside: drawn below the first, which is then called simulated and this one measured.
+        unit: of the times, as "s": an SVG then has an axis with it. A program's times have none.
     Raises:
         ScheduleError: another format, or a timeline in which nothing takes time.
     """
@@ -46,14 +51,18 @@ def draw(
         both = _named(program_or_timeline, beside)
         return "".join(f"{name}\n{_to_scale(timeline, columns)}" for name, timeline in both.items())
     named = _named(program_or_timeline, beside)
-    return write_svg(named) if format == "svg" else write_trace(named)
+    return write_svg(named, unit) if format == "svg" else write_trace(named)
 
 
 def draw_png(
-    program_or_timeline: Program | Timeline, path: str | Path, *, beside: Program | Timeline | None = None
+    program_or_timeline: Program | Timeline,
+    path: str | Path,
+    *,
+    beside: Program | Timeline | None = None,
+    unit: str = "",
 ) -> None:
     """Write the picture of ``draw(..., format="svg")`` as a PNG file. Needs the extra ``plot`` (matplotlib)."""
-    save_png(_named(program_or_timeline, beside), path)
+    save_png(_named(program_or_timeline, beside), path, unit)
 
 
 def _named(first: Program | Timeline, second: Program | Timeline | None) -> dict[str, Timeline]:

@@ -9,6 +9,7 @@ shade its chunk, the number its microbatch.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -37,6 +38,7 @@ _LEGEND = {
     Kind.STEP: "optimizer step",
 }
 _ROW, _GAP, _LABEL, _WIDTH, _TITLE, _LETTER = 22, 3, 54, 1100, 26, 6.2  # pixels
+_AXIS = 24  # pixels, of ticks and their numbers
 _LEAST_STEP = 1.5  # pixels of an action that takes no time, such as STEP
 
 
@@ -51,12 +53,13 @@ class _Box:
     title: str
 
 
-def write_svg(timelines: dict[str, Timeline]) -> str:
-    """One SVG document with a panel per named timeline."""
-    panels = [(_headline(name, timeline), timeline, _boxes(timeline)) for name, timeline in timelines.items()]
+def write_svg(timelines: dict[str, Timeline], unit: str = "") -> str:
+    """One SVG document with a panel per named timeline; with ``unit`` an axis of time below them."""
+    panels = [(_headline(name, timeline, unit), timeline, _boxes(timeline)) for name, timeline in timelines.items()]
     longest = _longest(timelines)
     scale = _WIDTH / longest
     height = sum(_TITLE + len(timeline.peak_activations) * (_ROW + _GAP) + _GAP for _, timeline, _ in panels) + _TITLE
+    height += _AXIS if unit else 0
     width = _LABEL + _WIDTH + 10
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
@@ -83,11 +86,14 @@ def write_svg(timelines: dict[str, Timeline]) -> str:
                 place = f'x="{x + wide / 2:.2f}" y="{y + 15:.0f}" text-anchor="middle"'
                 lines.append(f'<text {place} fill="{_ink(box)}">{box.label}</text>')
         top += len(timeline.peak_activations) * (_ROW + _GAP) + _GAP
+    if unit:
+        lines += _axis(top, longest, scale, unit)
+        top += _AXIS
     lines += _legend(top, {box.kind for _, _, boxes in panels for box in boxes})
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
-def save_png(timelines: dict[str, Timeline], path: str | Path) -> None:
+def save_png(timelines: dict[str, Timeline], path: str | Path, unit: str = "") -> None:
     """The same picture as a PNG file, by matplotlib.
 
     Raises:
@@ -95,6 +101,7 @@ def save_png(timelines: dict[str, Timeline], path: str | Path) -> None:
     """
     try:
         from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
     except ImportError:
         raise ScheduleError("PNG needs matplotlib: pip install 'sixfold-pipeline[plot]', or draw SVG") from None
     rows = [len(timeline.peak_activations) for timeline in timelines.values()]
@@ -102,7 +109,7 @@ def save_png(timelines: dict[str, Timeline], path: str | Path) -> None:
     axes = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
     longest = _longest(timelines)
     for axis, (name, timeline) in zip(axes, timelines.items(), strict=True):
-        axis.set_title(_headline(name, timeline), fontsize=9, loc="left")
+        axis.set_title(_headline(name, timeline, unit), fontsize=9, loc="left")
         for box in _boxes(timeline):
             colour = tuple(channel / 255 for channel in _rgb(box))
             axis.barh(
@@ -129,6 +136,14 @@ def save_png(timelines: dict[str, Timeline], path: str | Path) -> None:
             range(len(timeline.peak_activations)), [f"rank {r}" for r in range(len(timeline.peak_activations))]
         )
         axis.invert_yaxis()
+    if unit:
+        axes[-1].set_xlabel(f"time, {unit}", fontsize=9)
+    seen = {box.kind for timeline in timelines.values() for box in _boxes(timeline)}
+    keys = [kind for kind in _LEGEND if kind in seen]
+    patches = [Patch(color="#" + "".join(f"{channel:02x}" for channel in _COLOURS[kind])) for kind in keys]
+    figure.legend(
+        patches, [_LEGEND[kind] for kind in keys], loc="outside lower left", ncols=6, frameon=False, fontsize=9
+    )
     figure.savefig(path, dpi=120, format="png")
 
 
@@ -173,10 +188,24 @@ def _ink(box: _Box) -> str:
     return "white" if 299 * red + 587 * green + 114 * blue < 111_000 else "black"
 
 
-def _headline(name: str, timeline: Timeline) -> str:
+def _axis(top: float, longest: float, scale: float, unit: str) -> list[str]:
+    """Ticks at round times, each with its number; the unit at the last."""
+    step = 10.0 ** math.floor(math.log10(longest / 5))
+    step = next(one for one in (step, 2 * step, 5 * step, 10 * step) if longest / one <= 8)
+    count = int(longest / step + 1e-9)
+    lines = [f'<line x1="{_LABEL}" y1="{top:.0f}" x2="{_LABEL + longest * scale:.2f}" y2="{top:.0f}" stroke="#888"/>']
+    for tick in range(count + 1):
+        x, words = _LABEL + tick * step * scale, f"{tick * step:.10g}" + (f" {unit}" if tick == count else "")
+        lines.append(f'<line x1="{x:.2f}" y1="{top:.0f}" x2="{x:.2f}" y2="{top + 4:.0f}" stroke="#888"/>')
+        lines.append(f'<text x="{x:.2f}" y="{top + 16:.0f}" text-anchor="middle" fill="#5c5c5c">{escape(words)}</text>')
+    return lines
+
+
+def _headline(name: str, timeline: Timeline, unit: str) -> str:
     peaks = ", ".join(f"{peak:g}" for peak in timeline.peak_activations)
     bubble = f"bubble over ideal {timeline.bubble_over_ideal:.4f}"
-    words = f"makespan {timeline.makespan:.4g}, {bubble}, peak activations {peaks}"
+    length = f"{timeline.makespan:.4g}" + (f" {unit}" if unit else "")
+    words = f"makespan {length}, {bubble}, peak activations {peaks}"
     if timeline.weights is not Weights.FLUSHED:
         words += f", weight versions {', '.join(map(str, timeline.weight_versions))} ({timeline.weights})"
     return f"{name}: {words}" if name else words

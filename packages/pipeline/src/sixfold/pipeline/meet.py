@@ -6,6 +6,7 @@ group or Transport, arguments --> Links and Faults, or one error on all ranks (t
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
@@ -70,18 +71,15 @@ def connect(transport: Transport, device: torch.device, store: Store | None, tim
     return links, Faults(transport.rank, transport.ranks, links, store, names)
 
 
-def refuse(
-    error: BaseException,
-    transport: Transport | None,
-    store: Store | None,
-    timeout_s: float,
-    device: torch.device = _CPU,
-) -> NoReturn:
+def refuse(error: BaseException, transport: Transport | None, store: Store | None, timeout_s: float) -> NoReturn:
     """No runner is made here: the others, who make theirs, hear of ``error`` in their first wait for this rank."""
     if transport is None:
         raise error
     try:
-        _, faults = connect(transport, _CPU, store, timeout_s)
+        links, faults = connect(transport, _CPU, store, timeout_s)
     except PipelineTimeout:
         raise error from None
+    if (wait_for_all := getattr(links, "wait_for_all", None)) is not None:
+        with suppress(RuntimeError):  # the store is gone
+            wait_for_all()
     faults.end(error, None, -1)

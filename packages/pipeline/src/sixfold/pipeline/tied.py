@@ -176,7 +176,7 @@ class _Chain:
 
     def copies(self) -> Iterable[nn.Parameter]:
         """Those that are here and not the first."""
-        return (parameter for at, held in self._held.items() if at for parameter in held)
+        return (parameter for at in self._stages if at for parameter in self._of(at))
 
     def share(self) -> None:
         """Up the chain goes the value of its first holder."""

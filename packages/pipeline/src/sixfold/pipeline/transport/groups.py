@@ -66,6 +66,7 @@ Values = tuple[Any, ...]
 Shapes = bool | Literal["announced"]
 EdgeFactory = Callable[[int, int], dist.ProcessGroup]
 Edges = EdgeFactory | Literal["groups", "one", "host"] | None
+_POLL_S = 0.01
 _LATE_S = 1.0  # after which a rank that brings a new program says so to those of its host
 _WINDOW = 8  # tensors per edge that were sent and not waited for, at least
 
@@ -360,11 +361,19 @@ class GroupLinks:
             self._store.set("alarm", f"sixfold-{uuid4().hex}")
         self._alarm = self._alarm_of(self._store.get("alarm").decode()) if can_share() else None
         everyone: Any = dist.ProcessGroupGloo(PrefixStore("control", self._store), self.rank, self.ranks, self._timeout)
+        self._store.set(f"met {self.rank}", "yes")
         self._options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         self._options._devices = everyone.options._devices
         self._options._timeout = self._timeout
         self._options._threads = 1  # collectives' own, which edges have none of
         return everyone
+
+    def wait_for_all(self) -> None:
+        """Every rank has its connections: who leaves behind this is told apart from one that never came."""
+        keys = [f"met {rank}" for rank in range(self.ranks)]
+        deadline = time.monotonic() + self._timeout_s
+        while not self._store.check(keys) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
 
     def _alarm_of(self, name: str) -> Alarm:
         return Alarm(name, self.rank, self.ranks, self.calls)

@@ -170,13 +170,13 @@ def test_below_gpt_nothing_reads_the_environment(package: Package):
 
 @below_gpt
 def test_below_gpt_groups_come_in_as_arguments(package: Package):
-    """The one exception, dist_ckpt's group="world", lives in one file."""
+    """The exceptions, dist_ckpt's group="world" and fsdp's process_group="world", live in one file each."""
     wrong: dict[str, list[str]] = {}
     for file in package.files:
         for node in ast.walk(file.tree):
             if text := default_group_use(node):
                 wrong.setdefault(file.place, []).append(f"{file.place}:{node.lineno}: {text}")
-    if package.name == "dist-ckpt":
+    if package.name in ("dist-ckpt", "fsdp"):
         assert len(wrong) <= 1, f"the default group is looked up in more than one file: {wrong}"
     else:
         assert not wrong, "\n".join(line for lines in wrong.values() for line in lines)

@@ -1,4 +1,4 @@
-"""Train a small model with sharded parameters (one process here; under torchrun pass a group) and show its bytes."""
+"""Train a small model with sharded parameters (one process here; all ranks under torchrun) and show its bytes."""
 
 import torch
 from torch import nn
@@ -9,7 +9,7 @@ torch.manual_seed(0)
 net = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)), nn.Linear(64, 1))
 model = FullyShardedDataParallel(
     net,
-    process_group=None,  # under torchrun: torch.distributed.group.WORLD
+    process_group="world",  # all ranks under torchrun, after init_process_group
     strategy="optim_grads_params",
     fsdp_unit_modules=[nn.Sequential],
     mixed_precision=MixedPrecision(param_dtype=torch.bfloat16),

@@ -39,7 +39,7 @@ def look_at(
         if options.buffers.merge_bytes is not None:
             itemsize = options.mixed_precision.main_dtype.itemsize
             specs = merge_neighbours(specs, options.buffers.merge_bytes, itemsize)
-        return None, specs, own_meshes(module, options.mesh, options.process_group, options.mesh_for)
+        return None, specs, own_meshes(module, options.mesh, options.group, options.mesh_for)
     except FsdpError as error:
         return error, [], Meshes()
 

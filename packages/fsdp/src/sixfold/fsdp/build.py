@@ -26,7 +26,7 @@ from sixfold.fsdp.curtains import draw_curtains
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.faults import Faults
 from sixfold.fsdp.gather import Gathering
-from sixfold.fsdp.initial import agree, agree_on_meshes, set_start_values
+from sixfold.fsdp.initial import agree, agree_on_meshes, set_start_values, warn_of_statistics
 from sixfold.fsdp.links import Links
 from sixfold.fsdp.meshes import Meshes
 from sixfold.fsdp.neighbours import Neighbours, myself
@@ -166,6 +166,8 @@ def build(module: nn.Module, options: Options) -> Built:
             initial=options.initial,
             elsewhere=elsewhere,
         )
+        if ranks.size > 1:
+            warn_of_statistics(module)
         draw_curtains(engine)
         given_up.pop_all()
     return Built(engine, fp8, links)
@@ -179,7 +181,7 @@ def _neighbours(control: Control, rank: int, wait: Callable[[Any], None]) -> Nei
 def _groups(options: Options) -> list[dist.ProcessGroup | None]:
     """[shard] or [replicate, shard]."""
     mesh = options.mesh
-    return [options.process_group] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+    return [options.group] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
 
 
 def _device(module: nn.Module, groups: Sequence[dist.ProcessGroup]) -> torch.device:

@@ -37,3 +37,33 @@ ELSEWHERE = {
     "sharded_optim_state_dict": _STATE,
     "fsdp_modules": "unit names are model.units",
 }
+
+# Options of torch's wrappers, which fully_shard and FullyShardedDataParallel take under another name.
+OPTIONS = {
+    "reshard_after_forward": _RESHARD,
+    "mp_policy": "use mixed_precision=MixedPrecision(param_dtype=...)",
+    "offload_policy": "use buffers=BufferConfig(offload=True), which keeps optimizer state in host memory",
+    "cpu_offload": "use buffers=BufferConfig(offload=True), which keeps optimizer state in host memory",
+    "sharding_strategy": "use strategy, one of no_shard, optim, optim_grads, optim_grads_params",
+    "auto_wrap_policy": "name the classes of the units: fsdp_unit_modules=['LlamaDecoderLayer']",
+    "sync_module_states": "use initial='broadcast'",
+    "param_init_fn": "use init_fn",
+    "use_orig_params": "parameters are always the module's own; leave it out",
+    "device_id": "move the module before it is wrapped; leave it out",
+    "limit_all_gathers": _BY_ORDER,
+    "forward_prefetch": _BY_ORDER,
+    "backward_prefetch": _BY_ORDER,
+    "ignored_params": "freeze them (requires_grad=False), or keep them outside the wrapped module",
+    "ignored_modules": "freeze them (requires_grad=False), or keep them outside the wrapped module",
+}
+
+
+def of_the_module(name: str) -> str:
+    """What to write for a member of the wrapped module that was looked for on the wrapper."""
+    if name == "save_pretrained":
+        return (
+            "call net.save_pretrained(folder, state_dict=model.full_state_dict()), with net the wrapped module; on "
+            "several ranks all call full_state_dict(), and one saves"
+        )
+    called = f"model.entry(model.module, method={name!r})(...)"
+    return f"use model.module.{name}; a method that runs layers is called by {called}"

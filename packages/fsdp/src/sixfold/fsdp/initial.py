@@ -8,6 +8,7 @@ One module at a time, so no rank ever holds more full parameters than one module
 from __future__ import annotations
 
 import hashlib
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -140,6 +141,7 @@ def set_start_values(
         FsdpError: a meta module cannot be initialised; ``initial="check"`` and values differ (on all ranks).
     """
     done: dict[nn.Parameter, int] = {}
+    kept: dict[Tensor, int] = {}  # buffers
     sent = initial == "broadcast" and ranks.size > 1
     for group in Meta(device, init_fn).together(module):
         for parameter in (one for part in group for one in part.parameters(recurse=False)):
@@ -151,11 +153,19 @@ def set_start_values(
             record.buffer.weights.store_main(record, value)
             parameter.data = record.compute
             del value  # the next module is made before this name is given another tensor
-        for buffer in (one for part in group for one in part.buffers(recurse=False)) if sent else ():
-            buffer.copy_(_broadcast(buffer, ranks, wait))
+        for buffer in (one for part in group for one in part.buffers(recurse=False)):
+            if sent:
+                buffer.copy_(_broadcast(buffer, ranks, wait))
+            elif initial == "check" and ranks.size > 1:
+                kept[buffer] = tensor_digest(buffer)
     if initial == "check" and ranks.size > 1:
         found = {records[parameter].name: digest for parameter, digest in done.items()}
         _compare([(name, digest) for name, digest in found.items() if name not in meshes.own], control, wait)
+        names = {buffer: name for name, buffer in module.named_buffers()}
+        apart = {name.rpartition(".")[0] for name in meshes.own}  # experts: other modules on other ranks
+        buffers = [(names[one], digest) for one, digest in kept.items() if names[one].rpartition(".")[0] not in apart]
+        if not elsewhere:
+            _compare_buffers(module, buffers, control, wait)
         if elsewhere:
             _compare_on_meshes(
                 [(name, meshes.own[name].place, f"{found[name]:x}") for name in found if name in meshes.own],
@@ -164,6 +174,44 @@ def set_start_values(
                 "start values of {name} differ on rank {odd} from those of its mesh, ranks {place}; seed all ranks "
                 'of a mesh alike, or use initial="broadcast"',
             )
+
+
+def _compare_buffers(module: nn.Module, digests: list[tuple[str, int]], control: Control, wait: WaitWork) -> None:
+    """The same buffers with the same values on all ranks; a running statistic that will part is warned of."""
+    text = " ".join(f"{name}:{digest:x}" for name, digest in digests)
+    mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
+    _, odd = odd_ranks(exchange(control, [mine], wait))
+    if odd:
+        said = [one.split() for one in exchange_text(control, text, wait)]
+        farewell(control, wait)
+        usual = said[next(rank for rank in range(len(said)) if rank not in odd)]
+        differ = [a.rpartition(":")[0] for a, b in zip(usual, said[odd[0]], strict=False) if a != b]
+        raise FsdpError(
+            f"the buffer {differ[0] if differ else 'list'} differs on rank {', '.join(map(str, odd))} at the start; "
+            'seed all ranks alike, or use initial="broadcast". Where ranks are meant to differ use initial="trust"',
+            op="check",
+            ranks=odd,
+        )
+
+
+def warn_of_statistics(module: nn.Module) -> None:
+    """BatchNorm in training keeps the statistics of this rank's batches."""
+    for name, part in module.named_modules():
+        own = isinstance(part, nn.modules.batchnorm._BatchNorm) and not isinstance(part, nn.SyncBatchNorm)
+        if own and part.track_running_stats and part.training:
+            warnings.warn(
+                f"{name or type(part).__name__} keeps running statistics of each rank's own batches. Call "
+                "model.broadcast_buffers() before an evaluation or a checkpoint (DDP does so before each forward), or "
+                "use torch.nn.SyncBatchNorm",
+                stacklevel=4,
+            )
+            return
+
+
+def broadcast_buffers(module: nn.Module, ranks: Ranks, wait: WaitWork) -> None:
+    """Buffers of the mesh's rank 0, on every rank."""
+    for buffer in module.buffers():
+        buffer.copy_(_broadcast(buffer, ranks, wait))
 
 
 def _broadcast(value: Tensor, ranks: Ranks, wait: WaitWork) -> Tensor:

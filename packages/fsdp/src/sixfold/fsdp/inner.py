@@ -9,6 +9,7 @@ engine, so a module wrapped by ``fully_shard`` keeps what it needs; hooks that t
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from sixfold.fsdp.hooks import Hook, cast_floating, watch_outputs
 
 STATE = (
     "use the wrapper's full_state_dict() (collective) or state_records() (live aliases, no communication); "
+    "save_pretrained takes it: net.save_pretrained(folder, state_dict=model.full_state_dict()). "
     "sixfold.fsdp.torch_state has DTensors for torch's tools"
 )
 BETWEEN = "set it between calls, on all ranks alike"
@@ -113,7 +115,8 @@ class LoadStateDict(Hook):
 class OutsideCalls:
     """What happens elsewhere in the process: parameters that appear after wrapping would be on no other rank."""
 
-    def __init__(self, root: nn.Module, engine: Engine) -> None:
+    def __init__(self, root: nn.Module, engine: Engine, sharded: Collection[torch.optim.Optimizer]) -> None:
+        self._sharded = sharded
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(root.modules())
         self._engine = weakref.ref(engine)
 
@@ -158,10 +161,12 @@ class OutsideCalls:
         """``optimizer.step()`` of any optimizer."""
         engine = self._engine()
         if engine is not None:
-            refuse_unsharded(engine, optimizer)
+            refuse_unsharded(engine, optimizer, self._sharded)
 
 
-def install(engine: Engine, root: nn.Module, cast_to: torch.dtype | None) -> tuple[list[Any], list[Any]]:
+def install(
+    engine: Engine, root: nn.Module, cast_to: torch.dtype | None, sharded: Collection[torch.optim.Optimizer]
+) -> tuple[list[Any], list[Any]]:
     """Hooks on the modules, and what is watched in the whole process; both as handles."""
     call, saving, loading = RootCall(engine, cast_to), StateDict(engine), LoadStateDict(engine)
 
@@ -176,7 +181,7 @@ def install(engine: Engine, root: nn.Module, cast_to: torch.dtype | None) -> tup
         own.append(module.register_state_dict_pre_hook(saving.before))  # type: ignore[no-untyped-call]
         own.append(module.register_state_dict_post_hook(saved))  # type: ignore[no-untyped-call]
         own.append(module.register_load_state_dict_pre_hook(loading.before))  # type: ignore[no-untyped-call]
-    return own, [watch(OutsideCalls(root, engine))]
+    return own, [watch(OutsideCalls(root, engine, sharded))]
 
 
 def refuse_changed_parameters(engine: Engine) -> None:
@@ -203,7 +208,9 @@ def refuse_changed_parameters(engine: Engine) -> None:
                 raise guard.error(f"requires_grad was set to {parameter.requires_grad} in a call of its unit", BETWEEN)
 
 
-def refuse_unsharded(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
+def refuse_unsharded(
+    engine: Engine, optimizer: torch.optim.Optimizer, sharded: Collection[torch.optim.Optimizer]
+) -> None:
     """Before every optimizer's step: one that holds the module's own parameters would train nothing.
 
     (Megatron-FSDP steps such an optimizer in silence.)
@@ -213,8 +220,15 @@ def refuse_unsharded(engine: Engine, optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             record = engine.records.get(parameter)
-            if record is not None:
+            if record is None:
+                continue
+            if optimizer in sharded:
                 raise FsdpError(
-                    f"{type(optimizer).__name__} holds {record.name} itself, which has no gradient; "
-                    "use fully_shard_optimizer(optimizer, model) before the first step"
+                    f"{type(optimizer).__name__} holds {record.name} itself, given by add_param_group after "
+                    "fully_shard_optimizer; give its main parameter: "
+                    f"optimizer.add_param_group({{'params': [dict(model.main_parameters())[{record.name!r}]]}})"
                 )
+            raise FsdpError(
+                f"{type(optimizer).__name__} holds {record.name} itself, which has no gradient; "
+                "use fully_shard_optimizer(optimizer, model) before the first step"
+            )

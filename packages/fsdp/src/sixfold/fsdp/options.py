@@ -20,6 +20,7 @@ from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy, 
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.meta import InitFn
 from sixfold.fsdp.units import Selector
+from sixfold.fsdp.world import given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ class Options:
     """Each field is the argument of that name; a new argument is a field here and a line of the signature there."""
 
     mesh: DeviceMesh | None
-    process_group: dist.ProcessGroup | None
+    process_group: dist.ProcessGroup | str | None
     strategy: ShardingStrategy | str
     fsdp_unit_modules: Sequence[Selector]
     root_units: bool
@@ -52,8 +53,9 @@ class Options:
     def __post_init__(self) -> None:
         names = tuple(strategy.value for strategy in ShardingStrategy)
         object.__setattr__(self, "strategy", ShardingStrategy(one_of("strategy", self.strategy, names)))
-        if self.mesh is not None and self.process_group is not None:
-            raise FsdpError("mesh and process_group are both given; give one, or neither for one process")
+        if self.mesh is not None and self.process_group not in (None, "world"):
+            raise FsdpError("mesh and process_group are both given; give one, or neither for all ranks")
+        object.__setattr__(self, "process_group", None if self.mesh is not None else given(self.process_group))
         if self.mesh is not None and self.mesh.ndim not in (1, 2):
             raise FsdpError(f"mesh has {self.mesh.ndim} dimensions; it is 1-D (shard) or 2-D (replicate, shard)")
         if isinstance(self.fsdp_unit_modules, (str, type)):  # a text would be taken apart into letters
@@ -73,6 +75,12 @@ class Options:
         for name in ("timeout_s", "first_step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise FsdpError(f"{name} is {getattr(self, name)}; it is > 0")
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """``process_group``, looked up; None: one process, or a mesh."""
+        assert not isinstance(self.process_group, str), f"{self.process_group!r} was not looked up"
+        return self.process_group
 
     @property
     def longest_s(self) -> float:

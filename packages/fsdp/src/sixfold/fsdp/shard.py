@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from sixfold.fsdp import ahead, build, hooks, inner, memory, norms, optim, report, state, streamed, whole
+from sixfold.fsdp import ahead, build, hooks, initial, inner, memory, norms, optim, report, state, streamed, whole
 from sixfold.fsdp.buffer import Granularity
 from sixfold.fsdp.calls import StageState
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
-from sixfold.fsdp.elsewhere import ELSEWHERE
+from sixfold.fsdp.elsewhere import ELSEWHERE, OPTIONS, of_the_module
 from sixfold.fsdp.errors import FsdpError, MissingError
 from sixfold.fsdp.meta import InitFn
 from sixfold.fsdp.options import Options
@@ -43,7 +43,8 @@ class FullyShardedDataParallel(nn.Module):
 
     Args:
         module: any module; parameters may be on the meta device.
-        mesh, process_group: one of them, or neither for one process. A 2-D mesh is (replicate, shard).
+        mesh, process_group: one of them, or neither for all ranks (one process where torch.distributed is not
+            initialised). ``process_group=None`` is one process in any case. A 2-D mesh is (replicate, shard).
         strategy: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``.
         fsdp_unit_modules: classes, class names or modules to gather and free together.
         root_units: a module outside them with more bytes of its own than the smallest of them (an embedding, a head) is
@@ -55,7 +56,7 @@ class FullyShardedDataParallel(nn.Module):
         grad_divisor: None: the ranks of the main mesh, for every parameter; 1.0 gives sums.
         grad_reduce: ``"auto"``, ``"last"`` or ``"microbatch"``, under a driven program only.
         init_fn: ``(module name, module)`` fills a module that was on the meta device.
-        initial: ``"check"``, ``"broadcast"`` or ``"trust"``: equal start on all ranks.
+        initial: ``"check"``, ``"broadcast"`` or ``"trust"``: equal start on all ranks, of weights and buffers.
         checks: ``"off"``, ``"order"`` (one digest per step) or ``"unit"`` (an exchange before each collective; a
             debug mode that reads device values).
         fault_store: where survivors of a lost rank meet, so that it is named; None: the store of the given group.
@@ -70,7 +71,7 @@ class FullyShardedDataParallel(nn.Module):
         module: nn.Module,
         *,
         mesh: DeviceMesh | None = None,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | str | None = "world",
         strategy: ShardingStrategy | str = "optim_grads_params",
         fsdp_unit_modules: Sequence[Selector] = (),
         root_units: bool = True,
@@ -97,7 +98,7 @@ class FullyShardedDataParallel(nn.Module):
         self._links = made.links
         self._optimizers = optim.Attached(offload=buffers.offload)
         self._cast_to = mixed_precision.param_dtype if mixed_precision.cast_inputs else None
-        own, self._everywhere = inner.install(engine, module, self._cast_to)
+        own, self._everywhere = inner.install(engine, module, self._cast_to, self._optimizers.sharded)
         own += hooks.install(engine)
         self._end = weakref.finalize(self, build.close, engine, [*own, *self._everywhere])
         self._tidy = build.tidy_with(self, engine)
@@ -216,8 +217,19 @@ class FullyShardedDataParallel(nn.Module):
         """Reduce what is local and wait; ``main.grad`` is final after it."""
         self._engine.finish_grad_sync()
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale gradients to a total norm of at most ``max_norm``; returns the norm before, fp32, same on all ranks."""
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale gradients to a total norm of at most ``max_norm``; returns the norm before, fp32, same on all ranks.
+
+        Squares are added in float64, in another order than by torch's function: where it scales, last bits differ.
+
+        Raises:
+            FsdpError: ``norm_type`` is not 2.
+        """
+        if norm_type != 2:
+            raise FsdpError(
+                f"clip_grad_norm_: norm_type is {norm_type}; it is 2. Compute another norm over main_parameters() and "
+                "all ranks, and call scale_gradients(factor)"
+            )
         total = self.grad_square_sum().sqrt().to(torch.float32)
         coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         self.scale_gradients(coefficient)
@@ -246,6 +258,16 @@ class FullyShardedDataParallel(nn.Module):
                 main.grad = None
             elif main.grad is not None:
                 main.grad.zero_()
+
+    def broadcast_buffers(self) -> None:
+        """Collective: buffers of the module become those of the main mesh's first rank, in place.
+
+        BatchNorm's statistics are otherwise those of each rank's own batches. DDP does this before each forward; once
+        before an evaluation or a checkpoint costs less.
+        """
+        self._engine.alive()
+        wait = self._engine.wait.for_control(None, "load")
+        initial.broadcast_buffers(self.module, self._engine.ranks, wait)
 
     # ---- main weights and state
 
@@ -291,10 +313,11 @@ class FullyShardedDataParallel(nn.Module):
         """Collective: main weights and buffers become those of ``source``, under the names of ``full_state_dict``.
 
         Args:
-            source: a dict (or another mapping, read one name at a time) or an iterable of ``(name, tensor)`` in any
-                order, on one rank while the others give None (each tensor is broadcast), or on every rank (nothing is
-                sent; that all read the same is checked unless ``initial="trust"``). A tied tensor comes under one of
-                its names or under all. A narrower dtype is widened. Each tensor must come within ``timeout_s``.
+            source: a dict (or another mapping, read one name at a time), an open safetensors file, or an iterable of
+                ``(name, tensor)`` in any order. It comes on one rank while the others give None (each tensor is
+                broadcast), or on every rank (nothing is sent; that all read the same is checked unless
+                ``initial="trust"``). A tied tensor comes under one of its names or under all. A narrower dtype is
+                widened. Each tensor must come within ``timeout_s``.
         Raises:
             FsdpError: on all ranks alike: missing, unexpected or doubled names, a shape that is not the parameter's, a
                 dtype that the kept one cannot hold exactly, a source that raised. A dict is checked before its first
@@ -335,7 +358,15 @@ class FullyShardedDataParallel(nn.Module):
         instead = ELSEWHERE.get(name)
         if instead is not None:
             raise MissingError(f"FullyShardedDataParallel has no {name}, which torch's has; {instead}")
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self._modules.get("module")
+            if module is None or name.startswith("_") or not hasattr(module, name):
+                raise
+        raise MissingError(
+            f"FullyShardedDataParallel has no {name}, the wrapped {type(module).__name__} has; {of_the_module(name)}"
+        )
 
     def report(self) -> dict[str, Any]:
         """What lies in memory and what moved. No communication, no read of a device value.
@@ -415,6 +446,8 @@ def fully_shard(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
     ``module(x)`` works like the returned object's call, and needs that object no longer. One call for the whole model:
     units are named by ``fsdp_unit_modules``, where torch's function of this name is called once per unit.
     """
+    for name in OPTIONS.keys() & options.keys():
+        raise FsdpError(f"fully_shard has no option {name}; {OPTIONS[name]}")
     model = FullyShardedDataParallel(module, **options)
     model._end.detach()
     model._tidy.detach()

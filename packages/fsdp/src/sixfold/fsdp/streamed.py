@@ -105,6 +105,7 @@ def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool) ->
             sources each tensor before its own, and the text says how much was loaded.
     """
     engine.alive()
+    source = _pairs_of_file(source)
     if engine.in_call or engine.stepping:
         raise FsdpError("a state is loaded inside a forward or optimizer.step(); load it between steps", op="load")
     wait = engine.wait.for_control(None, "load")
@@ -124,6 +125,15 @@ def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool) ->
                 _from_own(job, compare=compare)
     finally:
         engine.main_changed(frozen=True)
+
+
+def _pairs_of_file(source: Source) -> Source:
+    """An open file of safetensors has ``keys`` and ``get_tensor``, and is neither a mapping nor iterable."""
+    read: Any = getattr(source, "get_tensor", None)
+    if read is None or isinstance(source, Mapping):
+        return source
+    names: Any = source
+    return ((name, read(name)) for name in names.keys())  # noqa: SIM118  no dict
 
 
 def _problem_of_givers(givers: Sequence[int], targets: Sequence[Target], engine: Engine) -> str | None:

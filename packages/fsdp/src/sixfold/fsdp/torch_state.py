@@ -126,8 +126,8 @@ class _Place:
                     unit=record.buffer.unit,
                 )
         self._mesh = options.mesh
-        if self._mesh is None and options.process_group is not None:
-            self._mesh = DeviceMesh.from_group(options.process_group, engine.units[0].device.type)
+        if self._mesh is None and options.group is not None:
+            self._mesh = DeviceMesh.from_group(options.group, engine.units[0].device.type)
 
     def __call__(self, record: ParamRecord, value: Tensor) -> Tensor:
         ranks = record.buffer.ranks.shard

@@ -20,6 +20,7 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 
 Selector = type | str | nn.Module
+_SHOWN = 5  # classes in an error
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,6 +82,7 @@ class Unit:
 def find_units(module: nn.Module, selectors: Sequence[Selector], *, root_units: bool = False) -> list[UnitSpec]:
     """The root unit, then every matched module in ``named_modules`` order.
 
+    A class names no children of ``nn.MultiheadAttention``, which reads their weights itself and never calls them.
     A parameter belongs to the innermost unit that registers it; one registered in two units, or in a unit
     and outside, to the root unit. Names are the first ones (a tied parameter has one).
 
@@ -209,22 +211,39 @@ def _cut(module: nn.Module, matched: set[nn.Module], large: frozenset[nn.Module]
 def _matches(module: nn.Module, selectors: Sequence[Selector]) -> set[nn.Module]:
     """Modules that a selector names, the root left out: it is a unit anyway."""
     everything = list(module.modules())
+    read_by_others = {
+        part for found in everything if isinstance(found, nn.MultiheadAttention) for part in found.modules()
+    }.difference(found for found in everything if isinstance(found, nn.MultiheadAttention))
     matched: set[nn.Module] = set()
     for selector in selectors:
         if isinstance(selector, nn.Module):
             hits = [found for found in everything if found is selector]
         elif isinstance(selector, type):
-            hits = [found for found in everything if isinstance(found, selector)]
+            hits = [found for found in everything if isinstance(found, selector) and found not in read_by_others]
         elif isinstance(selector, str):
-            hits = [found for found in everything if type(found).__name__ == selector]
+            hits = [found for found in everything if type(found).__name__ == selector and found not in read_by_others]
         else:
             raise FsdpError(f"fsdp_unit_modules has {selector!r}; an entry is a class, a class name or a module")
         if not hits:
             shown = f"a {type(selector).__name__}" if isinstance(selector, nn.Module) else repr(selector)
-            raise FsdpError(f"fsdp_unit_modules entry {shown} matches no module of {type(module).__name__}")
+            raise FsdpError(
+                f"fsdp_unit_modules entry {shown} matches no module of {type(module).__name__}; classes that it has "
+                f"several times: {_repeated(everything)}"
+            )
         matched.update(hits)
     matched.discard(module)
     return matched
+
+
+def _repeated(modules: Sequence[nn.Module]) -> str:
+    """Classes with parameters that occur more than once, those with most elements first."""
+    sizes: dict[str, list[int]] = {}
+    for part in modules:
+        sizes.setdefault(type(part).__name__, []).append(sum(one.numel() for one in part.parameters()))
+    found = sorted(
+        ((sum(all_of), name, len(all_of)) for name, all_of in sizes.items() if len(all_of) > 1), reverse=True
+    )
+    return ", ".join(f"{name} ({count})" for numel, name, count in found[:_SHOWN] if numel) or "none"
 
 
 def _units_above(module: nn.Module, path: str, matched: set[nn.Module]) -> list[nn.Module]:

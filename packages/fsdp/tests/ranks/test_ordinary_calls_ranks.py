@@ -1,0 +1,76 @@
+"""On two ranks: a wrap without a group takes all, and buffers are compared, sent and told of."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ranktest import run_ranks
+from sixfold.fsdp import FsdpError, fully_shard, fully_shard_optimizer
+
+
+def without_a_group(rank, ranks):
+    torch.manual_seed(0)
+    net, alone = nn.Linear(3, 3), nn.Linear(3, 3)
+    model, single = fully_shard(net), fully_shard(alone, process_group=None)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=1.0), model)
+    net(torch.full((1, 3), float(rank))).sum().backward()
+    optimizer.step()
+    shared, apart = (one.report()["ranks"]["shard"] for one in (model, single))
+    return shared, apart, model.full_state_dict()["weight"].tolist()
+
+
+def test_a_wrap_without_a_group_trains_all_ranks_together_and_none_is_one_process():
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 3).weight.detach() - 0.5  # the mean of gradients 0 and 1
+    for shared, alone, weights in run_ranks(without_a_group, 2):
+        assert (shared, alone) == (2, 1)
+        torch.testing.assert_close(torch.tensor(weights), expected)
+
+
+class Rotary(nn.Module):
+    def __init__(self, value):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("angles", torch.tensor([1.0, value]), persistent=False)
+
+
+def other_buffers(rank, ranks):
+    torch.manual_seed(0)
+    nets = [Rotary(float(rank)), Rotary(float(rank)), Rotary(float(rank))]
+    try:
+        fully_shard(nets[0])
+    except FsdpError as error:
+        text = str(error)
+    fully_shard(nets[1], initial="broadcast")
+    fully_shard(nets[2], initial="trust")
+    return text, [net.angles[1].item() for net in nets[1:]]
+
+
+def test_buffers_that_differ_at_the_start_are_told_and_each_remedy_works():
+    for rank, (text, values) in enumerate(run_ranks(other_buffers, 2)):
+        assert "the buffer angles differs on rank 1 at the start" in text
+        assert values == [0.0, float(rank)]
+
+
+def statistics(rank, ranks):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = fully_shard(net)
+    told = [str(one.message) for one in caught if "running statistics" in str(one.message)]
+    net(torch.full((4, 2), float(rank + 1)) + torch.arange(4.0)[:, None])
+    before = net[1].running_mean.tolist()
+    model.broadcast_buffers()
+    dist.barrier()
+    return len(told), before, net[1].running_mean.tolist()
+
+
+def test_batch_statistics_of_each_rank_are_warned_of_and_can_be_those_of_the_first():
+    (told, first, sent), (_, other, received) = run_ranks(statistics, 2)
+    assert told == 1 and first != other
+    assert first == sent == received

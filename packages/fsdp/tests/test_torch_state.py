@@ -9,8 +9,9 @@ import pytest
 import torch
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from sixfold.fsdp import BufferConfig, MixedPrecision, fully_shard, fully_shard_optimizer, torch_state
+from sixfold.fsdp import BufferConfig, FsdpError, MixedPrecision, fully_shard, fully_shard_optimizer, torch_state
 
 WAYS = {
     "double": {},
@@ -50,3 +51,34 @@ def test_training_goes_on_in_another_model_from_what_was_got(way):
     step(model, optimizer, 1)
     step(other, others, 1)
     assert same(model.full_state_dict(), other.full_state_dict()) == []
+
+
+def test_torchs_recipe_loads_into_an_optimizer_that_took_no_step():
+    _, model, optimizer = make({})
+    step(model, optimizer, 0)
+    saved = torch_state.get_state_dict(model, optimizer)
+    _, other, others = make({})
+    _, state = torch_state.get_state_dict(other, others)  # what dcp.load fills
+    assert {name: set(one) for name, one in state["state"].items()} == {n: set(o) for n, o in saved[1]["state"].items()}
+    torch_state.set_state_dict(other, others, model_state_dict=saved[0], optim_state_dict=saved[1])
+    for one in ((model, optimizer), (other, others)):
+        step(*one, 1)
+    assert same(model.full_state_dict(), other.full_state_dict()) == []
+
+
+def test_an_empty_state_is_refused_with_the_call_that_fills_it():
+    _, model, optimizer = make({})
+    empty = {"state": {}, "param_groups": torch_state.get_optimizer_state_dict(model, optimizer)["param_groups"]}
+    with pytest.raises(FsdpError, match=r"missing: .*call model.materialize_state\(optimizer\) before it is saved"):
+        torch_state.set_optimizer_state_dict(model, optimizer, empty)
+
+
+def test_options_of_torch_are_followed_or_refused():
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    _, model, optimizer = make({})
+    step(model, optimizer, 0)
+    weights, state = torch_state.get_state_dict(model, optimizer, options=options)
+    assert same(weights, model.full_state_dict()) == [] and state["state"]
+    torch_state.set_model_state_dict(model, weights, options=StateDictOptions(broadcast_from_rank0=True))
+    with pytest.raises(FsdpError, match=r"StateDictOptions.strict is False; here it is True"):
+        torch_state.set_model_state_dict(model, weights, options=StateDictOptions(strict=False))

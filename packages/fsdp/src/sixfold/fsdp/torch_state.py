@@ -3,25 +3,28 @@
     main weights, optimizer state --> get_... (this file) --> torch.distributed.checkpoint, FSDP2, DTensor tools
     what FSDP2 or get_... gave --> set_... --> main weights, optimizer state
 
-The four functions have the names and the return values of torch's, so a program that saves FSDP2 models changes an
-import. A DTensor is cut along dim 0 in even chunks and a main weight between any two elements, so these are copies made
-by one gather per unit and key (state_records() are aliases, and cost nothing). Collective, all four.
+The functions have the names and the return values of torch's, so a program that saves FSDP2 models changes an
+import. Of ``StateDictOptions`` they take ``full_state_dict``, ``cpu_offload`` and ``broadcast_from_rank0``. A DTensor
+is cut along dim 0 in even chunks and a main weight between any two elements, so these are copies made
+by one gather per unit and key (state_records() are aliases, and cost nothing). Collective, all of them.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sixfold.fsdp import whole
 from sixfold.fsdp.buffer import ParamAndGradBuffer
-from sixfold.fsdp.control import exchange_text
+from sixfold.fsdp.control import exchange, exchange_text
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.shard import FullyShardedDataParallel
@@ -29,39 +32,79 @@ from sixfold.fsdp.shard import FullyShardedDataParallel
 Described = dict[str, dict[str, Any]]  # name -> {"group": number, "state": {key: what}}
 
 
-def get_model_state_dict(model: FullyShardedDataParallel) -> dict[str, Any]:
+def get_state_dict(
+    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, *, options: StateDictOptions | None = None
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``get_model_state_dict`` and ``get_optimizer_state_dict``."""
+    return get_model_state_dict(model, options=options), get_optimizer_state_dict(model, optimizer, options=options)
+
+
+def set_state_dict(
+    model: FullyShardedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    *,
+    model_state_dict: Mapping[str, Any],
+    optim_state_dict: Mapping[str, Any],
+    options: StateDictOptions | None = None,
+) -> None:
+    """``set_model_state_dict``, then ``set_optimizer_state_dict``."""
+    set_model_state_dict(model, model_state_dict, options=options)
+    set_optimizer_state_dict(model, optimizer, optim_state_dict, options=options)
+
+
+def get_model_state_dict(model: FullyShardedDataParallel, *, options: StateDictOptions | None = None) -> dict[str, Any]:
     """Main weights as DTensors (plain tensors where every rank holds all) and buffers, as of an FSDP2 model.
 
     Memory: a shard of the model, and one unit. Write to them and nothing happens: ``set_model_state_dict`` loads.
 
     Raises:
-        FsdpError: a parameter is on a mesh of its own.
+        FsdpError: a parameter is on a mesh of its own; an option that is not taken.
     """
+    asked = _asked(options, "get_model_state_dict")
+    if asked.full_state_dict:
+        rank, device = (0, "cpu") if asked.cpu_offload else (None, None)
+        return dict(model.full_state_dict(rank=rank, device=device))
     place = _Place(model)
     cut: dict[Any, Any] = {}
     whole.visit_whole(model._engine, lambda record, value: cut.__setitem__(record.parameter, place(record, value)))
-    return {
+    found = {
         name: cut[value] if value in cut else value.detach().clone() if isinstance(value, Tensor) else value
         for name, value in whole.entries(model.module, model._engine).items()
     }
+    return _moved(found, asked)
 
 
-def set_model_state_dict(model: FullyShardedDataParallel, state: Mapping[str, Any]) -> None:
+def set_model_state_dict(
+    model: FullyShardedDataParallel, state: Mapping[str, Any], *, options: StateDictOptions | None = None
+) -> None:
     """Main weights and buffers become those of ``state``, which is the same on all ranks; then they are gathered anew.
 
+    With ``broadcast_from_rank0`` it is the first rank's, and what others give is not looked at.
+
     Raises:
-        FsdpError: as ``load_full_state_dict``.
+        FsdpError: as ``load_full_state_dict``; an option that is not taken.
     """
-    model.load_full_state_dict(dict(state))
+    asked = _asked(options, "set_model_state_dict")
+    several = asked.broadcast_from_rank0 and model._engine.ranks.size > 1
+    model.load_full_state_dict(None if several and model._engine.ranks.rank else dict(state))
 
 
-def get_optimizer_state_dict(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def get_optimizer_state_dict(
+    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, *, options: StateDictOptions | None = None
+) -> dict[str, Any]:
     """``{"state": {name: {key: value}}, "param_groups": [...]}`` with parameters named, as of an FSDP2 model.
 
+    State of an optimizer that took no step yet is made, as torch's function makes it: so it can be loaded into.
+
     Raises:
-        FsdpError: a parameter is on a mesh of its own; state that is neither a number nor of its parameter's shape.
+        FsdpError: a parameter is on a mesh of its own; state that is neither a number nor of its parameter's shape; an
+            option that is not taken.
     """
+    asked = _asked(options, "get_optimizer_state_dict")
     model._engine.alive()
+    wait = model._engine.wait.for_control(None, "check")
+    if not any(row[0] for row in exchange(model._engine.control, [len(optimizer.state)], wait)):
+        model.materialize_state(optimizer)
     place = _Place(model)
     described = _describe(model, optimizer)
     state: dict[str, dict[str, Any]] = {name: {} for name, one in described.items() if one["state"]}
@@ -77,17 +120,28 @@ def get_optimizer_state_dict(model: FullyShardedDataParallel, optimizer: torch.o
                     if "cut" in described.get(record.name, {"state": {}})["state"].get(key, {}):
                         state[record.name][key] = place(record, values.full(record.name))
     order = {name: {key: state[name][key] for key in described[name]["state"]} for name in state}
-    return {"state": order, "param_groups": _groups(optimizer, described)}
+    if asked.full_state_dict:
+        order = {name: {key: _whole(key, value, model) for key, value in one.items()} for name, one in order.items()}
+    if asked.full_state_dict and asked.cpu_offload and model._engine.ranks.rank:
+        return {}
+    kept = {name: _moved(one, asked) for name, one in order.items()}
+    return {"state": kept, "param_groups": _groups(optimizer, described)}
 
 
 def set_optimizer_state_dict(
-    model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer, state: Mapping[str, Any]
+    model: FullyShardedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    state: Mapping[str, Any],
+    *,
+    options: StateDictOptions | None = None,
 ) -> None:
     """Every state tensor, number and option becomes that of ``state``, in place; what is not there yet is made.
 
     Raises:
-        FsdpError: names, shapes or groups that are not the optimizer's; nothing is loaded then.
+        FsdpError: names, shapes or groups that are not the optimizer's; nothing is loaded then. An option that is not
+            taken; ``broadcast_from_rank0`` too: give the state on all ranks.
     """
+    _asked(options, "set_optimizer_state_dict", but="broadcast_from_rank0")
     model.materialize_state(optimizer)
     described = _describe(model, optimizer)
     records = {record.name: record for record in model._engine.records.values()}
@@ -111,6 +165,32 @@ def set_optimizer_state_dict(
                     mine[key].copy_(torch.as_tensor(full))
                 else:
                     mine[key] = full.item() if isinstance(full, Tensor) else full
+
+
+_TAKEN = ("full_state_dict", "cpu_offload", "broadcast_from_rank0")
+
+
+def _asked(options: StateDictOptions | None, call: str, *, but: str = "") -> StateDictOptions:
+    """Options that can be followed. Raises: FsdpError: another than ``_TAKEN`` is not at its default."""
+    usual, asked = StateDictOptions(), options or StateDictOptions()
+    for field in fields(usual):
+        other = getattr(asked, field.name) != getattr(usual, field.name)
+        if other and (field.name not in _TAKEN or field.name == but):
+            raise FsdpError(
+                f"{call}: StateDictOptions.{field.name} is {getattr(asked, field.name)!r}; here it is "
+                f"{getattr(usual, field.name)!r}. Change names, or leave out entries, in the dict itself"
+            )
+    return asked
+
+
+def _whole(key: str, value: Any, model: FullyShardedDataParallel) -> Any:
+    return whole.whole_dtensor(key, value, model._engine) if isinstance(value, DTensor) else value
+
+
+def _moved(found: dict[str, Any], asked: StateDictOptions) -> dict[str, Any]:
+    if not asked.cpu_offload:
+        return found
+    return {name: value.cpu() if isinstance(value, Tensor) else value for name, value in found.items()}
 
 
 class _Place:
@@ -248,7 +328,11 @@ def _refuse_other(described: Described, records: Mapping[str, ParamRecord], stat
         if not any(set(group["params"]) == names for group in state["param_groups"]):
             wrong.append(f"no group of the given state holds just the parameters of group {at}")
     if wrong:
-        raise FsdpError(f"set_optimizer_state_dict: {_first(sorted(wrong))}; nothing was loaded", op="load")
+        raise FsdpError(
+            f"set_optimizer_state_dict: {_first(sorted(wrong))}; nothing was loaded. A state of an optimizer that took "
+            "no step is empty: call model.materialize_state(optimizer) before it is saved",
+            op="load",
+        )
 
 
 def _first(texts: Iterable[str], most: int = 5) -> str:

@@ -85,4 +85,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
+    import_module(f"{__name__}.torch_private")  # refuses a torch that lacks what is used of it
     return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)

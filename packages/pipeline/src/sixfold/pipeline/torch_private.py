@@ -1,0 +1,66 @@
+"""What this package uses of torch that is private: all names, looked at before the first of them is used.
+
+    first use of a name that needs torch --> all private names are there (this file) --> run, stage, from_torch, ...
+
+A torch without one of them is refused with one sentence, and not by an AttributeError in the midst of a step.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import torch.nn.modules.module
+from torch import nn
+
+__all__ = ["KNOWN", "PRIVATE", "missing"]
+
+KNOWN = "2.11 to 2.13"  # versions that the tests ran with
+PRIVATE = (
+    "_C._FunctionBase",
+    "_C._are_functorch_transforms_active",
+    "_C._autograd._top_saved_tensors_default_hooks",
+    "_C._current_autograd_node",
+    "_C._current_graph_task_id",
+    "_C._get_obj_in_tls",
+    "_C._is_any_autocast_enabled",
+    "_C._is_key_in_tls",
+    "_C._remove_obj_from_tls",
+    "_C._set_grad_enabled",
+    "_C._stash_obj_in_tls",
+    "_C._storage_Use_Count",
+    "_C._will_engine_execute_node",
+    "_foreach_add_",
+    "Tensor._is_view",
+    "autograd.Variable._execution_engine.run_backward",
+    "nn.modules.module._global_backward_hooks",
+    "nn.modules.module._global_is_full_backward_hook",
+    "nn.modules.module._has_any_global_hook",
+)
+_OF_AN_OBJECT = (
+    (torch.empty(0), ("_version", "_backward_hooks", "_base")),
+    (torch.empty(0).untyped_storage(), ("_cdata",)),
+    (nn.Identity(), ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")),
+    (sys, ("_current_frames",)),
+)
+
+
+def missing(module: object = torch) -> list[str]:
+    """Those that ``module``, torch, does not have."""
+    gone: list[str] = []
+    for name in PRIVATE:
+        found: object = module
+        for part in name.split("."):
+            found = getattr(found, part, gone)
+        if found is gone:
+            gone.append(f"torch.{name}")
+    for thing, names in _OF_AN_OBJECT:
+        gone += [f"{type(thing).__name__}.{name}" for name in names if not hasattr(thing, name)]
+    return gone
+
+
+if _gone := missing():
+    raise ImportError(
+        f"torch {torch.__version__} has no {', '.join(_gone)}, which sixfold-pipeline uses; it is known to work "
+        f"with torch {KNOWN}: install one of these"
+    )

@@ -40,5 +40,6 @@ def test_every_private_name_of_torch_that_a_source_uses_is_listed():
 
 def test_this_torch_has_them_all_and_another_is_told_what_it_lacks():
     assert torch_private.missing() == []
-    gone = torch_private.missing(SimpleNamespace(_C=torch._C, autograd=torch.autograd, Tensor=torch.Tensor))
+    there = {"_C": torch._C, "_foreach_add_": torch._foreach_add_, "autograd": torch.autograd, "Tensor": torch.Tensor}
+    gone = torch_private.missing(SimpleNamespace(**there))
     assert gone == [f"torch.{name}" for name in torch_private.PRIVATE if name.startswith("nn.")]

@@ -70,8 +70,7 @@ class ListSource:
             self.dtype.itemsize
         )
         self.tokens = np.array(flat, dtype=self.dtype)
-        for array in (self.sequence_lengths, self.sequence_pointers, self.tokens):
-            array.flags.writeable = False  # ``get`` hands out views, as a mapped pair does
+        self.tokens.flags.writeable = False  # ``get`` hands out views, as a mapped pair does
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         begin = int(self.sequence_pointers[idx]) // self.dtype.itemsize + offset

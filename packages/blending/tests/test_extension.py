@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from blending_helpers import Tokenizer, numbered
+from blending_helpers import LargeTokenizer, numbered
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig, Split
 from sixfold.blending.source import ListSource
@@ -46,7 +46,7 @@ class Extended(GPTDataset):
 
 
 def build(prefixes, sizes=(30, 0, 0), split="80,20", **fields):
-    fields = {"random_seed": 7, "sequence_length": 8, "tokenizer": Tokenizer()} | fields
+    fields = {"random_seed": 7, "sequence_length": 8, "tokenizer": LargeTokenizer()} | fields
     made = Config(blend=(prefixes, None), split=split, **fields)
     return BlendedMegatronDatasetBuilder(Extended, list(sizes), lambda: True, made).build()
 

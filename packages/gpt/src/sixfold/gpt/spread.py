@@ -36,7 +36,7 @@ RANGES = {
     "eager": Spread(low=0.77, high=1.06, source="27 published runs of torch without a compiler"),
     "compiled": Spread(low=0.80, high=1.11, source="9 published runs with compiled or fused operators"),
     "other device": Spread(low=0.73, high=1.12, source="all published runs, none of them on this device"),
-    "measured machine": Spread(low=0.6, high=1.05, source="runs beside doctor's rates on two CPUs"),
+    "measured machine": Spread(low=0.6, high=1.05, source="an estimate: no published run has doctor's rates"),
 }
 SEEN = ("a100", "h100")  # devices with published runs
 

@@ -30,8 +30,8 @@ def is_known(case, text):
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("part", range(0, len(CASES), 12))
+@pytest.mark.parametrize("part", range(0, len(CASES), 6))
 def test_models_train_bit_for_bit_on_two_ranks_or_are_refused_with_the_reason(part):
-    for found in run_ranks(train, 2, CASES[part : part + 12], timeout=300):
+    for found in run_ranks(train, 2, CASES[part : part + 6], timeout=300):
         wrong = {case: text for case, text in found.items() if text and not is_known(case, text)}
         assert not wrong, wrong

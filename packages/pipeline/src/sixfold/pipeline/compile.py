@@ -133,6 +133,16 @@ class Compiled:
         if self.tokens is not None:
             self.tokens.order(c.action.stage for _, c in self.entries if c.action.kind is Kind.REDUCE_GRAD)
 
+    def deferred(self) -> dict[int, float]:
+        """Of each stage whose backward is split the share of its trainable numbers whose gradients the first W made."""
+        shares = {}
+        for index, run in self._runs.items():
+            waited = getattr(run.store, "waited", None)
+            trained = sum(p.numel() for p in run.stage.parameters() if p.requires_grad)
+            if waited is not None and trained:
+                shares[index] = min(1.0, sum(p.numel() for p in waited if p.requires_grad) / trained)
+        return shares
+
     def renew(self) -> None:
         """Shapes of this step may differ from those of the one before."""
         for lane in self._lanes.values():

@@ -8,7 +8,7 @@ Torch-free. Any one unit of time and any one unit of memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -78,6 +78,22 @@ class Costs:
             raise ScheduleError(f"Costs.input_share is {self.input_share}; it is in 0..1")
         if not (math.isfinite(self.overlap) and self.overlap > 0):
             raise ScheduleError(f"Costs.overlap is {self.overlap}; it is finite and > 0")
+
+    def deferring(self, shares: Mapping[int, float]) -> Costs:
+        """These costs where W makes but a part of a stage's weight gradients: the rest of W's time is I's.
+
+        Args:
+            shares: by stage the part, 0 to 1, as ``PipelineRunner.deferred`` tells it; of other stages W makes all.
+        Raises:
+            ScheduleError: there is no such stage, or a share is not in 0..1.
+        """
+        inputs, weights = list(self.backward_input), list(self.backward_weight)
+        for stage, share in shares.items():
+            if not 0 <= stage < len(inputs) or not 0 <= share <= 1:
+                raise ScheduleError(f"shares[{stage}] is {share}; stages are 0..{len(inputs) - 1}, shares 0..1")
+            inputs[stage] += weights[stage] * (1 - share)
+            weights[stage] *= share
+        return replace(self, backward_input=inputs, backward_weight=weights)
 
     def between(self, source: int, destination: int) -> float:
         """Time of a message from one rank to another; 0 within a rank.

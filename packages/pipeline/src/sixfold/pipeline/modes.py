@@ -1,4 +1,4 @@
-"""What a caller forgot: eval() before an evaluation, STEPs for the stages' optimizers.
+"""What a caller forgot or cannot see: eval() before an evaluation, STEPs for optimizers, a W with nothing to do.
 
 stages --> run: evaluate leaves buffers as they are, a warning where optimizers never step (this file)
 """
@@ -6,7 +6,7 @@ stages --> run: evaluate leaves buffers as they are, a warning where optimizers 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,22 @@ from torch import Tensor
 
 from sixfold.pipeline.stage import Stage
 
-__all__ = ["BufferGuard", "OptimizerCheck"]
+__all__ = ["BufferGuard", "OptimizerCheck", "tell_of_empty_w"]
+
+_LEAST = 0.5  # of a stage's trainable numbers that W makes the gradients of, below which a split does little
+
+
+def tell_of_empty_w(shares: Mapping[int, float]) -> None:
+    """Warn where W makes few of a stage's gradients: the bubble is then not that of W's full time."""
+    few = {index: share for index, share in shares.items() if share < _LEAST}
+    if few:
+        told = ", ".join(f"{share:.0%} of stage {index}" for index, share in sorted(few.items()))
+        warnings.warn(
+            f"W makes the gradients of {told}; the others are made in I, and the split saves less than simulate says. "
+            "simulate(program, costs.deferring(runner.deferred)) counts it; nn.Linear, nn.Embedding and "
+            "defer_weight_grad wait for W",
+            stacklevel=4,
+        )
 
 
 class BufferGuard:

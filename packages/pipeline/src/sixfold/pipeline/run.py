@@ -29,7 +29,7 @@ from sixfold.pipeline.failed_steps import StepGradients
 from sixfold.pipeline.faults import Store
 from sixfold.pipeline.measure import gathered
 from sixfold.pipeline.meet import connect, group_of, refuse, transport_of
-from sixfold.pipeline.modes import BufferGuard, OptimizerCheck
+from sixfold.pipeline.modes import BufferGuard, OptimizerCheck, tell_of_empty_w
 from sixfold.pipeline.outer import OuterGraph
 from sixfold.pipeline.program import Program, Weights, program_given
 from sixfold.pipeline.programs import Programs, one_process
@@ -80,6 +80,9 @@ class PipelineRunner:
         debug_memory: received memory that nobody holds any more is filled with NaN, whole numbers with all bits set, so
             that a module that reads it (by an address, through numpy) is found out. Costs a pass over that memory
             for each message. Over a process group; elsewhere no memory is used again.
+    Attributes:
+        deferred: behind a step of a program with I and W, by stage of this rank the share of its trainable numbers
+            whose gradients W made; those of other layers were made in I. For ``Costs.deferring``.
     Raises:
         ScheduleError: the stages are not the program's, the ranks have different programs, the program is not
             right (``verify``, where a SEND never waits), or a stage lacks what an action needs (an optimizer for STEP).
@@ -134,6 +137,8 @@ class PipelineRunner:
         self._faults = Faults(self._rank, len(program.ranks))
         self._ties: Ties | None = None
         self._gradients = StepGradients()
+        self.deferred: dict[int, float] = {}
+        self._told = False  # of a W with little to do
         self._guard, self._optimizers = BufferGuard(), OptimizerCheck(stages)
         self._links: dict[int, Links] = {}  # of this rank; empty where all are in this process
         self._program = program
@@ -471,6 +476,11 @@ class PipelineRunner:
             if goal.autocast:
                 torch.clear_autocast_cache()
         self._gradients.end()
+        if mode == "step" and compiled is not self._ran and isinstance(compiled, Compiled):
+            self.deferred = compiled.deferred()
+            if not self._told:
+                tell_of_empty_w(self.deferred)
+                self._told = bool(self.deferred)
         self._ran = compiled
         result = compiled.result()
         compiled.clear()

@@ -176,7 +176,8 @@ class _Chain:
 
     def copies(self) -> Iterable[nn.Parameter]:
         """Those that are here and not the first."""
-        return (parameter for at in self._stages if at for parameter in self._of(at))
+        first = set(map(id, self._of(0))) if 0 in self._stages else set()  # one object on two stages is no copy
+        return (p for at in self._stages if at for p in self._of(at) if id(p) not in first)
 
     def share(self) -> None:
         """Up the chain goes the value of its first holder."""

@@ -15,7 +15,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--fill-recycled",
         action="store_true",
-        help="dist-ckpt fills memory that is given back with bytes 0xFF; with --early-server, in all ranks",
+        help="dist-ckpt fills memory that is given back with bytes 0xFF, in pytest's own process",
     )
 
 

@@ -11,12 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import fsdp_fill_freed
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 VOCABULARY = 17
+
+fsdp_fill_freed.apply()
 
 
 class Block(nn.Module):

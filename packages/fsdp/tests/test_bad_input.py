@@ -7,7 +7,7 @@ import torch
 from fsdp_helpers import Block, make_net
 from torch import nn
 
-from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision
+from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 
 
 @pytest.mark.parametrize(
@@ -90,23 +90,30 @@ def test_integer_parameters_and_meta_modules_without_an_initialiser_are_refused(
 
 
 def test_an_output_that_hides_its_tensors_is_an_error_not_a_wrong_gradient():
-    class Box:
-        def __init__(self, value):
-            self.value = value
+    """From the second step on; in the first every saved tensor is looked at (test_leaving_tensors.py)."""
 
-    class Hiding(nn.Linear):
+    class Table(nn.Embedding):
+        hides = False
+
         def forward(self, x):
-            return Box(super().forward(x))
+            found = super().forward(x)
+            return (lambda: found) if self.hides else found
 
-    net = nn.ModuleList([Hiding(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)])
-    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Hiding, net[1], net[2]])
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.parts = nn.ModuleList([Table(3, 3), nn.Linear(3, 3), nn.Linear(3, 3)])
 
-    class Runner(nn.Module):
         def forward(self, x):
-            return net[2](net[1](net[0](x).value))
+            found = self.parts[0](x)
+            return self.parts[2](self.parts[1](found() if callable(found) else found))
 
-    runner = Runner()
-    net.append(runner)
-    with pytest.raises(FsdpError, match="no tensor, list, tuple or dict") as caught:
-        model.entry(runner)(torch.ones(1, 3)).sum().backward()
-    assert caught.value.unit == "0"
+    net = Net()
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[*net.parts])
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters()), model)
+    model(torch.tensor([1])).sum().backward()
+    optimizer.step()
+    Table.hides = True
+    with pytest.raises(FsdpError, match="and not through its outputs") as caught:
+        model(torch.tensor([1])).sum().backward()
+    assert caught.value.unit == "parts.0"

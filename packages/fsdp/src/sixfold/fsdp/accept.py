@@ -32,6 +32,7 @@ def look_at(
             fault = _fault_of(parameter, options.mixed_precision.main_dtype)
             if fault is not None:
                 raise FsdpError(f"{name} {fault}")
+        _refuse_shared_memory(module)
         unfit = _fp8_fault(module, options, device)
         if unfit is not None:
             raise FsdpError(unfit)
@@ -42,6 +43,26 @@ def look_at(
         return None, specs, own_meshes(module, options.mesh, options.group, options.mesh_for)
     except FsdpError as error:
         return error, [], Meshes()
+
+
+def _refuse_shared_memory(module: nn.Module) -> None:
+    """Two Parameter objects over one memory would part: each gets a place of its own. So would a buffer and one."""
+    ranges = []
+    for kind, named in (("", module.named_parameters()), ("buffer ", module.named_buffers())):
+        for name, tensor in named:
+            if not tensor.is_meta and tensor.layout is torch.strided and tensor.numel():
+                last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+                start = tensor.data_ptr()
+                ranges.append((start, start + (last + 1) * tensor.dtype.itemsize, kind, name))
+    end, before, before_kind = 0, "", ""
+    for start, stop, kind, name in sorted(ranges):
+        if start < end and not (kind and before_kind):
+            raise FsdpError(
+                f"{kind}{name} lies in the memory of {before_kind}{before}, as another object: wrapped they would "
+                "part. Tie them by one Parameter (head.weight = embedding.weight), or copy one by clone()"
+            )
+        if stop > end:
+            end, before, before_kind = stop, name, kind
 
 
 def fp8_names_of(module: nn.Module, options: Options) -> list[str]:

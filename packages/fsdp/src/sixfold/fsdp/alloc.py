@@ -8,7 +8,7 @@ All memory is made once; steady state allocates nothing and resizes nothing, wha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -21,9 +21,11 @@ class TemporaryBucketAllocator:
 
     Args:
         slot_bytes: size of each slot.
+        fill: a slot that is given back is filled with NaN.
     """
 
-    def __init__(self, slot_bytes: Sequence[int], device: torch.device) -> None:
+    def __init__(self, slot_bytes: Sequence[int], device: torch.device, *, fill: bool = False) -> None:
+        self._fill = fill
         self._slots = [torch.zeros(size, dtype=torch.uint8, device=device) for size in slot_bytes]
         self._holders: list[str | None] = [None] * len(self._slots)
         self._slot_bytes = tuple(slot_bytes)
@@ -63,8 +65,11 @@ class TemporaryBucketAllocator:
         if slot is None:
             raise FsdpError(f"{owner!r} holds no slot; it cannot be freed", unit=owner)
         self._holders[slot] = None
+        if self._fill:
+            self._slots[slot].fill_(NAN_BYTE)
 
 
+NAN_BYTE = 255  # any number of them is a NaN in each floating dtype
 _SCRATCH = 1 << 22  # bytes of two places that are exchanged at a time
 
 
@@ -74,6 +79,7 @@ class Arena:
     Args:
         nbytes: size of the memory.
         ranges: owner -> (first byte, bytes).
+        apart: each owner has memory of its own, and takes turns as if it had not: for ``fill_free``. Nothing is parked.
 
     [Note: one range per unit] F.linear saves the view ``weight.t()`` for its backward, so a unit gathered again must
     come back to the same address as long as a graph may point at it: two micro-batches in flight share it, and no
@@ -81,7 +87,9 @@ class Arena:
     only, when graphs are refused anyway, and in "double" never.
     """
 
-    def __init__(self, nbytes: int, ranges: Mapping[str, tuple[int, int]], device: torch.device) -> None:
+    def __init__(
+        self, nbytes: int, ranges: Mapping[str, tuple[int, int]], device: torch.device, *, apart: bool = False
+    ) -> None:
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._ranges: dict[str, tuple[int, int]] = {}
         self._overlapping: dict[str, frozenset[str]] = {}
@@ -92,6 +100,8 @@ class Arena:
         self.peak_bytes = 0  # most that was held at once
         self.nbytes = nbytes
         self.move(ranges)
+        sizes = {owner: size for owner, (_, size) in ranges.items()} if apart else {}
+        self._own = {owner: torch.zeros(size, dtype=torch.uint8, device=device) for owner, size in sizes.items()}
 
     @property
     def used_bytes(self) -> int:
@@ -132,7 +142,7 @@ class Arena:
     def memory(self, owner: str) -> Tensor:
         """The bytes of ``owner``'s range."""
         start, size = self.range_of(owner)
-        return self._memory[start : start + size]
+        return self._own[owner] if self._own else self._memory[start : start + size]
 
     def shares(self, owner: str) -> bool:
         """Another range overlaps ``owner``'s."""
@@ -168,6 +178,16 @@ class Arena:
         if self.held_bytes > self.peak_bytes:
             self.peak_bytes = self.held_bytes
         assert self.held_bytes <= self.nbytes, f"{self.held_bytes} bytes are held of {self.nbytes}"
+
+    def fill_free(self, stay: Collection[str]) -> None:
+        """Whatever no owner holds becomes NaN, but for ranges of those that ``stay``."""
+        for owner in self._own.keys() - self._holders - set(stay):
+            self._own[owner].fill_(NAN_BYTE)
+        held = map(self.range_of, self._holders.union(stay))
+        at = 0
+        for start, size in sorted([*held, *self._parked.values(), (self.nbytes, 0)]):
+            self._memory[at : max(at, start)].fill_(NAN_BYTE)
+            at = max(at, start + size)
 
     def free(self, owner: str) -> None:
         """``owner`` gives its range back."""

@@ -103,19 +103,24 @@ class Backward:
         return done
 
 
+def old_graph(unit: Unit, step: int) -> FsdpError:
+    """The weights that a graph saved are of an earlier step."""
+    return FsdpError(
+        "backward of a graph from before an optimizer step or refresh(): its saved weights have changed (plain "
+        "torch: 'modified by an inplace operation'). Run the forward again",
+        unit=unit.name,
+        step=step,
+        op="gather",
+    )
+
+
 def refuse_graph(unit: Unit, units: Sequence[Unit], *, changed: bool, step: int) -> None:
     """Graphs whose saved weights are (``changed``), or would be, others than their forward used.
 
     Asked where weights changed since the forward, or where a backward makes a graph of its own.
     """
     if changed:
-        raise FsdpError(
-            "backward of a graph from before an optimizer step or refresh(): its saved weights have changed (plain "
-            "torch: 'modified by an inplace operation'). Run the forward again",
-            unit=unit.name,
-            step=step,
-            op="gather",
-        )
+        raise old_graph(unit, step)
     if any(one.shares for one in units):
         raise FsdpError(
             "create_graph=True: a second backward walks weights of several units at once, and memory that units "

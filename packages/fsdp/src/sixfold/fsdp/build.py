@@ -110,7 +110,12 @@ def build(module: nn.Module, options: Options) -> Built:
             if elsewhere:
                 bucket_bytes = _plan_alike(units, bucket_bytes, control, wait)
             placement = placement_of(
-                units, options.sharding, buffers.gathered_bytes, align_bytes=buffers.align_bytes, device=device
+                units,
+                options.sharding,
+                buffers.gathered_bytes,
+                align_bytes=buffers.align_bytes,
+                device=device,
+                own_memory=buffers.fill_freed,
             )
             ways = Ways(
                 units,
@@ -118,7 +123,7 @@ def build(module: nn.Module, options: Options) -> Built:
                 shards_grads=options.sharding.shards_grads,
                 bucket_bytes=bucket_bytes,
             )
-            pool = ways.make_pool(buffers.reduce_buffers, device)
+            pool = ways.make_pool(buffers.reduce_buffers, device, fill=buffers.fill_freed)
         memory.register(lambda mine: all(row[0] for row in exchange(control, [int(mine)], wait)))
         fp8 = _fp8_of(units, options, device)
         waiting = Waiting(faults)
@@ -129,6 +134,7 @@ def build(module: nn.Module, options: Options) -> Built:
             wait=waiting,
             prefetch_bytes=buffers.prefetch_bytes,
             transposes=fp8.transposes,
+            fill_freed=buffers.fill_freed,
         )
         reduction = Reduction(
             units,

@@ -108,6 +108,9 @@ class BufferConfig:
         always_communicate: a group of one goes through its back end too (one GPU then tests NCCL).
         share_communicator: gathers and reductions on the given group itself, for few file descriptors; else each has
             a communicator of its own, made from the given group once.
+        fill_freed: a debug mode: whatever memory units take turns in is filled with NaN when it is given up, and before
+            it is received into; with ``"double"`` each unit has memory of its own for that. A loss that is NaN then,
+            and not without, reads memory of another unit.
         offload: optimizer state lives in host memory; a step brings it to the device unit by unit, two at a time.
     """
 
@@ -123,6 +126,7 @@ class BufferConfig:
     always_communicate: bool = False
     share_communicator: bool = False
     offload: bool = False
+    fill_freed: bool = False
 
     def __post_init__(self) -> None:
         self._check_gathered_bytes()

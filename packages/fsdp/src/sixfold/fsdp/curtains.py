@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-
 from sixfold.fsdp.calls import in_backward
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.guard import Curtain, Guard
+from sixfold.fsdp.saved import Versions
 from sixfold.fsdp.units import Unit
 
 
@@ -24,16 +23,16 @@ def draw_curtains(engine: Engine) -> None:
         for stream in unit.streams:
             stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
     engine.curtains = [
-        Curtain([Guard(record, _reads(engine, unit), _owes_gradient(engine)) for record in unit.records])
+        Curtain([Guard(record, _reads(engine, unit), _owes_gradient(engine), engine.forget) for record in unit.records])
         for unit in engine.units
     ]
-    with torch._C.DisableTorchFunctionSubclass():
-        engine.registered = [
-            (part._parameters, name, parameter, parameter._version)
-            for part in engine.units[0].module.modules()
-            for name, parameter in part._parameters.items()
-            if parameter is not None
-        ]
+    engine.gathering.versions = Versions(engine.units)
+    engine.registered = [
+        (part._parameters, name, parameter)
+        for part in engine.units[0].module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+    ]
 
 
 def _reads(engine: Engine, unit: Unit) -> Callable[[], bool]:

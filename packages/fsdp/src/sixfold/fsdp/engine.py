@@ -8,13 +8,14 @@ Knows events, not modules. What is true of one backward alone is backward.py's, 
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from sixfold.fsdp.backward import Backward, refuse_graph
+from sixfold.fsdp.backward import Backward, old_graph, refuse_graph
 from sixfold.fsdp.calls import CallContext, StageState, calling_frame, in_backward
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.config import ShardingStrategy
@@ -24,7 +25,9 @@ from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.gradients import OPEN
 from sixfold.fsdp.guard import Curtain
+from sixfold.fsdp.mains import MainParameter, Mains
 from sixfold.fsdp.reduce import Reduction
+from sixfold.fsdp.saved import SavedWeights
 from sixfold.fsdp.signatures import Signatures
 from sixfold.fsdp.units import Unit
 from sixfold.fsdp.waiting import Waiting
@@ -78,14 +81,18 @@ class Engine:
         self.running: list[Unit] = []  # units whose forward runs, outermost first
         self._backward: Backward | None = None  # that runs
         self._touched: set[int] = set()  # units with something to reduce
+        self._forgotten: dict[int, set[ParamRecord]] = {}  # by unit, since a backward came to it last
         self._outstanding = [0] * len(units)  # forward calls of this step that had no backward, of all root calls
         self._joint = True  # [Note: several calls, one backward]
         self.weights = 0  # how often main weights changed
         self.stepping = False  # inside optimizer.step(): a closure may run the model
-        self._mains_version = -1
         self.state_dict_asked = ""  # "names": by full_state_dict, "values": by a state_dict() in one process
-        self.registered: list[tuple[dict[str, Any], str, nn.Parameter, int]] = []  # where, name, parameter, version
+        self.registered: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # where, name, parameter
+        self.mains = Mains(self.numbered)
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose steps are ours
         self.curtains: list[Curtain] = []  # by unit, once its start values are there
+        self._saved = [SavedWeights(unit, self._saved_needed, self._old_graph) for unit in units]
+        self._saving: list[SavedWeights] = []  # of calls that run, the innermost last
 
     @property
     def step(self) -> int:
@@ -139,8 +146,11 @@ class Engine:
         return context
 
     def _begin_call(self, stage: StageState | None) -> CallContext:
-        if self.stepping:
-            self._look_at_mains()
+        if in_backward() == -1 and not self._calls:
+            if self.mains.look():
+                self._signatures.edited()
+                self.main_changed(frozen=True)
+            self.mains.copied()
         training = torch.is_grad_enabled()
         if training and in_backward() == -1 and not self._calls:
             if self._stepped:
@@ -164,14 +174,9 @@ class Engine:
             for unit in self.running:  # interrupted
                 self.curtains[unit.index].hide()
             self.running.clear()
+            while self._saving:
+                self._saving.pop().pop()
         self._caller.release()
-
-    def _look_at_mains(self) -> None:
-        """Inside ``optimizer.step(closure)``: the step so far may have moved main weights (LBFGS calls it often)."""
-        version = sum(record.main._version for record in self._trainable if record.main is not None)
-        if version != self._mains_version:
-            self._mains_version = version
-            self.main_changed(frozen=False)
 
     def _next_step(self) -> None:
         self._stepped = False
@@ -179,6 +184,8 @@ class Engine:
         self._outstanding = [0] * len(self.units)
         if self.gathering.begin_step(stepped=True):
             self.weights += 1
+        for saved in self._saved:
+            saved.next_step()
         self._signatures.next_step()
 
     def before_forward(self, unit: Unit) -> None:
@@ -199,12 +206,17 @@ class Engine:
             )
         self._use(unit, self._calls[-1].training)
         self.curtains[unit.index].reveal()
+        saved = self._saved[unit.index]
+        if unit.shares and saved.wanted and torch.is_grad_enabled() and saved.push():
+            self._saving.append(saved)
 
     def after_forward(self, unit: Unit) -> CallContext | None:
         """``unit``'s forward ended; returns the call to count its backward in (None in a recompute)."""
         self.curtains[unit.index].hide()
         if in_backward() != -1:
             return None
+        if self._saving and self._saving[-1] is self._saved[unit.index]:
+            self._saving.pop().pop()
         if self.running and self.running[-1] is unit:
             self.running.pop()
         return self._calls[-1] if self._calls else None
@@ -218,6 +230,19 @@ class Engine:
         self.gathering.use(unit, busy, record=record)
 
     # ---- backward
+
+    def _saved_needed(self, unit: Unit) -> None:
+        """Autograd unpacks weights of ``unit``. [Note: ways out]"""
+        if self._faults.failed is not None:
+            return
+        here = unit.name in self._here
+        if not here or self._saved[unit.index].entered != in_backward():
+            self._saved[unit.index].found = True  # also where it happens to be here still
+        if not here:
+            self._use(unit, True)
+
+    def _old_graph(self, unit: Unit) -> FsdpError:
+        return old_graph(unit, self.step)
 
     def count_call(self, unit: Unit, context: CallContext) -> None:
         """Outputs of ``unit`` have a graph: a backward of ``context`` may come."""
@@ -235,7 +260,8 @@ class Engine:
         if weights != self.weights or torch.is_grad_enabled():
             refuse_graph(unit, self.units, changed=weights != self.weights, step=self.step)
         backward = self._backward or self._begin_backward()
-        backward.ask(in_backward(), self._trainable, driven=self._driven)
+        task = self._saved[unit.index].entered = in_backward()
+        backward.ask(task, self._trainable, driven=self._driven)
         self._use(unit, True)
         if not backward.makes_gradients:
             return False
@@ -249,6 +275,7 @@ class Engine:
         if backward.open(unit, context):
             backward.leave_out(unit, touched=unit.index in self._touched)
             self._touched.add(unit.index)
+            self._forgotten.pop(unit.index, None)
         return True
 
     def _begin_backward(self) -> Backward:
@@ -268,9 +295,9 @@ class Engine:
         stream = record.buffer
         if stream.unit not in self._here:
             raise FsdpError(
-                f"the gradient of {record.name} came while its unit's weights were not here: another unit took its "
-                "place, or the unit's output is no tensor, list, tuple or dict of tensors. Return such a value, or use "
-                'BufferConfig(gathered_bytes="all")',
+                f"the gradient of {record.name} came while its unit's weights were not here, and not through its "
+                "outputs: a tensor left the unit by another way, first in this step. Return it in a tuple, list or "
+                'dict, or use BufferConfig(gathered_bytes="all")',
                 unit=stream.unit,
                 step=self.step,
                 op="reduce",
@@ -416,11 +443,15 @@ class Engine:
         self.wait.alive()  # [Note: flag before abort]
         for stream in self._trained if widen else ():
             stream.gradients.mains.widen()
+        self.mains.adopt()
+        self.mains.show(nn.Parameter)
         self.stepping = True
 
     def after_step(self) -> None:
         """Main weights changed."""
         self.stepping = False
+        self.mains.show(MainParameter)
+        self.mains.adopt()
         for stream in self._trained:
             stream.gradients.mains.narrow()
         self.main_changed(frozen=False)
@@ -429,7 +460,25 @@ class Engine:
     def main_changed(self, *, frozen: bool) -> None:
         """Gathered copies are stale, and graphs that hold them are of no more use."""
         self.gathering.invalidate(frozen=frozen)
+        self.mains.settle()
         self.weights += 1
+
+    def forget(self, record: ParamRecord) -> None:
+        """``.grad = None`` of one of the module's parameters: what ``discard_local`` does for all, one by one."""
+        if self.failed is not None or not record.buffer.trainable:
+            return
+        unit = self._by_name[record.buffer.unit]
+        if self.reduction.pipeline.flying(unit.name):
+            self.reduction.pipeline.finish()
+        record.buffer.gradients.forget(record)
+        if record.main is not None:
+            record.main.grad = None
+        gone = self._forgotten.setdefault(unit.index, set())
+        gone.add(record)
+        if len(gone) == sum(len(stream.records) for stream in unit.trained):
+            self.reduction.drop(unit, gone)
+            self._touched.discard(unit.index)
+            self._outstanding[unit.index] = 0
 
     def discard_local(self, parameters: Collection[nn.Parameter] | None = None) -> None:
         """Forget gradients that are not main gradients yet, of some ``parameters`` or of all.

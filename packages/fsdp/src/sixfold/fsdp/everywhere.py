@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
 )
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 
 class Watcher(Protocol):
@@ -34,6 +34,9 @@ class Watcher(Protocol):
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step()``, before it is done."""
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """``optimizer.step()``, when it is done."""
 
 
 class Watched:
@@ -67,5 +70,7 @@ def _watchers() -> weakref.WeakSet[Watcher]:
     register_module_parameter_registration_hook(all_of("parameter"))
     register_module_module_registration_hook(all_of("module"))
     told = all_of("step")
+    ended = all_of("stepped")
     register_optimizer_step_pre_hook(lambda optimizer, args, kwargs: told(optimizer))
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: ended(optimizer))
     return found

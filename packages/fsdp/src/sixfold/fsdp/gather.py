@@ -15,14 +15,17 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from sixfold.fsdp.alloc import NAN_BYTE
 from sixfold.fsdp.calls import in_backward
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.order import GivenPlan, Successors, UseOrder
 from sixfold.fsdp.parking import Parking
 from sixfold.fsdp.placement import Placement
 from sixfold.fsdp.residency import Action
+from sixfold.fsdp.saved import Versions
 from sixfold.fsdp.scaled import Transposes
 from sixfold.fsdp.streams import SideStream
 from sixfold.fsdp.units import Unit
@@ -119,6 +122,7 @@ class Gathering:
         wait: Wait,
         prefetch_bytes: int | None,
         transposes: Transposes | None = None,
+        fill_freed: bool = False,
     ) -> None:
         self._units = units
         self._by_name = {unit.name: unit for unit in units}
@@ -130,17 +134,25 @@ class Gathering:
         self._wait = wait
         self._prefetch_bytes = prefetch_bytes
         self._transposes = transposes
+        self._fills = fill_freed
         self.order = UseOrder()
         self._evaluation = Successors(self.order)
         self.given: GivenPlan | None = None
         self._next_given: GivenPlan | None = None
-        self.pipeline = AllGatherPipeline(self._by_name, self._start, None if transposes is None else transposes.drop)
+        self.pipeline = AllGatherPipeline(self._by_name, self._start, self._freed)
+        self.versions: Versions | None = None  # once start values are there
         self._returning: dict[str, Tensor | None] = {}  # whose bytes come from where they waited (None: they came)
         self.copies = 0  # of units between places of the arena, in this step
         self.last_copies = 0
         self.gathers = 0
         self.step_gathers = 0  # of units in the arena, in this step
         self.last_gathers: int | None = None  # the same of the step before
+
+    def _freed(self, name: str) -> None:
+        if self.versions is not None:
+            self.versions.gone(name)
+        if self._transposes is not None:
+            self._transposes.drop(name)
 
     def ready(self, unit: Unit) -> bool:
         """Its weights are there."""
@@ -204,7 +216,20 @@ class Gathering:
                 self._release(holder)
         if parks and arena.parked(name):
             self._returning[name] = arena.take_back(name)
+        elif self._fills:
+            self._fill_free()
         arena.allocate(name)
+
+    def _fill_free(self) -> None:
+        frozen = [  # nobody writes there, so frozen weights are gathered once
+            unit.name
+            for unit in self._units
+            if unit.name in self._arena
+            and not self._written_over(unit)
+            and any(not one.trainable and one.weights.gathered_once for one in unit.streams)
+        ]
+        with self._stream.enter():
+            self._arena.fill_free(frozen)
 
     def _drop(self, name: str) -> None:
         """Its bytes are no more here."""
@@ -353,6 +378,8 @@ class Gathering:
         self.settle()
         for name in self.placement.sizes:
             self._drop(name)
+            if self.versions is not None:
+                self.versions.changed(name, frozen=True)  # what was saved lies elsewhere
         return self.placement.follow(colouring, parked, parks=parks)
 
     def followed_uses(self) -> list[str]:
@@ -403,6 +430,8 @@ class Gathering:
                 weights.spread_copies()
             event = self._stream.mark()
         self._stream.join(event)
+        if self.versions is not None:
+            self.versions.here(name)
 
     def settle(self) -> None:
         """Wait for gathers that nobody used: main weights are about to change."""
@@ -417,7 +446,14 @@ class Gathering:
             for stream in unit.streams:
                 if stream.trainable or frozen:
                     stream.weights.main_changed()
+            if self.versions is not None:
+                self.versions.changed(unit.name, frozen=frozen)
             if unit.name in self._arena:
                 self._drop(unit.name)
             elif self.ready(unit):
                 self.pipeline.free(unit.name)
+                for stream in unit.streams if self._fills else ():
+                    if stream.weights.shards_params and (stream.trainable or frozen):
+                        stream.weights.gathered.view(torch.uint8).fill_(NAN_BYTE)
+        if self._fills:
+            self._fill_free()

@@ -34,7 +34,7 @@ _READS_NOTHING = frozenset({
     "register_hook", "register_post_accumulate_grad_hook", "is_same_size", "zeros_like", "ones_like", "empty_like",
     "full_like", "rand_like", "randn_like", "randint_like", "new_empty", "new_zeros", "new_ones", "new_full",
     "new_tensor", "__len__", "__hash__", "__dir__", "result_type", "can_cast", "is_tensor", "is_storage",
-    "get_gradient_edge", "backward",
+    "get_gradient_edge", "backward", "_is_view",
 })  # fmt: skip
 _SETS_ITEMS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 
@@ -46,14 +46,20 @@ class Guard:
         record: the parameter's place in its unit.
         readable: its values are here and stay here for what is about to use them.
         owes_gradient: a gradient of it is summed or reduced, while ``.grad`` is None.
+        forget: ``.grad`` is set to None: so is that of its main parameter.
     """
 
-    __slots__ = ("gone", "owes_gradient", "own_class", "readable", "record")
+    __slots__ = ("forget", "gone", "owes_gradient", "own_class", "readable", "record")
 
     def __init__(
-        self, record: ParamRecord, readable: Callable[[], bool], owes_gradient: Callable[[ParamRecord], bool]
+        self,
+        record: ParamRecord,
+        readable: Callable[[], bool],
+        owes_gradient: Callable[[ParamRecord], bool],
+        forget: Callable[[ParamRecord], None],
     ) -> None:
         self.record = record
+        self.forget = forget
         self.readable = readable
         self.owes_gradient = owes_gradient
         self.own_class = type(record.parameter)
@@ -93,6 +99,7 @@ class Guard:
         if sets:
             if len(args) > 1 and args[1] is not None:
                 raise self.error(".grad is assigned, and no optimizer would see it", GRAD)
+            self.forget(self.record)
             return
         with torch._C.DisableTorchFunctionSubclass():
             here = parameter.grad is not None

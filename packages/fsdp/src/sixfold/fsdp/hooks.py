@@ -8,7 +8,7 @@ Each hook turns into one event of the engine; after a fault they are inert.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from sixfold.fsdp.calls import CallContext, StageState, in_backward
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.guard import take_gradient
+from sixfold.fsdp.saved import own_outputs, tensors_in
 from sixfold.fsdp.units import Unit
 
 COPY = (
@@ -59,18 +60,14 @@ class _OutputHook:
                 self._context = None  # a retained graph counts down once
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif value is not None:
-        yield from (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, Tensor))
-
-
 def watch_outputs(engine: Engine, unit: Unit, output: Any, context: CallContext | None) -> None:
-    """The first gradient of ``output`` opens ``unit`` for its backward."""
+    """The first gradient of ``output`` opens ``unit`` for its backward.
+
+    Leaves are left out: one of the caller's, or a parameter of the root unit, would keep the hook for later steps.
+    """
     hook: _OutputHook | None = None
-    for tensor in (output,) if type(output) is Tensor else _tensors(output):
-        if tensor.requires_grad:
+    for tensor in (output,) if type(output) is Tensor else tensors_in(output):
+        if tensor.requires_grad and not tensor.is_leaf:
             if hook is None:
                 hook = _OutputHook(engine, unit, context)
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
@@ -104,11 +101,15 @@ class _UnitCall(Hook):
         """Its weights are gathered."""
         self.engine.before_forward(self._unit)
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Its outputs are watched for their backward."""
-        context = self.engine.after_forward(self._unit)
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """Its outputs are watched for their backward; what shows its memory is copied."""
+        try:  # None: also of a forward that raised
+            own = None if output is None else own_outputs(self._unit, output)
+        finally:
+            context = self.engine.after_forward(self._unit)
         if torch.is_grad_enabled() and self.engine.failed is None:
-            watch_outputs(self.engine, self._unit, output, context)
+            watch_outputs(self.engine, self._unit, own, context)
+        return None if own is output else own
 
 
 def _grad_hook(engine: Engine, number: int) -> Callable[[Tensor], None]:

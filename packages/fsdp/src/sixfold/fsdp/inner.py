@@ -119,6 +119,7 @@ class OutsideCalls:
         self._sharded = sharded
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet(root.modules())
         self._engine = weakref.ref(engine)
+        self._steps: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # of optimizers that were made apart
 
     def _engine_of(self, module: nn.Module) -> Engine | None:
         return self._engine() if module in self._modules else None
@@ -137,9 +138,10 @@ class OutsideCalls:
 
     def _comes_back(self, engine: Engine, module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
         """A parametrisation took it away for a while, as peft's do in a forward. Torch sets it to itself meanwhile."""
-        for at, (place, own, one, _) in enumerate(engine.registered):
+        for place, own, one in engine.registered:
             if place is module._parameters and own == name and one is parameter:
-                engine.registered[at] = place, own, one, parameter._version
+                if engine.gathering.versions is not None:
+                    engine.gathering.versions.accept(engine.records[parameter])
                 return True
         return False
 
@@ -160,8 +162,24 @@ class OutsideCalls:
     def step(self, optimizer: torch.optim.Optimizer) -> None:
         """``optimizer.step()`` of any optimizer."""
         engine = self._engine()
-        if engine is not None:
-            refuse_unsharded(engine, optimizer, self._sharded)
+        if engine is None:
+            return
+        refuse_unsharded(engine, optimizer, self._sharded)
+        if optimizer in engine.optimizers:
+            return
+        ids = engine.mains.ids
+        over_mains = any(id(one) in ids for group in optimizer.param_groups for one in group["params"])
+        if over_mains and not engine.stepping and engine.failed is None:  # made apart: inside SAM, or another wrapper
+            refuse_changed_parameters(engine)
+            engine.before_step(widen=True)
+            self._steps.add(optimizer)
+
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """It ended."""
+        engine = self._engine()
+        if engine is not None and optimizer in self._steps:
+            self._steps.discard(optimizer)
+            engine.after_step()
 
 
 def install(
@@ -191,8 +209,10 @@ def refuse_changed_parameters(engine: Engine) -> None:
         FsdpError: a parameter was replaced or, inside a call of its unit, written to in place, given another ``.data``,
             frozen or unfrozen.
     """
+    versions = engine.gathering.versions
+    written = None if versions is None else versions.look()
     with torch._C.DisableTorchFunctionSubclass():  # a plain attribute costs 80 ns, a guarded one a microsecond
-        for place, name, parameter, version in engine.registered:
+        for place, name, parameter in engine.registered:
             guard = guard_of(parameter)  # torch.utils.swap_tensors takes it away
             if place.get(name) is not parameter or guard is None:
                 record = engine.records[parameter]
@@ -200,7 +220,7 @@ def refuse_changed_parameters(engine: Engine) -> None:
                     f"{record.name} is no longer the Parameter that was wrapped; change the module before wrapping",
                     unit=record.buffer.unit,
                 )
-            if parameter._version != version:
+            if parameter is written:
                 raise guard.error("it was written to in place", f"the next gather undoes that. {LOAD}")
             if parameter.data_ptr() != guard.record.compute.data_ptr():
                 raise guard.error("its .data was assigned in a call of its unit", f"gathers do not reach that. {LOAD}")

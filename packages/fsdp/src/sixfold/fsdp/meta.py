@@ -39,6 +39,7 @@ class Meta:
         self._made: set[nn.Parameter] = set()  # by this object
         self._kept: set[nn.Parameter] = set()  # of these, those of earlier groups: their values lie elsewhere now
         self._buffers: dict[Tensor, Tensor] = {}
+        self._unsaved: list[tuple[str, nn.Module, str]] = []  # buffers that no state dict brings
 
     def together(self, module: nn.Module) -> Iterator[list[nn.Module]]:
         """Modules in order, made real and filled: what the caller is to keep before it asks for the next.
@@ -63,6 +64,14 @@ class Meta:
             self._make(group)
             yield list(group.values())
             self._kept |= self._made
+        for name, part, key in self._unsaved:
+            buffer = part._buffers.get(key)
+            if buffer is not None and _is_unset(buffer):
+                who = "init_fn" if self._init_fn else "reset_parameters()"
+                raise FsdpError(
+                    f"{_full(name, key)} was on the meta device, {who} left it as it was, and no state dict holds it "
+                    f"(persistent=False); fill it there as the constructor of {type(part).__name__} does"
+                )
 
     def _make(self, group: dict[str, nn.Module]) -> None:
         real = {name: part for name, part in group.items() if self._materialize(name, part)}
@@ -83,9 +92,7 @@ class Meta:
             if parameter.is_meta:
                 found = True
                 attributes = dict(parameter.__dict__)
-                real = nn.Parameter(
-                    torch.empty_like(parameter, device=self._device), requires_grad=parameter.requires_grad
-                )
+                real = nn.Parameter(_unset(parameter, self._device), requires_grad=parameter.requires_grad)
                 if weakref.getweakrefcount(parameter):
                     raise FsdpError(
                         f"{_full(name, key)} is on the meta device and something holds a weak reference to it, so it "
@@ -101,8 +108,10 @@ class Meta:
                 setattr(part, key, self._buffers[buffer])
             elif buffer.is_meta:
                 found = True
-                self._buffers[buffer] = torch.empty_like(buffer, device=self._device)
+                self._buffers[buffer] = _unset(buffer, self._device)
                 setattr(part, key, self._buffers[buffer])
+                if key in part._non_persistent_buffers_set:
+                    self._unsaved.append((name, part, key))
         return found
 
     def _fill(self, name: str, part: nn.Module) -> None:
@@ -134,6 +143,22 @@ class Meta:
             reset()
         finally:
             part._parameters.update(kept)
+
+
+def _unset(like: Tensor, device: torch.device) -> Tensor:
+    """Memory like ``like``: NaN, or the least integer, until somebody fills it. Nobody takes that for a value."""
+    made = torch.empty_like(like, device=device, requires_grad=False)
+    if made.dtype.is_floating_point:
+        return made.detach().fill_(torch.nan)
+    return made if made.dtype is torch.bool or made.dtype.is_complex else made.fill_(torch.iinfo(made.dtype).min)
+
+
+def _is_unset(buffer: Tensor) -> bool:
+    if not buffer.numel() or buffer.dtype is torch.bool or buffer.dtype.is_complex or buffer.dtype is torch.uint8:
+        return False
+    if buffer.dtype.is_floating_point:
+        return bool(buffer.isnan().all())
+    return bool((buffer == torch.iinfo(buffer.dtype).min).all())
 
 
 def _reset_of(part: nn.Module) -> Callable[[], Any] | None:

@@ -120,6 +120,7 @@ def shard_optimizer(
     optimizer.register_step_pre_hook(lambda *_: _unless_materializing(marked, optimizer, before))
     optimizer.register_step_post_hook(lambda *_: _unless_materializing(marked, optimizer, engine.after_step))
     attached.sharded.add(optimizer)
+    engine.optimizers.add(optimizer)
     return optimizer
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -28,9 +29,10 @@ class ShardGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _NORMS and _in_torchs_clip():
+        asks = _torchs_norm() if getattr(func, "__name__", "") in _NORMS else None
+        if asks is not None:
             raise FsdpError(
-                "torch's clip_grad_norm_ is given main parameters of a sharded model, and would take the norm of this "
+                f"torch's {asks} is given main parameters of a sharded model, and would take the norm of this "
                 "rank's part alone; use model.clip_grad_norm_(), which sums over ranks",
                 op="reduce",
             )
@@ -44,12 +46,21 @@ class ShardGradient(Tensor):
         return copy.deepcopy(self.as_subclass(Tensor), memo)
 
 
-def _in_torchs_clip() -> bool:
-    frame = sys._getframe(1)
-    for _ in range(8):
-        if frame.f_code.co_name == "clip_grad_norm_" and frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
-            return True
-        if frame.f_back is None:
-            return False
+_TORCHS = {
+    "clip_grad_norm_": "clip_grad_norm_",
+    "get_total_norm": "get_total_norm",
+    "_get_total_norm": "get_total_norm",
+}
+
+
+def _torchs_norm() -> str | None:
+    """The function of ``torch.nn.utils.clip_grad`` that asks: each rank would scale by its own part's norm."""
+    frame: FrameType | None = sys._getframe(1)
+    found = None
+    for _ in range(10):
+        if frame is None:
+            break
+        if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
+            found = _TORCHS.get(frame.f_code.co_name, found)
         frame = frame.f_back
-    return False
+    return found

@@ -94,6 +94,7 @@ class Placement:
             if unit.name not in self.sizes:
                 for stream in unit.streams:
                     stream.weights.bind(None)
+                unit.gathered_ranges = () if not unit.index else _addresses(unit)
                 continue
             memory, at = self.arena.memory(unit.name), 0
             for stream in unit.streams:
@@ -101,6 +102,13 @@ class Placement:
                 stream.weights.gathered_once = False
                 at += stream.weights.slot_bytes
             unit.shares = self.arena.shares(unit.name)
+            unit.gathered_ranges = _addresses(unit)
+
+
+def _addresses(unit: Unit) -> tuple[tuple[int, int], ...]:
+    """(first, end) of each stream whose memory does not hold main weights."""
+    kept = [stream.weights for stream in unit.streams if not stream.weights.main_in_gathered]
+    return tuple((one.gathered.data_ptr(), one.gathered.data_ptr() + one.slot_bytes) for one in kept)
 
 
 def _show(unit: Unit) -> None:
@@ -117,8 +125,9 @@ def placement_of(
     *,
     align_bytes: int,
     device: torch.device,
+    own_memory: bool = False,
 ) -> Placement:
-    """Memory for all gathered weights; ranges begin on multiples of ``align_bytes``.
+    """Memory for all gathered weights; ranges begin on multiples of ``align_bytes``. ``own_memory``: Arena's ``apart``.
 
     Raises:
         FsdpError: a budget below what must be here at once; says what is needed.
@@ -131,7 +140,7 @@ def placement_of(
         return Placement(units, {}, Arena(0, {}, device), budget)
     if budget is None:
         ranges = double_ranges(own)
-        return Placement(units, ranges, Arena(sum_of(ranges), ranges, device), None)
+        return Placement(units, ranges, Arena(sum_of(ranges), ranges, device, apart=own_memory), None)
     sizes = {unit.name: unit.turn_bytes for unit in own}
     nbytes = min(sum(sizes.values()), (budget - units[0].turn_bytes) // align_bytes * align_bytes)
     apart = [(unit.name, outer.name) for unit in own for outer in unit.around if outer.name in sizes]

@@ -270,11 +270,15 @@ class Reduction:
         for record in records:
             record.buffer.gradients.forget(record)
         for unit in self._by_name.values():
-            for stream in unit.trained:
-                if not stream.gradients.idle and records >= set(stream.records):
-                    if stream.gradients.in_slot:
-                        self.pool.free(unit.name)
-                    stream.gradients.drop()
+            self.drop(unit, records)
+
+    def drop(self, unit: Unit, records: Set[ParamRecord]) -> None:
+        """No sum of ``unit`` is wanted of streams whose ``records`` are all forgotten."""
+        for stream in unit.trained:
+            if not stream.gradients.idle and records >= set(stream.records):
+                if stream.gradients.in_slot:
+                    self.pool.free(unit.name)
+                stream.gradients.drop()
 
     def release_own_sums(self) -> None:
         """Give back the full-size sums of all units but the root: from now on they take turns in the pool."""

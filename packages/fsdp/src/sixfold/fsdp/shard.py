@@ -278,8 +278,12 @@ class FullyShardedDataParallel(nn.Module):
                 yield record.name, record.main
 
     def refresh(self) -> None:
-        """Main weights were written from outside: gathered copies are stale."""
+        """Main weights were written from outside: gathered copies are stale.
+
+        The next call sees such writes by itself, where every rank made them: this is needed where some did not.
+        """
         self._engine.alive()
+        self._engine.mains.adopt()
         self._engine.main_changed(frozen=True)
 
     def materialize_state(self, optimizer: torch.optim.Optimizer) -> None:
@@ -289,6 +293,7 @@ class FullyShardedDataParallel(nn.Module):
     def state_records(self, optimizer: torch.optim.Optimizer | None = None) -> list[StateRecord]:
         """Live aliases of everything to save that lies here. No communication."""
         self._engine.alive()
+        self._engine.mains.adopt()
         return state.state_records(self._engine.units, optimizer)
 
     def full_state_dict(

@@ -17,7 +17,7 @@ from sixfold.fsdp.units import Unit
 from sixfold.fsdp.waiting import Waiting
 
 _OPS = ("gather", "reduce")
-_USE, _REDUCE = range(2)
+_USE, _REDUCE, _EDIT = range(3)
 
 
 class Signatures:
@@ -40,6 +40,11 @@ class Signatures:
             self._exchange(unit, _USE)
         elif self._checks == "order":
             self._digest.add(unit.index, _USE)
+
+    def edited(self) -> None:
+        """Main weights were written to outside a step: what is gathered from here on differs where others saw none."""
+        if self._checks == "order":
+            self._digest.add(0, _EDIT)
 
     def reduce(self, unit: Unit, not_finite: Callable[[Unit], int]) -> None:
         """``unit`` is about to be reduced. ``not_finite``, the place of the first bad gradient among the unit's

@@ -66,6 +66,7 @@ class Unit:
     def __post_init__(self) -> None:
         self.trained = tuple(stream for stream in self.streams if stream.trainable)
         self.gathered_bytes = sum(stream.weights.slot_bytes for stream in self.streams)
+        self.gathered_ranges: tuple[tuple[int, int], ...] = ()  # addresses of what turns to other units' weights
         self.turn_bytes = self.gathered_bytes
 
     @property

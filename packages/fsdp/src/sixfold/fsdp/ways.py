@@ -110,13 +110,13 @@ class Ways:
         """Where gradients go that are reduced in the backward that makes them."""
         return self._as_made[stream].kind
 
-    def make_pool(self, slots: int, device: torch.device) -> TemporaryBucketAllocator:
-        """At most ``slots`` slots, each large enough for a piece of any stream."""
+    def make_pool(self, slots: int, device: torch.device, *, fill: bool = False) -> TemporaryBucketAllocator:
+        """At most ``slots`` slots, each large enough for a piece of any stream; ``fill``: with NaN when given back."""
         ways = [way for kinds in self._ways.values() for way in kinds.values() if way.slot_bytes]
         if not ways:
             return TemporaryBucketAllocator([], device)
         count = sum(max(len(way.pieces) for way in kinds.values()) for kinds in self._ways.values())
-        return TemporaryBucketAllocator([max(way.slot_bytes for way in ways)] * min(slots, count), device)
+        return TemporaryBucketAllocator([max(way.slot_bytes for way in ways)] * min(slots, count), device, fill=fill)
 
     def sections(self, way: Way, stream: ParamAndGradBuffer, start: int, stop: int, memory: Tensor) -> Sections:
         """``memory`` (bytes) as the parts that the piece of columns ``[start, stop)`` needs."""

@@ -191,7 +191,7 @@ class Weights:
         """Keep this rank's part of a full start value."""
         part = self.main.slice(record.name)
         if part is not None and record.main is not None:
-            record.main.data.view(-1).copy_(value.detach().reshape(-1)[part.start : part.stop])
+            self.main.local(record.name).view(-1).copy_(value.detach().reshape(-1)[part.start : part.stop])
 
     def main_changed(self) -> None:
         """What was gathered is of older main weights."""

@@ -6,7 +6,7 @@ import threading
 
 import torch
 
-from sixfold.fsdp.calls import asked_for
+from sixfold.fsdp.torch_private import asked_for
 
 
 def seen(start, look=asked_for):

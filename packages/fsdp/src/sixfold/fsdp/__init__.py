@@ -58,4 +58,5 @@ _NEED_TORCH = {
 def __getattr__(name: str) -> Any:
     if name not in _NEED_TORCH:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    import_module(f"{__name__}.torch_private")  # refuses a torch that lacks what is used of it
     return getattr(import_module(f"{__name__}.{_NEED_TORCH[name]}"), name)

@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from sixfold.fsdp.calls import CallContext, accumulates, asked_for
+from sixfold.fsdp.calls import CallContext, accumulates
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
+from sixfold.fsdp.torch_private import asked_for
 from sixfold.fsdp.units import Unit
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sixfold.fsdp.calls import in_backward
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.guard import Curtain, Guard
 from sixfold.fsdp.saved import Versions
+from sixfold.fsdp.torch_private import in_backward
 from sixfold.fsdp.units import Unit
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.fsdp.backward import Backward, old_graph, refuse_graph
-from sixfold.fsdp.calls import CallContext, StageState, calling_frame, in_backward
+from sixfold.fsdp.calls import CallContext, StageState
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.control import Control
@@ -29,6 +29,7 @@ from sixfold.fsdp.mains import MainParameter, Mains
 from sixfold.fsdp.reduce import Reduction
 from sixfold.fsdp.saved import SavedWeights
 from sixfold.fsdp.signatures import Signatures
+from sixfold.fsdp.torch_private import calling_frame, in_backward
 from sixfold.fsdp.units import Unit
 from sixfold.fsdp.waiting import Waiting
 

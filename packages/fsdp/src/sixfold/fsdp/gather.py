@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from sixfold.fsdp.alloc import NAN_BYTE
-from sixfold.fsdp.calls import in_backward
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.order import GivenPlan, Successors, UseOrder
 from sixfold.fsdp.parking import Parking
@@ -28,6 +27,7 @@ from sixfold.fsdp.residency import Action
 from sixfold.fsdp.saved import Versions
 from sixfold.fsdp.scaled import Transposes
 from sixfold.fsdp.streams import SideStream
+from sixfold.fsdp.torch_private import in_backward
 from sixfold.fsdp.units import Unit
 from sixfold.fsdp.waiting import Wait
 from sixfold.fsdp.weights import Weights

@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from sixfold.fsdp.calls import CallContext, StageState, in_backward
+from sixfold.fsdp.calls import CallContext, StageState
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.guard import take_gradient
 from sixfold.fsdp.saved import own_outputs, tensors_in
+from sixfold.fsdp.torch_private import in_backward
 from sixfold.fsdp.units import Unit
 
 COPY = (

@@ -8,7 +8,6 @@ Only optimizer hooks and ``param_groups``: the optimizer stays the user's object
 from __future__ import annotations
 
 import hashlib
-import sys
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -28,6 +27,7 @@ from sixfold.fsdp.layout import Slice
 from sixfold.fsdp.muon import PieceMuon
 from sixfold.fsdp.offload import HostState
 from sixfold.fsdp.streams import make_stream
+from sixfold.fsdp.torch_private import functions_of
 
 # By class name, because most live in other distributions; all torch.optim classes not named here are elementwise.
 _WHOLE_TENSORS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "Lars", "LARS"})
@@ -282,7 +282,7 @@ def _before_step(optimizer: torch.optim.Optimizer, engine: Engine, names: Mappin
                     f"the optimizer's parameter of shape {tuple(main.shape)} is not of this model (a group added after "
                     "fully_shard_optimizer), and nothing sums its gradient over ranks; give it an optimizer of its own"
                 )
-    if not optimizer.state and _called_by_dcp():
+    if not optimizer.state and functions_of(_DCP):
         raise FsdpError(_DCP_INSTEAD)
     refuse_changed_parameters(engine)
     engine.before_step(widen=not widens)
@@ -293,15 +293,6 @@ _DCP_INSTEAD = (
     "in it; sixfold.fsdp.torch_state has functions of the same names and results, and model.state_records(optimizer) "
     "has live aliases"
 )
-
-
-def _called_by_dcp() -> bool:
-    frame = sys._getframe(1)
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_globals.get("__name__") == _DCP:
-            return True
-    return False
 
 
 def _stamp_state_dicts(
@@ -319,7 +310,7 @@ def _stamp_state_dicts(
         }  # fmt: skip
 
     def saving(of: torch.optim.Optimizer) -> None:
-        if _called_by_dcp():
+        if functions_of(_DCP):
             raise FsdpError(_DCP_INSTEAD)
 
     def saved(of: torch.optim.Optimizer, state: dict[str, Any]) -> None:

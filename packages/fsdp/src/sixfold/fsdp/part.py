@@ -9,14 +9,13 @@ function that scales by one is refused. engine.py gives gradients Tensor's own c
 from __future__ import annotations
 
 import copy
-import sys
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.torch_private import functions_of
 
 _NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "vector_norm", "norm"})
 
@@ -55,12 +54,5 @@ _TORCHS = {
 
 def _torchs_norm() -> str | None:
     """The function of ``torch.nn.utils.clip_grad`` that asks: each rank would scale by its own part's norm."""
-    frame: FrameType | None = sys._getframe(1)
-    found = None
-    for _ in range(10):
-        if frame is None:
-            break
-        if frame.f_globals.get("__name__") == "torch.nn.utils.clip_grad":
-            found = _TORCHS.get(frame.f_code.co_name, found)
-        frame = frame.f_back
-    return found
+    asking = [_TORCHS[name] for name in functions_of("torch.nn.utils.clip_grad", most=11) if name in _TORCHS]
+    return asking[-1] if asking else None

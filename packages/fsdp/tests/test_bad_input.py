@@ -22,6 +22,7 @@ from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, Mixe
         ({"grad_divisor": float("inf")}, "grad_divisor is inf"),
         ({"timeout_s": 0}, "timeout_s is 0"),
         ({"first_step_timeout_s": -1.0}, "first_step_timeout_s is -1.0"),
+        ({"busy_timeout_s": 0.0}, "busy_timeout_s is 0.0"),
         ({"fsdp_unit_modules": "Block"}, "fsdp_unit_modules is 'Block'; it is a list"),
         ({"granularity": lambda name, parameter: None}, "granularity is None"),
         (

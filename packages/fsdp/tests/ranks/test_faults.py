@@ -6,6 +6,8 @@ deadline, for a process that is stopped; the deadline, for one that lives and do
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import threading
@@ -243,7 +245,7 @@ def test_a_rank_that_stops_in_the_first_step_is_named_without_its_long_deadline(
 def in_step_two(rank, ranks, what):
     """Rank 1 does ``what`` in the middle of step 2; the others train on. What they raise, and how long it took."""
     net = make_net()
-    model = wrap(net, timeout_s=DEADLINES[what])
+    model = wrap(net, timeout_s=DEADLINES[what], busy_timeout_s=DEADLINES[what])
     optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
     began = time.monotonic()
 
@@ -295,6 +297,46 @@ def test_a_rank_that_hangs_is_told_from_a_dead_one():
         assert "rank 1 lives but did not come; it was last at " in text and "in step 1" in text
         assert seconds < DEADLINES["hangs"] + KNOWN_S, f"{seconds:.1f} s"
     assert "another rank reported a fault" in results[1][0][0] or "no answer" in results[1][0][0]
+
+
+def busy_in_step_one(rank, ranks):
+    """Rank 1 is busy for longer than the deadline, and then goes on."""
+    net = make_net()
+    model = wrap(net, timeout_s=0.8, busy_timeout_s=20.0)
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+    began = time.monotonic()
+    for step in range(3):
+        if rank == 1 and step == 1:
+            time.sleep(1.4)
+        loss_of(model(batch(step, 0, rank)), batch(step, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.check()
+    return time.monotonic() - began
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_a_rank_that_lives_and_is_busy_for_longer_than_the_deadline_is_waited_for(ranks):
+    assert min(run_ranks(busy_in_step_one, ranks)) > 1.4
+
+
+def evaluate_alone(rank, ranks):
+    """Rank 0 evaluates before step 0; the others do not come for a while. What rank 0 printed."""
+    model = wrap(make_net(), timeout_s=1.2)
+    said = io.StringIO()
+    dist.barrier()
+    with torch.no_grad(), contextlib.redirect_stdout(said):
+        if rank:
+            time.sleep(1.0)
+        model(batch(0, 0, rank))
+    return said.getvalue()
+
+
+def test_a_rank_that_waits_alone_says_within_seconds_for_whom():
+    said, nothing = run_ranks(evaluate_alone, 2)
+    assert nothing == "" and len(said.splitlines()) <= 2, said
+    assert "rank 0 has waited " in said and "for gather of (root) in step 0; rank 1 lives and has not come" in said
+    assert "it was last at check. This ends after 600 s" in said
 
 
 def test_a_rank_that_does_something_else_is_named_before_the_deadline():

@@ -77,6 +77,7 @@ def build(module: nn.Module, options: Options) -> Built:
         boards.signs,
         options.timeout_s,
         first_step_timeout_s=options.first_step_timeout_s,
+        busy_timeout_s=options.busy_timeout_s,
         host_waits=device.type != "cuda",
         abort=links.abort,
         launched=links.launched,

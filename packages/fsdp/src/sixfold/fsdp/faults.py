@@ -34,6 +34,7 @@ _BEAT_S = 1.0  # between two beats of a rank that does not wait
 _BEATS = 12  # in a deadline
 _TOLD_S = 20.0  # for all that will be known of a fault that is noted
 _STORE_S = 3.0  # for one answer of the store during a wait
+_SAID_S = 10.0  # of a wait for a busy rank, before a line tells of it
 
 
 class Found(NamedTuple):
@@ -52,6 +53,7 @@ class Faults:
         rank, size: position in the main mesh.
         store: the model's board; None: only a pair can name the other. Errors call it ``store_name``.
         timeout_s: longest wait for one collective.
+        busy_timeout_s: the same while the rank that has not come gives signs of life; the longer of the two holds.
         first_step_timeout_s: the same in step 0, where ranks compile; the longer of the two holds. A rank without a
             beat is lost after half of ``timeout_s`` in every step: compiling leaves the pulse its turns.
         host_waits: a Work's wait() blocks the host (gloo); else only a stream waits, and a thread looks at the Work
@@ -67,6 +69,7 @@ class Faults:
         timeout_s: float,
         *,
         first_step_timeout_s: float = 0.0,
+        busy_timeout_s: float = 0.0,
         host_waits: bool = True,
         abort: Callable[[], None] | None = None,
         launched: Callable[[], Launched] = dict,
@@ -76,6 +79,7 @@ class Faults:
         self.size = size
         self.timeout_s = timeout_s
         self.first_step_timeout_s = first_step_timeout_s
+        self.busy_timeout_s = busy_timeout_s
         self.failed: FsdpError | None = None
         self.waited_s = 0.0  # of the host, for other ranks
         self.neighbours = Neighbours()  # known once ranks have met
@@ -94,6 +98,8 @@ class Faults:
         self._last: tuple[int | None, str | None, str] | None = None
         self._watched: deque[tuple[Any, Place, float]] = deque()  # Works that a stream waits for, and since when
         self._found: Found | None = None
+        self._busy_seen = float("-inf")  # when a rank that lives and does not wait was seen last
+        self._say_after_s = min(_SAID_S, timeout_s / 4)
         self._pulse = self._start(store) if size > 1 and store is not None else None
 
     def _start(self, store: Store | None) -> Pulse:
@@ -103,9 +109,10 @@ class Faults:
             self.size,
             interval=lambda: min(_BEAT_S, self.timeout_s / _BEATS),
             here=self._here,
-            silent_s=lambda: self.timeout_s / 2,
+            silent_s=self._silent_s,
             ended=lambda: self.neighbours.ended(),
             found=self._find,
+            busy=self._see_busy,
             late=self._look_at_works,
         )
 
@@ -160,12 +167,11 @@ class Faults:
             self.waited_s += time.monotonic() - began
 
     def _wait_on_host(self, work: Any, place: Place, began: float) -> None:
-        limit_s = self._limit_s(place)
-        deadline = began + limit_s
         slice_s = min(_SLICE_S, max(self.timeout_s / _BEATS, 0.05))
         while True:
             over = work.is_completed()  # asked before the wait: a Work may end well just after its wait gave up
-            left = min(slice_s, max(deadline - time.monotonic(), 0.001))
+            left = began + self._limit_s(place) - time.monotonic()
+            left = min(slice_s, max(left, 0.001)) if self._busy_seen < began else slice_s
             try:
                 work.wait(timedelta(seconds=left))
                 return
@@ -177,13 +183,25 @@ class Faults:
                 raise self._lost_on_host(place, found.cause, found.text, found.ranks)
             if work.is_completed():
                 continue
-            if time.monotonic() >= deadline:
-                raise self._lost_on_host(place, Cause.LATE, f"no answer within {limit_s:g} s")
+            if late := self._too_late(place, began):
+                raise self._lost_on_host(place, Cause.LATE, late)
 
     def _limit_s(self, place: Place | None) -> float:
         if place is not None and place.step == 0:
             return max(self.first_step_timeout_s, self.timeout_s)
         return self.timeout_s
+
+    def _too_late(self, place: Place | None, began: float) -> str:
+        """What to say of a wait that has gone on for too long; empty: it may go on."""
+        now, limit_s = time.monotonic(), self._limit_s(place)
+        if now < began + limit_s:
+            return ""
+        if now - self._busy_seen < self._silent_s():
+            limit_s = max(limit_s, self.busy_timeout_s)
+        return "" if now < began + limit_s else f"no answer within {limit_s:g} s"
+
+    def _silent_s(self) -> float:
+        return self.timeout_s / 2
 
     # ---- on the pulse's thread
 
@@ -208,10 +226,24 @@ class Faults:
         if not self._watched:
             return False
         _, place, began = self._watched[0]
-        if time.monotonic() < began + self._limit_s(place):
-            return False
-        self._end(place, Cause.LATE, f"no answer within {self._limit_s(place):g} s", ())
-        return True
+        late = self._too_late(place, began)
+        if late:
+            self._end(place, Cause.LATE, late, ())
+        return bool(late)
+
+    def _see_busy(self, rank: int, last: Place | None, beside: bool) -> None:
+        """``rank`` lives and does not wait: it has time until ``busy_timeout_s``. The rank beside it says so, each time
+        after twice as long."""
+        self._busy_seen = time.monotonic()
+        place, _, waited_s, _ = self._here()
+        if beside and place is not None and waited_s > self._say_after_s:
+            self._say_after_s *= 2
+            limit_s = max(self._limit_s(place), self.busy_timeout_s)
+            print(
+                f"sixfold.fsdp: rank {self.rank} has waited {waited_s:.0f} s for {place}; rank {rank} lives and has "
+                f"not come, it was last at {last or 'no collective'}. This ends after {limit_s:g} s",
+                flush=True,
+            )
 
     def _find(self, cause: Cause, text: str, ranks: Sequence[int]) -> bool:
         """The pulse found a fault: the host that waits raises it; where a stream waits, the model ends here (True)."""

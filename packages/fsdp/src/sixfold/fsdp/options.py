@@ -43,6 +43,7 @@ class Options:
     checks: str
     fault_store: Store | None
     timeout_s: float
+    busy_timeout_s: float
     first_step_timeout_s: float
 
     @classmethod
@@ -72,7 +73,7 @@ class Options:
             raise FsdpError(
                 f"grad_divisor is {self.grad_divisor}; it is finite and > 0, or None for the ranks of the mesh"
             )
-        for name in ("timeout_s", "first_step_timeout_s"):
+        for name in ("timeout_s", "busy_timeout_s", "first_step_timeout_s"):
             if not getattr(self, name) > 0:
                 raise FsdpError(f"{name} is {getattr(self, name)}; it is > 0")
 
@@ -85,7 +86,7 @@ class Options:
     @property
     def longest_s(self) -> float:
         """The longest wait for one collective."""
-        return max(self.timeout_s, self.first_step_timeout_s)
+        return max(self.timeout_s, self.busy_timeout_s, self.first_step_timeout_s)
 
     @property
     def sharding(self) -> ShardingStrategy:

@@ -5,7 +5,9 @@
 Nothing is written while nobody waits: a rank that waits asks, every pulse that sees a new question answers with a
 *beat* (where its rank is, what it launched), and the asker reads the beat of the next rank. So a rank costs one small
 read per beat, whatever the number of ranks, and what one finds it tells all by a key. A rank that waits looks more
-often, at the store and at the processes of its machine; a step without such waits costs none of it.
+often, at the store and at the processes of its machine; a step without such waits costs none of it. A rank that lives
+and does not wait is *busy*: others wait for it longer than for one that gives no sign. Going round from a rank that
+waits, the first that does not is next to one that does, which looks at it, so all learn of a busy rank by one key.
 """
 
 from __future__ import annotations
@@ -59,16 +61,17 @@ class Beat:
     place: Place | None
     blocked: bool  # its host waits there
     launched: Launched
+    waits: bool = False  # its host or its device does
 
     def text(self) -> str:
         """For the store."""
-        return json.dumps([self.count, self.place, self.blocked, self.launched])
+        return json.dumps([self.count, self.place, self.blocked, self.launched, self.waits])
 
     @staticmethod
     def read(text: bytes | str) -> Beat:
         """What ``text`` made."""
-        count, place, blocked, launched = json.loads(text)
-        return Beat(count, None if place is None else Place(*place), blocked, launched)
+        count, place, blocked, launched, waits = json.loads(text)
+        return Beat(count, None if place is None else Place(*place), blocked, launched, waits)
 
 
 def contradict(mine: Launched, theirs: Launched, *, both_blocked: bool) -> bool:
@@ -106,6 +109,8 @@ class Pulse:
         ended: ranks whose process is known to be no more; asked while this rank waits.
         found: called on the thread with how and what was found and the ranks at fault (empty: others know them); True
             ends it.
+        busy: called on the thread while this rank waits: a rank lives and does not wait, where it was last, and
+            whether this rank is the one that looked.
         late: called at each look: a chance to look at Works; True ends the thread.
     """
 
@@ -120,19 +125,21 @@ class Pulse:
         silent_s: Callable[[], float],
         ended: Callable[[], Sequence[int]],
         found: Callable[[Cause, str, Sequence[int]], bool],
+        busy: Callable[[int, Place | None, bool], None],
         late: Callable[[], bool],
     ) -> None:
         self._store = store
         self._rank, self._next = rank, (rank + 1) % size
         self._least_s = max(_LOOK_S, size / _LOOKS_PER_S)
         self._interval, self._here, self._silent_s = interval, here, silent_s
-        self._ended, self._found, self._late = ended, found, late
+        self._ended, self._found, self._busy, self._late = ended, found, busy, late
         self._stop = threading.Event()
         self._store_ended = False
         self._count = 0
         self._answered: bytes = b""
         self._asks_at = 0.0
         self._seen: tuple[bytes, float] | None = None  # the neighbour's beat, and when it was new
+        self._busy_told: bytes | None = None  # by others, last; what was there before this wait is old
         self._thread = threading.Thread(target=self._run, name="sixfold-fsdp-pulse", daemon=True)
         self._thread.start()
 
@@ -157,7 +164,9 @@ class Pulse:
                 continue
             self._asks_at = time.monotonic() + self._interval()
             try:
-                if self._store is not None and self._beat(self._store, place, blocked, waits, launched):
+                if self._store is not None and self._beat(
+                    self._store, Beat(self._count + 1, place, blocked and waits, launched, waits), waited_s
+                ):
                     return
             except NoAnswer:  # a store that is stopped: deadlines hold without it
                 self._store = None
@@ -171,36 +180,50 @@ class Pulse:
             return self._found(Cause.LOST, "while this rank waited", ended)
         return self._store_ended and self._found(Cause.LOST, "the store has ended", ())
 
-    def _beat(self, store: PatientStore, place: Place | None, blocked: bool, waits: bool, launched: Launched) -> bool:
+    def _beat(self, store: PatientStore, mine: Beat, waited_s: float) -> bool:
         """Ask if this rank waits, answer if any does; True if a fault ended the model."""
-        self._count += 1
-        if waits:
-            store.set("ask", f"{self._rank} {self._count}")
+        self._count = mine.count
+        if mine.waits:
+            store.set("ask", f"{self._rank} {mine.count}")
         if store.check(["ask"]):
             asked = store.get("ask")
             if asked != self._answered:
                 self._answered = asked
-                store.set(f"beat/{self._rank}", Beat(self._count, place, blocked and waits, launched).text())
-        if not waits:
-            self._seen = None
+                store.set(f"beat/{self._rank}", mine.text())
+        if not mine.waits:
+            self._seen = self._busy_told = None
             return False
-        return self._look(store, blocked, launched)
+        return self._look(store, mine, waited_s)
 
-    def _look(self, store: PatientStore, blocked: bool, launched: Launched) -> bool:
+    def _look(self, store: PatientStore, mine: Beat, waited_s: float) -> bool:
         if store.check(["fault"]):
             return self._found(Cause.TOLD, "another rank reported a fault", ())
         key = f"beat/{self._next}"
         text = store.get(key) if store.check([key]) else b""
-        if self._seen is None or text != self._seen[0]:
+        new = self._seen is not None and text != self._seen[0]
+        if self._seen is None or new:
             self._seen = text, time.monotonic()
         silent_s = time.monotonic() - self._seen[1]
         if silent_s > self._silent_s():
             return self._found(Cause.LOST, f"no beat for {silent_s:.1f} s", (self._next,))
-        if text:
-            beat = Beat.read(text)
-            if contradict(launched, beat.launched, both_blocked=blocked and beat.blocked):
-                return self._found(Cause.APART, "ranks wait for different collectives", ())
+        beat = Beat.read(text) if text else None
+        if beat is not None and contradict(mine.launched, beat.launched, both_blocked=mine.blocked and beat.blocked):
+            return self._found(Cause.APART, "ranks wait for different collectives", ())
+        if waited_s > self._interval():
+            self._look_for_busy(store, beat if new else None)
         return False
+
+    def _look_for_busy(self, store: PatientStore, new: Beat | None) -> None:
+        """``new``: the neighbour's beat, if it gave one since the last look."""
+        if new is not None and not new.waits:
+            store.set("busy", json.dumps([self._next, new.place, new.count]))
+            self._busy(self._next, new.place, True)
+        elif store.check(["busy"]):
+            told = store.get("busy")
+            if self._busy_told not in (None, told):
+                rank, place, _ = json.loads(told)
+                self._busy(rank, None if place is None else Place(*place), False)
+            self._busy_told = told
 
 
 def beats(store: PatientStore, ranks: Sequence[int]) -> dict[int, Beat]:

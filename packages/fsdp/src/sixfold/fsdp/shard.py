@@ -61,6 +61,8 @@ class FullyShardedDataParallel(nn.Module):
             debug mode that reads device values).
         fault_store: where survivors of a lost rank meet, so that it is named; None: the store of the given group.
         timeout_s: longest wait for one collective.
+        busy_timeout_s: the same while a rank that has not come gives signs of life (it saves, evaluates, reads data),
+            which needs a store: every real group has one. A line tells of it after 10 s. The longer of the two holds.
         first_step_timeout_s: the same in the first step, where ranks compile; the longer of the two holds there.
     Raises:
         FsdpError: see each argument's rule; differing models or start values on all ranks.
@@ -86,6 +88,7 @@ class FullyShardedDataParallel(nn.Module):
         checks: str = "order",
         fault_store: Store | None = None,
         timeout_s: float = 60.0,
+        busy_timeout_s: float = 600.0,
         first_step_timeout_s: float = 600.0,
     ) -> None:
         options = Options.of(locals())

@@ -62,6 +62,7 @@ def wrapped(
                 checks=config.fsdp.checks,
                 fault_store=world.store,
                 timeout_s=config.run.timeout_seconds,
+                busy_timeout_s=config.run.timeout_seconds,
             )
     except FsdpError as error:
         if str(error).startswith("gathered_bytes is "):

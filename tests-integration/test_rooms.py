@@ -10,7 +10,7 @@ SOURCE = ROOT / "packages/dist-ckpt/src/sixfold/dist_ckpt"
 PREFIX = "sixfold.dist_ckpt"
 # The lowest first. What is not named belongs to the last level: the doors.
 LEVELS = (
-    ("errors", "pause", "progress", "dict_utils"),
+    ("errors", "pause", "progress", "dict_utils", "recycled"),
     ("geometry",),
     ("state",),
     ("files",),

@@ -29,7 +29,7 @@ ODD_WORKER = str(Path(__file__).parents[1] / "odd_worker.py")
 
 def state(value, rank=0, ranks=1):
     w = torch.full((30,), float(value))
-    return {"w": ShardedTensor.from_rank_offsets("w", w, (0, rank, ranks)), "it": value}
+    return {"w": ShardedTensor.from_rank_offsets("w", w, (0, rank, ranks)), "it": 2 if value != value else value}
 
 
 def value_of(url, ranks=1):

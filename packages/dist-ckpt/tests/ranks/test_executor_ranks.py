@@ -39,7 +39,9 @@ def test_a_repeated_save_sends_no_plan_and_a_change_on_one_rank_is_seen(tmp_path
     first, second, third, changed, last = run_ranks(repeated_saves, 2, tmp_path)[1]
     assert first > 50 * TENSORS
     places = 16 * TENSORS  # where each frame came to lie
-    assert second < 2_000 + places and third < 2_000 + places and last < 2_000 + places
+    samples = 40 * 64  # digests of some shards, by which replicas that disagree are found
+    bound = 2_000 + places + samples
+    assert second < bound and third < bound and last < bound
     assert changed > 50 * TENSORS
     for turn in range(5):
         plain = dist_ckpt.load_plain_tensors(tmp_path / str(turn))

@@ -11,6 +11,8 @@ from gpt_helpers import tiny_config
 from run_helpers import JOB_S, final_tensors, lines, losses, run_all, train_all, train_rank
 
 import ranktest
+from sixfold.gpt.loop import Run
+from sixfold.gpt.step import StepOutcome
 from sixfold.gpt.stop import StopFlag
 
 STEPS = (
@@ -108,14 +110,18 @@ def test_it_trains_as_one_process(trained, case):
 
 def asked_once(rank: int, ranks: int, text: str) -> tuple[int, float | None, str]:
     """Train; the last rank is asked to stop behind its second step."""
-    arm, steps = StopFlag.arm, []
+    arm, step, flags = StopFlag.arm, Run.step, []
 
     def armed(self: StopFlag) -> None:
         arm(self)
-        steps.append(1)
-        self.asked = rank == ranks - 1 and len(steps) == 2
+        flags.append(self)
 
-    StopFlag.arm = armed  # type: ignore[method-assign]
+    def stepped(self: Run, stop: bool) -> StepOutcome:
+        outcome = step(self, stop)
+        flags[0].asked = rank == ranks - 1 and self.progress.step == 2
+        return outcome
+
+    StopFlag.arm, Run.step = armed, stepped  # type: ignore[method-assign]
     return train_rank(rank, ranks, text)
 
 

@@ -121,7 +121,7 @@ def stand_in(axis: Axis = ALONE.tp, **groups: dist.ProcessGroup) -> Any:
 
 
 def agreed(rank: Any) -> None:
-    step._agree(rank, torch.zeros(()), torch.zeros(()), False, torch.zeros(2, 1))
+    step._agree(rank, torch.zeros(()), torch.zeros(()), step.Asks(), torch.zeros(2, 1))
 
 
 def cross_entropy(axis: Axis) -> None:

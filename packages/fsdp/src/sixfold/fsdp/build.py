@@ -71,18 +71,7 @@ def build(module: nn.Module, options: Options) -> Built:
     )
     links = Links(boards.messages, device, options.buffers, options.longest_s)
     control = control_of(real, boards.messages, boards.rank, boards.size)
-    faults = Faults(
-        boards.rank,
-        boards.size,
-        boards.signs,
-        options.timeout_s,
-        first_step_timeout_s=options.first_step_timeout_s,
-        busy_timeout_s=options.busy_timeout_s,
-        host_waits=device.type != "cuda",
-        abort=links.abort,
-        launched=links.launched,
-        store_name=boards.name,
-    )
+    faults = _faults(boards, options, links, device)
     _end_with_faults(faults, control, links, boards)
 
     with contextlib.ExitStack() as given_up:
@@ -178,6 +167,21 @@ def build(module: nn.Module, options: Options) -> Built:
         draw_curtains(engine)
         given_up.pop_all()
     return Built(engine, fp8, links)
+
+
+def _faults(boards: Boards, options: Options, links: Links, device: torch.device) -> Faults:
+    return Faults(
+        boards.rank,
+        boards.size,
+        boards.signs,
+        options.timeout_s,
+        first_step_timeout_s=options.first_step_timeout_s,
+        busy_timeout_s=options.busy_timeout_s,
+        host_waits=device.type != "cuda",
+        abort=links.abort,
+        launched=links.launched,
+        store_name=boards.name,
+    )
 
 
 def _neighbours(control: Control, rank: int, wait: Callable[[Any], None]) -> Neighbours:

@@ -140,7 +140,7 @@ class Compiled:
             waited = getattr(run.store, "waited", None)
             trained = sum(p.numel() for p in run.stage.parameters() if p.requires_grad)
             if waited is not None and trained:
-                shares[index] = min(1.0, sum(p.numel() for p in waited if p.requires_grad) / trained)
+                shares[index] = min(1.0, waited / trained)
         return shares
 
     def renew(self) -> None:

@@ -45,15 +45,15 @@ _backward = _engine  # W's
 _STRIDED = torch.strided
 
 
-def parameters_of(entries: list[Entry]) -> list[Tensor]:
-    """The parameters that they give gradients to, each once."""
-    found: dict[int, Tensor] = {}
+def elements_of(entries: list[Entry]) -> int:
+    """Elements of the trained parameters that they give gradients to, each counted once. No parameter is kept."""
+    found: dict[int, int] = {}
     for _, wanted, _, _ in entries:
         for target in wanted:
             parameter = target.parameter if isinstance(target, Cast) else target
-            if parameter is not None:
-                found[id(parameter)] = parameter
-    return list(found.values())
+            if parameter is not None and parameter.requires_grad:
+                found[id(parameter)] = parameter.numel()
+    return sum(found.values())
 
 
 class GradientStore:
@@ -63,7 +63,7 @@ class GradientStore:
         stage: its module's layers are looked for once, here; ``data_parallel.accumulate`` is given what W makes where
             it has one, else the gradients reach ``.grad`` through autograd, hooks and all.
     Attributes:
-        waited: parameters whose gradients the first W was left; None before it.
+        waited: elements of the parameters whose gradients the first W was left; None before it.
         slot: what is open now, None while closed.
         alone: nobody else looks after the stage's gradients.
         task: autograd's number of the I that runs, once it reached a layer.
@@ -75,7 +75,7 @@ class GradientStore:
 
     def __init__(self, stage: Stage) -> None:
         self.slot: Slot | None = None
-        self.waited: list[Tensor] | None = None  # parameters whose gradients the first W was left
+        self.waited: int | None = None
         self.index = stage.index
         self._accumulate: Callable[[Tensor, Tensor], object] | None = getattr(stage.data_parallel, "accumulate", None)
         self.alone = stage.data_parallel is None
@@ -147,7 +147,7 @@ class GradientStore:
         """W: make the gradients that slot ``k`` was left, and accumulate them."""
         slot = self._slots.pop(k, None)
         if self.waited is None:
-            self.waited = parameters_of([] if slot is None else slot.entries)
+            self.waited = elements_of([] if slot is None else slot.entries)
         if slot is None:
             return
         if slot.watched:

@@ -124,18 +124,16 @@ def _key_problems(rows: list[Row], verb: str) -> list[str]:
 
 def _overlap(one: Row, other: Row, verb: str) -> str:
     key, _, shape = one.kind
-    text = (
-        f"{describe(key, one.box, shape)} of rank {one.rank} and {describe(key, other.box, shape)} of rank "
-        f"{other.rank} overlap, and both are main replicas: each element is {verb} by one"
-    )
+    both = f"{describe(key, one.box, shape)} of rank {one.rank} and {describe(key, other.box, shape)}"
     if one.rank == other.rank:
         return (
-            f"{text}. Two tensors of one rank have this key: rename one. (The key of a DTensor is its path joined by "
-            "dots, so that {'a.b': x} and {'a': {'b': y}} collide)"
+            f"{both} of rank {other.rank} overlap, and both are main replicas: each element is {verb} by one. Two "
+            "tensors of one rank have this key: rename one. (The key of a DTensor is its path joined by dots, so that "
+            "{'a.b': x} and {'a': {'b': y}} collide)"
         )
     return (
-        f"{text}; give the copies another replica_id than 0 (of DTensors on slices of a mesh by "
-        "ShardedTensor.from_dtensor)"
+        f"{both} of rank {other.rank} overlap, and both are main replicas: each element is {verb} by one; give the "
+        "copies another replica_id than 0 (of DTensors on slices of a mesh by ShardedTensor.from_dtensor)"
     )
 
 

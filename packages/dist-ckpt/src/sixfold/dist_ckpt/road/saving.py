@@ -161,8 +161,6 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
         if kept is None and any(report.table is None for report in reports):
             return Ticket(Save(save_id="", target=store.name), again=True)
         kept = check_together(reports, kept)
-        problems = agreement.replica_problems([report.samples for report in reports])
-        validation.raise_problems(problems, "saved", ShardingError)
         nbytes, differs = sum(report.nbytes for report in reports), len({r.common_digest for r in reports}) > 1
         save_id = secrets.token_hex(8)
         begin = partial(store.begin, save_id, nbytes, request.if_exists, owns_file)
@@ -198,12 +196,13 @@ def check_together(reports: list[_Report], kept: Kept | None) -> Kept:
     Raises:
         ShardingError: the records of all ranks do not describe each tensor and each grid once and whole.
     """
-    problems = []
+    problems: list[str] = []
     if kept is None:
         tables = [report.table for report in reports if report.table is not None]
         table = merge(tables)
         problems = validation.table_problems(table, "saved")
         kept = Kept([report.digest for report in reports], tables, table.keys)
+    problems += agreement.replica_problems([report.samples for report in reports])
     objects = [report.objects for report in reports]
     problems += validation.object_problems(objects, "saved")
     both = kept.keys & {cell.unique_key for cells in objects for cell in cells}

@@ -5,6 +5,10 @@ The oracle is the same model, plain. ranks/test_transformers_ranks.py has two ra
 
 from __future__ import annotations
 
+import runpy
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -100,3 +104,15 @@ def test_compiled_decoder_layers_train_as_plain_ones():
         optimizer.step()
         optimizer.zero_grad()
     assert same(emulate("llama", ranks=1, steps=2), model.full_state_dict()) == []
+
+
+def test_the_example_learns_to_count_generates_what_it_learned_and_saves_what_from_pretrained_reads(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(sys, "argv", ["hugging_face_llama.py", str(tmp_path / "llama")])
+    monkeypatch.delenv("RANK", raising=False)
+    runpy.run_path(str(Path(__file__).parents[2] / "examples/hugging_face_llama.py"))
+    said = capsys.readouterr().out.splitlines()
+    given, expected = said[-2].removeprefix("generated ").split(" for ")
+    assert given == expected
+    assert said[-1] == f"saved in {tmp_path / 'llama'}, and read again it is the same: True"

@@ -124,16 +124,17 @@ def _key_problems(rows: list[Row], verb: str) -> list[str]:
 
 def _overlap(one: Row, other: Row, verb: str) -> str:
     key, _, shape = one.kind
-    both = f"{describe(key, one.box, shape)} of rank {one.rank} and {describe(key, other.box, shape)}"
+    first, second = describe(key, one.box, shape), describe(key, other.box, shape)
     if one.rank == other.rank:
         return (
-            f"{both} of rank {other.rank} overlap, and both are main replicas: each element is {verb} by one. Two "
-            "tensors of one rank have this key: rename one. (The key of a DTensor is its path joined by dots, so that "
-            "{'a.b': x} and {'a': {'b': y}} collide)"
+            f"{first} of rank {one.rank} and {second} of rank {other.rank} overlap, and both are main replicas: each "
+            f"element is {verb} by one. Two tensors of one rank have this key: rename one. (The key of a DTensor is its "
+            "path joined by dots, so that {'a.b': x} and {'a': {'b': y}} collide)"
         )
     return (
-        f"{both} of rank {other.rank} overlap, and both are main replicas: each element is {verb} by one; give the "
-        "copies another replica_id than 0 (of DTensors on slices of a mesh by ShardedTensor.from_dtensor)"
+        f"{first} of rank {one.rank} and {second} of rank {other.rank} overlap, and both are main replicas: each "
+        f"element is {verb} by one; give the copies another replica_id than 0 (of DTensors on slices of a mesh by "
+        "ShardedTensor.from_dtensor)"
     )
 
 

@@ -128,8 +128,8 @@ def _overlap(one: Row, other: Row, verb: str) -> str:
     if one.rank == other.rank:
         return (
             f"{first} of rank {one.rank} and {second} of rank {other.rank} overlap, and both are main replicas: each "
-            f"element is {verb} by one. Two tensors of one rank have this key: rename one. (The key of a DTensor is its "
-            "path joined by dots, so that {'a.b': x} and {'a': {'b': y}} collide)"
+            f"element is {verb} by one. Two tensors of one rank have this key: rename one. (The key of a DTensor is "
+            "its path joined by dots, so that {'a.b': x} and {'a': {'b': y}} collide)"
         )
     return (
         f"{first} of rank {one.rank} and {second} of rank {other.rank} overlap, and both are main replicas: each "

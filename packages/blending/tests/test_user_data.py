@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import pickle
+import types
 import warnings
 from types import SimpleNamespace
 
@@ -504,6 +505,28 @@ def test_an_eod_that_is_no_id_is_refused(wrong):
     with pytest.raises(BlendingError, match=r"tokenizer\.eod is .*an int"):
         dataset(numbered([9]), tokenizer=type("T", (), {"eod": wrong})(), create_cu_seqlens=True)
     assert dataset(numbered([9]), tokenizer=type("T", (), {"eod": np.uint16(7)})()).layout.eod == 7
+
+
+def test_a_tokenizer_of_hugging_face_is_told_what_to_give_in_its_place():
+    class HuggingFace:  # its pad() pads lists of ids
+        eos_token_id = 3
+
+        def __len__(self):
+            return 1000
+
+        def __repr__(self):
+            return "a page of added tokens " * 100
+
+        def pad(self, encoded_inputs):
+            """Of a list of inputs."""
+
+    tokenizer = HuggingFace()
+    with pytest.raises(BlendingError, match=r"tokenizer\.pad is a method") as told:
+        dataset(numbered([9]), tokenizer=tokenizer)[0]
+    assert len(str(told.value)) < 400
+    remedy = str(told.value).partition("give ")[2]
+    given = eval(remedy.partition(", the")[0], {"types": types, "tokenizer": tokenizer})
+    assert dataset(numbered([9]), tokenizer=given, create_cu_seqlens=True).layout.eod == 3
 
 
 @pytest.mark.parametrize("wrong", [True, 1.5, "0", -1, 7], ids=repr)

@@ -185,6 +185,21 @@ def test_a_vocabulary_or_end_that_cannot_be_is_refused_when_the_tokenizer_is_mad
         build(["a.txt"], "out", tokenizer=f"wrong_end_{wrong}:T")
 
 
+def test_what_a_tokenizer_object_lacks_is_told_with_its_values_and_the_remedies_work(folder):
+    """An object of Hugging Face's classes: its end is ``eos_token_id``, and ``vocab_size`` leaves out added tokens."""
+    (folder / "a.txt").write_text("text")
+    module = "class T:\n    vocab_size = 9\n    {}\n    def encode(self, text):\n        return [1]\n"
+    (folder / "lacking.py").write_text(module.format("eos_token_id = 9"))
+    with pytest.raises(IndexedDataError, match=r"lacking:T has no EOD to append; .* an attribute eod,.*append_eod"):
+        build(["a.txt"], "out", tokenizer="lacking:T")
+    (folder / "lacking_more.py").write_text(module.format("eos_token_id = eod = 9"))
+    with pytest.raises(IndexedDataError, match=r"vocab_size is 9 and its eod 9.* len\(tokenizer\)"):
+        build(["a.txt"], "out", tokenizer="lacking_more:T")
+    (folder / "lacking_none.py").write_text(module.format("vocab_size = 10; eod = 9"))
+    build(["a.txt"], "out", tokenizer="lacking_none:T")
+    assert IndexedDataset("out")[0].tolist() == [1, 9]
+
+
 def test_a_module_without_a_file_makes_tokenizers_too(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "typed_in", ModuleType("typed_in"))
     sys.modules["typed_in"].make = lambda: SimpleNamespace(vocab_size=9, eod=8, encode=lambda text: [1])

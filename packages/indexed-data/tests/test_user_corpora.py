@@ -243,6 +243,19 @@ def test_a_template_that_ends_documents_itself_ends_them_once(bpe):
     assert [ids.count(eod) for ids in documents] == [1, 1]
 
 
+def test_a_template_that_begins_with_the_end_is_told_as_the_template(bpe):
+    """GPT-2's and OPT's begin of a text is the token that ends it."""
+    from tokenizers.processors import TemplateProcessing
+
+    eod = bpe.token_to_id("<|endoftext|>")
+    bpe.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", eod)])
+    bpe.save("bpe.json")
+    with pytest.raises(IndexedDataError, match=r"adds it by its template.*leave the template out.*special_tokens="):
+        built(["one", "two"], template=True)
+    documents, _ = built(["one", "two"], template=True, special_tokens="ids")
+    assert [(ids[0], ids.count(eod)) for ids in documents] == [(eod, 2)] * 2
+
+
 def test_an_end_that_no_option_makes_text_is_refused_with_its_line_and_the_remedy_takes_it(tmp_path, monkeypatch):
     """The token is a word of the vocabulary and not marked as special, as some published tokenizers have it."""
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra sixfold-indexed-data[tokenizers]")

@@ -384,6 +384,11 @@ def special_token(tokenizer: Any, name: str) -> int | None:
             raise TypeError
         return operator.index(token)
     except TypeError:
+        if callable(token):  # the pad() of a Hugging Face tokenizer, whose repr is a page
+            raise BlendingError(
+                f"tokenizer.{name} is a method; it is the number of a token, an int. Of a Hugging Face tokenizer give "
+                "types.SimpleNamespace(eod=tokenizer.eos_token_id, vocab_size=len(tokenizer)), the ids alone"
+            ) from None
         raise BlendingError(f"tokenizer.{name} is {token!r}; it is the number of a token, an int") from None
 
 

@@ -48,6 +48,9 @@ class PositionSampler(Sampler[list[int]]):
     ``state_dict`` of the sampler, and of its iterator, has the position of the next step. A loader with workers asks
     for batches ahead of those that were trained on: torchdata's ``StatefulDataLoader`` (over a ``LoaderDataset``) takes
     that into account, with a plain one a trainer counts the positions it has trained on itself.
+
+    accelerate's ``prepare`` drops a ``sampler=`` of a loader without a batch size, and shares the batches of a
+    ``batch_sampler=`` out itself: give it one without rank, ranks and ramp.
     """
 
     def __init__(

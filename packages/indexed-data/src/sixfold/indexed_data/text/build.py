@@ -117,7 +117,9 @@ def build(
         encoding=fingerprint(loaded),
     )
     if append_eod and loaded.eod is None:
-        raise IndexedDataError(f"{tokenizer} has no EOD to append; name it with eod_token, or pass append_eod=False")
+        by_name, by_object = "name it with eod_token", "give what makes it an attribute eod, its id"
+        remedy = by_name if loaded.name.endswith(".json") else by_object
+        raise IndexedDataError(f"{tokenizer} has no EOD to append; {remedy}, or pass append_eod=False")
     if workers < 1 or part_bytes < 1 or isinstance(timeout_s, str | bytes | bool) or not timeout_s > 0:
         sizes = f"workers is {workers}, part_bytes {part_bytes}, timeout_s {timeout_s}"
         raise IndexedDataError(f"{sizes}; the first two are >= 1, the last is > 0")

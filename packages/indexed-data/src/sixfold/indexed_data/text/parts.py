@@ -141,7 +141,7 @@ def _add(
         report.spelled += 1
     if tokenizer.may_spell_eod and tokenizer.eod is not None and _has_inside(ids, tokenizer.eod, job):
         if job.special_tokens == "text":
-            _count_bad(report, (*at, _eod_inside(tokenizer)), job)
+            _count_bad(report, (*at, _eod_inside(tokenizer, job)), job)
             return
         report.ended_inside += 1
     try:
@@ -166,10 +166,13 @@ def _has_inside(ids: Any, eod: int, job: Job) -> bool:
     return False
 
 
-def _eod_inside(tokenizer: Tokenizer) -> str:
+def _eod_inside(tokenizer: Tokenizer, job: Job) -> str:
+    by, remedy = "", "mark it as special in the tokenizer"
+    if job.template:  # a text begins with the token that ends it, as GPT-2's
+        by, remedy = ", or adds it by its template", f"leave the template out, {remedy}"
     return (
-        f"tokenizer {tokenizer.name} makes its EOD, {tokenizer.eod}, of this text, which would end the document there; "
-        'mark it as special in the tokenizer, or take its ids as they are: special_tokens="ids" (--special-tokens ids)'
+        f"tokenizer {tokenizer.name} makes its EOD, {tokenizer.eod}, of this text{by}, which would end the document "
+        f'there; {remedy}, or take its ids as they are: special_tokens="ids" (--special-tokens ids)'
     )
 
 

@@ -184,7 +184,8 @@ def _from_factory(name: str) -> Tokenizer:
     if not callable(encode) or vocab_size < 1 or (eod is not None and not 0 <= eod < vocab_size):
         raise IndexedDataError(
             f"tokenizer {name} made a {type(made).__name__}; it needs encode(text), vocab_size >= 1, and an eod below "
-            "vocab_size if it has one"
+            f"vocab_size if it has one. Its vocab_size is {getattr(made, 'vocab_size', None)!r} and its eod "
+            f"{getattr(made, 'eod', None)!r}; added tokens count, as in len(tokenizer) of a Hugging Face tokenizer"
         )
     return Tokenizer(name, vocab_size, eod, encode, getattr(made, "decode", None), files=_source_files(module))
 

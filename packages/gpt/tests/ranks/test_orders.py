@@ -1,16 +1,18 @@
-"""Two ranks share the building of an order's index, and train as one process does."""
+"""Two ranks share the building of an order's index, train as one process does, and have one copy of the data."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
-from gpt_helpers import tiny_config
+from gpt_helpers import tiny_config, write_pair
 from run_helpers import JOB_S
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
-from sixfold.gpt import TrainConfig, train
+from sixfold.blending import BlendingError
+from sixfold.gpt import TrainConfig, TrainError, train
 from sixfold.gpt.launch import World
 from sixfold.gpt.loop import train_in
 
@@ -40,3 +42,44 @@ def test_an_index_is_built_in_shares_and_read_by_all(order, tmp_path):
     alone = tiny_config(tmp_path, *options, f"data.cache_dir={tmp_path}/alone", run="alone")
     train(alone)
     assert losses(config) == pytest.approx(losses(alone), rel=1e-6)
+
+
+def rank_of_another_node(rank, ranks, text, folders):
+    """The error of a rank whose node has data of its own behind the same prefix."""
+    os.chdir(folders[rank])
+    world = World(rank=rank, size=ranks, local_rank=rank, store=ranktest.store(), device=torch.device("cpu"))
+    with pytest.raises(BlendingError) as error:
+        train_in(TrainConfig.from_text(text), world)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("layout", ["dp", "pp"])
+def test_ranks_with_other_copies_of_the_data_are_refused_alike_in_the_order_without_an_index(layout, tmp_path):
+    folders = [tmp_path / "node-0", tmp_path / "node-1"]
+    for seed, folder in enumerate(folders):
+        folder.mkdir()
+        write_pair(folder / "wiki", 120, seed)
+    options = ('data.blend=["wiki"]', "data.weights=[]", f"parallel.{layout}=2", "run.timeout_seconds=20")
+    config = tiny_config(tmp_path, *options)
+    found = ranktest.run_ranks(rank_of_another_node, 2, config.to_toml(), folders, timeout=JOB_S)
+    assert found[0] == found[1], "one error on both"
+    assert found[0].startswith("the data of wiki differs between ranks: rank 0 has "), found[0]
+
+
+def rank_whose_peer_is_gone(rank, ranks, text):
+    from sixfold.gpt import data
+
+    if rank == 1:
+        data.build_datasets = lambda *_: os._exit(0)
+    world = World(rank=rank, size=ranks, local_rank=rank, store=ranktest.store(), device=torch.device("cpu"))
+    with pytest.raises(TrainError) as error:
+        train_in(TrainConfig.from_text(text), world)
+    Path(TrainConfig.from_text(text).run.dir, "told").write_text(str(error.value))
+
+
+def test_a_rank_that_is_lost_while_the_data_is_opened_is_no_fault_of_the_data(tmp_path):
+    config = tiny_config(tmp_path, "parallel.dp=2", "run.timeout_seconds=20")
+    with pytest.raises(ranktest.RankFailed):
+        ranktest.run_ranks(rank_whose_peer_is_gone, 2, config.to_toml(), timeout=JOB_S)
+    told = (Path(config.run.dir) / "told").read_text()
+    assert told.startswith("the opening of the data by all ranks: another rank died or did not answer in time")

@@ -145,7 +145,7 @@ def dataset_builder(
     """What `build_datasets` builds with; opens nothing.
 
     Args:
-        group: all ranks, where ``data.order`` has an index: each builds a share of it.
+        group: all ranks: they compare what they opened, and each builds a share of an index.
         tell: whether this rank tells of datasets that are read very often; one of them is enough.
     """
     from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
@@ -229,17 +229,29 @@ def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder |
 
 
 def open_on_ranks(config: TrainConfig, mesh: RankMesh, own: OwnDatasets | None = None) -> Datasets:
-    """Opened by every rank for itself; an index is built in shares, and blending raises an error of one on all."""
+    """Opened by every rank for itself, in every order: ranks compare what they opened, and an index is built in shares.
+
+    Raises:
+        BlendingError: on all ranks: a pair does not open, or a rank has another copy of one, which would give it other
+            samples under the same positions.
+        TrainError: another rank did not come.
+    """
+    from sixfold.blending import BlendingError
     from sixfold.gpt import own_data
-    from sixfold.gpt.agree import together
+    from sixfold.gpt.agree import together, wire_errors
+    from sixfold.gpt.peers import lost
 
     if own is not None:
         return own_data.open_on_ranks(config, own, mesh)
-    group = None if config.data.order == "stateless" else mesh.control
-    builder = together(mesh.control, mesh.size, lambda: dataset_builder(config, group, tell=mesh.rank == 0))
-    if group is not None:
-        return build_datasets(config, builder)
-    return together(mesh.control, mesh.size, lambda: build_datasets(config, builder))
+    builder = together(mesh.control, mesh.size, lambda: dataset_builder(config, mesh.control, tell=mesh.rank == 0))
+    with wire_errors("the opening of the data by all ranks"):
+        try:
+            return build_datasets(config, builder)
+        except BlendingError as error:
+            cause = error.__cause__
+            if isinstance(cause, RuntimeError) and lost(cause):
+                raise cause from error  # no fault of the data: a run that is started anew goes on
+            raise
 
 
 def continue_data(train: BlendedDataset | OwnData, state: Mapping[str, Any], config: TrainConfig) -> None:

@@ -5,11 +5,11 @@ import json
 import pytest
 from gpt_helpers import tiny_config
 
-from sixfold.gpt import cli, demo, timeline
+from sixfold.gpt import TrainConfig, cli, demo, timeline
 from sixfold.gpt import prepare as prepare_module
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.prepare import prepare
-from sixfold.gpt.rundir import check_run_dir
+from sixfold.gpt.rundir import check_run_dir, write_config
 from sixfold.indexed_data import IndexedDataError
 from sixfold.pipeline import Costs, one_f_one_b, simulate
 from sixfold.pipeline.trace import write_trace
@@ -167,6 +167,27 @@ def test_a_run_takes_its_own_folder_also_when_it_ended_before_its_first_line(tmp
     for first in ("", '{"ki', '{"kind": "start", "st', '{"kind": "start", "step": 0}\n'):
         (tmp_path / "run/metrics.jsonl").write_text(first)
         check_run_dir(str(tmp_path / "run"))
+
+
+def test_a_config_of_the_users_own_in_the_folder_of_a_run_stays_as_it_was_written(tmp_path, capsys):
+    """A run folder that an import made has a config.toml to complete; overrides of one start are not for the next."""
+    config = tiny_config(tmp_path, "train.steps=7")
+    run, text = tmp_path / "run", config.to_toml()
+    own = (tmp_path / "tiny.toml").read_text()
+    only_model, rest = text.split("\n\n", 1)
+    tables = [table for table in rest.split("\n\n") if table.startswith(("[data]", "[train]", "[optimizer]", "[run]"))]
+    for mine in (own, "# mine\n" + text, "\n\n".join([only_model, *tables]) + "\n", text.replace("0.003", "3e-3")):
+        run.mkdir(exist_ok=True)
+        (run / "config.toml").write_text(mine)
+        write_config(config)
+        assert (run / "config.toml").read_text() == mine
+        assert TrainConfig.from_toml(run / "config.resolved.toml") == config
+        assert "config.toml is not as a run writes it, and stays" in capsys.readouterr().err
+    for ours in (only_model + "\n", text, tiny_config(tmp_path).to_toml()):  # of an import, and of runs
+        (run / "config.toml").write_text(ours)
+        write_config(config)
+        assert (run / "config.toml").read_text() == text
+        assert not capsys.readouterr().err
 
 
 def test_a_demo_removes_nothing_that_no_demo_made(tmp_path):

@@ -1,6 +1,7 @@
 """The folder of a run: that it can be one, and that no other run writes there.
 
     run.dir --> check_run_dir (this file) --> ConfigError before a rank starts
+    configuration --> write_config (this file) --> config.toml
     metrics.jsonl of a run that goes on --> hold, check_free (this file): a lock that ends with its process
 
 [Note: two runs in one folder] They would mix their lines and save over each other's checkpoints. The rank that writes
@@ -14,10 +15,16 @@ import errno
 import fcntl
 import json
 import os
+import sys
 import tomllib
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.toml import write_tables
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config import TrainConfig
 
 # Every run's config.toml has all of these, of any release.
 TABLES = (
@@ -99,6 +106,40 @@ def make_run_dir(directory: str) -> Path:
             f"run.dir is {directory!r} and cannot be made ({error.strerror}: {error.filename}); choose another run.dir"
         ) from error
     return path
+
+
+def write_config(config: TrainConfig) -> None:
+    """Write the resolved configuration into the run's folder, whole or not at all: config.toml, for people to read.
+
+    A config.toml of the user's own (they complete that of an import, and start from it) is left alone: what is
+    resolved has the overrides of one start, and no comments. Then it is config.resolved.toml.
+    """
+    folder = make_run_dir(config.run.dir)
+    place = folder / "config.toml"
+    if not _is_of_a_start(place):
+        print(
+            f"sixfold: {place} is not as a run writes it, and stays; what this start has resolved is in "
+            f"config.resolved.toml beside it",
+            file=sys.stderr,
+            flush=True,
+        )
+        place = folder / "config.resolved.toml"
+    draft = folder / f".config.toml.{os.getpid()}"
+    draft.write_text(config.to_toml(), encoding="utf-8")
+    draft.replace(place)
+
+
+def _is_of_a_start(path: Path) -> bool:
+    """Whether a config.toml, or none, is as a run or an import writes it: byte for byte, and with all its tables."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        tables = tomllib.loads(text)
+        canonical = write_tables(tables) == text
+    except FileNotFoundError:
+        return True
+    except (OSError, ValueError, AttributeError):  # not TOML, or keys outside of tables
+        return False
+    return canonical and (set(TABLES) <= tables.keys() or tables.keys() == {"model"})
 
 
 def check_free(metrics: Path) -> None:

@@ -15,7 +15,6 @@ may differ from what its neighbours read, and a run of differing ranks trains wi
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 import secrets
 import sys
@@ -35,7 +34,7 @@ from sixfold.gpt.load import IMPORTED, model_differences, saved_common, saved_co
 from sixfold.gpt.mesh import RankMesh
 from sixfold.gpt.own_data import Datasets
 from sixfold.gpt.past import resume_changes
-from sixfold.gpt.rundir import check_run_dir, make_run_dir
+from sixfold.gpt.rundir import check_run_dir, write_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +137,7 @@ def _start(config: TrainConfig, mesh: RankMesh, damaged: Mapping[Path, str]) -> 
         newest = _newest(config, known)
         if newest is not None:
             _check_past(newest, config)
-        _write_config(config)
+        write_config(config)
         return newest
 
     newest = checkpoint.chosen(mesh, choose, config.run.timeout_seconds)
@@ -200,11 +199,3 @@ def _damage(folder: Path) -> str:
     except (CorruptError, MismatchError) as error:  # a system that does not let us see is no damage
         return str(error)
     return ""
-
-
-def _write_config(config: TrainConfig) -> None:
-    """run.dir/config.toml, whole or not at all."""
-    folder = make_run_dir(config.run.dir)
-    draft = folder / f".config.toml.{os.getpid()}"
-    draft.write_text(config.to_toml(), encoding="utf-8")
-    draft.replace(folder / "config.toml")

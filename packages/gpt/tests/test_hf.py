@@ -297,6 +297,29 @@ def test_a_runs_own_tokenizer_says_the_end_of_a_document(tmp_path):
     assert not (tmp_path / "without/tokenizer.json").exists()
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_transformers_opens_a_runs_own_tokenizer_as_it_is(tmp_path, beside):
+    """A byte-level BPE under a Llama, whose own tokenizer cuts at spaces: without a word on it ids were others."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
+    transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
+    made = tokenizers.ByteLevelBPETokenizer()
+    made.train_from_iterator(
+        ["the quick brown fox, le caf\u00e9"] * 9, vocab_size=290, special_tokens=["<|endoftext|>"]
+    )
+    (tmp_path / "own").mkdir()
+    made.save(str(tmp_path / "own/tokenizer.json"))
+    if beside:
+        text = '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": "mine"}'
+        (tmp_path / "own/tokenizer_config.json").write_text(text)
+    run = run_of(tmp_path / "run", GPTModel(small(vocab_size=290)), tokenizer=str(tmp_path / "own"))
+    export_model(run, tmp_path / "out")
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    for text in ("the quick  brown", " caf\u00e9\n", "\u6771"):
+        ids = made.encode(text).ids
+        assert found.encode(text) == ids and found.decode(ids) == text
+    assert found.eos_token_id == 0 and found.chat_template == ("mine" if beside else None)
+
+
 @pytest.mark.parametrize(("config", "ends"), [({}, None), ({"tokenizer": "bytes"}, 256)])
 def test_the_end_of_a_document_is_told_only_where_a_run_names_its_tokenizer(tmp_path, config, ends):
     run = run_of(tmp_path / "run", GPTModel(small(vocab_size=300)), **config)

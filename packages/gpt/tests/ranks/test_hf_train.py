@@ -132,3 +132,20 @@ def test_an_imported_model_writes_with_the_tokenizer_that_came_with_it(tmp_path)
     import_model(tmp_path / "hf", tmp_path / "imported")
     model, context, tokenizer = open_run(tmp_path / "imported")
     assert (model.config.vocab_size, context, tokenizer.eod) == (100, 256, 7)
+
+
+def test_an_imported_model_reads_a_prompt_as_transformers_does_with_what_its_tokenizer_puts_before_it(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
+    write_folder(tmp_path / "hf", "llama")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1, "<s>": 5, "</s>": 7}, unk_token="a"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["<s>", "</s>"])
+    for template in ("<s> $A", "<s> $A </s>"):
+        made.post_processor = tokenizers.processors.TemplateProcessing(
+            single=template, special_tokens=[("<s>", 5), ("</s>", 7)]
+        )
+        made.save(str(tmp_path / "hf/tokenizer.json"))
+        import_model(tmp_path / "hf", tmp_path / template.replace(" ", ""))
+        _, _, tokenizer = open_run(tmp_path / template.replace(" ", ""))
+        assert tokenizer.encode("b a") == [5, 1, 0] and tokenizer.encode("") == [5]
+        assert tokenizer.decode([5, 1, 0]) == "b a"

@@ -377,11 +377,27 @@ def _write_beside(draft: Path, folder: Path, config: GPTConfig, dtype: str) -> N
     else:  # trained on other ids than the import's
         tokens = {"eos_token_id": tokenizer.eod} if tokenizer.eod < config.vocab_size else {}
     if isinstance(tokenizer, FileTokenizer):
-        shutil.copyfile(tokenizer.path, draft / "tokenizer.json")
+        _copy_tokenizer(tokenizer, draft)
     written = hf_config.write(config, max_positions=longest_row(folder), dtype=dtype, tokens=tokens)
     _write_json(draft / "config.json", written)
     if tokens and not (draft / "generation_config.json").exists():
         _write_json(draft / "generation_config.json", tokens)
+
+
+def _copy_tokenizer(tokenizer: FileTokenizer, draft: Path) -> None:
+    """A run's own tokenizer.json, with its tokenizer_config.json or one that says to take it as it is.
+
+    Without one transformers 5 makes the tokenizer of the architecture, of the file's vocabulary alone: Llama's cuts a
+    text otherwise than a byte-level file does, and no error says so.
+    """
+    shutil.copyfile(tokenizer.path, draft / "tokenizer.json")
+    target, beside = draft / "tokenizer_config.json", tokenizer.path.with_name("tokenizer_config.json")
+    if target.exists():  # of the import whose tokenizer it is
+        return
+    if tokenizer.path.name == "tokenizer.json" and beside.is_file():
+        shutil.copyfile(beside, target)
+    else:
+        _write_json(target, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token})
 
 
 def _own_tokenizer(folder: Path) -> Tokenizer | None:

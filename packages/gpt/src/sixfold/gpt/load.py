@@ -17,7 +17,7 @@ from sixfold.gpt.config import TABLES, GPTConfig, TrainConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.past import forget_idle_keys
 from sixfold.gpt.tables import build
-from sixfold.gpt.tokenizer import ByteTokenizer, NoTokenizer, Tokenizer, tokenizer_for, tokenizer_of
+from sixfold.gpt.tokenizer import ByteTokenizer, FileTokenizer, NoTokenizer, Tokenizer, tokenizer_for, tokenizer_of
 from sixfold.gpt.toml import read_tables
 
 if TYPE_CHECKING:
@@ -136,7 +136,10 @@ def saved_tokenizer(folder: Path, name: str = "", eod_token: str = "") -> Tokeni
         ConfigError: it is not there, or its library is not installed.
     """
     if IMPORTED in saved_common(folder):
-        return tokenizer_for(name or str(folder.parent.parent / "tokenizer.json"), eod_token)
+        brought = tokenizer_for(name or str(folder.parent.parent / "tokenizer.json"), eod_token)
+        if isinstance(brought, FileTokenizer):
+            brought.template = True
+        return brought
     config = saved_config(folder)
     data = config.data
     found = tokenizer_of(data.blend, name or data.tokenizer, eod_token or data.eod_token)

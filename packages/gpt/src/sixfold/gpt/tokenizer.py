@@ -103,8 +103,12 @@ class FileTokenizer:
     Args:
         path: the file, or a folder that holds a tokenizer.json.
         eod_token: the text of the token that ends a document; "" looks for it.
+    Attributes:
+        template: a text begins as the file's template has it (a BOS): of models that others have trained so. What
+            prepare writes has no such tokens.
     """
 
+    template = False
     ENDS = (
         "<|endoftext|>", "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[SEP]", "[EOS]", "<EOS>", "<|eos|>",
         "<eod>", "<|eod|>", "<|eot_id|>", "<\uff5cend\u2581of\u2581sentence\uff5c>",
@@ -161,8 +165,11 @@ class FileTokenizer:
         return {"class": "FileTokenizer", "sha256": self._sha256, "vocab_size": self.vocab_size, "eod": self.eod}
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``, without special tokens."""
-        return list(self._library.encode(text, add_special_tokens=False).ids)
+        """Ids of ``text``; special tokens of the file's template where ``template`` says so, none after the text."""
+        ids = list(self._library.encode(text, add_special_tokens=self.template).ids)
+        while self.template and ids and ids[-1] == self.eod:
+            ids.pop()
+        return ids
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ``ids`` without special tokens."""

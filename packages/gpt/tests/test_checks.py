@@ -198,7 +198,7 @@ def test_a_world_that_does_not_fit_is_named_with_a_value_that_works(overrides, w
         "data.document_shuffle=block", "data.max_epochs=0", "pipeline.edges=one", "checkpoint.every_minutes=0",
         "optimizer.weight_decay=0", "optimizer.beta2=0.99", "optimizer.eps=1", "train.precision=fp32",
         "train.precision=fp8", "train.compile=true", "train.deterministic=true", "train.batch_ramp=[[0, 16]]",
-        "train.batch_ramp=[[0, 16], [50, 32]]",
+        "train.batch_ramp=[[0, 16], [50, 32]]", "data.tokenizer=moved/tokenizer.json", "data.eod_token=</s>",
     ],
 )  # fmt: skip
 def test_a_resumed_run_may_change_what_leaves_its_past_alone(override):
@@ -218,6 +218,15 @@ def test_a_resumed_run_may_change_what_leaves_its_past_alone(override):
 def test_a_resumed_run_refuses_what_would_have_changed_its_past(override, key):
     with pytest.raises(ConfigError, match=rf"cannot change {key} \(was "):
         resume_changes(config_with(), config_with(override), step=50)
+
+
+@pytest.mark.parametrize("override", ["data.tokenizer=other.json", "data.eod_token=</s>"])
+def test_a_resumed_run_whose_loss_mask_reads_the_end_of_a_document_keeps_who_says_it(override):
+    masked = "data.eod_mask_loss=true"
+    with pytest.raises(ConfigError, match=rf"cannot change {override.partition('=')[0]} \(was "):
+        resume_changes(config_with(masked), config_with(masked, override), step=50)
+    with pytest.raises(ConfigError, match=r"cannot change data\.eod_mask_loss \(was True, is False\)"):
+        resume_changes(config_with(masked), config_with(override), step=50)
 
 
 def test_all_changes_of_a_resumed_run_are_named_at_once():

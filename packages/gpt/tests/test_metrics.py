@@ -88,6 +88,22 @@ def test_the_last_line_of_a_repeated_step_counts_and_restarts_stay(tmp_path):
     assert len(read_all(path)) == 7
 
 
+@pytest.mark.parametrize("kind", ["resume", "start"])
+def test_steps_that_a_restart_took_back_are_no_part_of_the_run_before_they_are_done_again(tmp_path, kind):
+    """A run that is looked at while it makes up for a kill, or that a shorter branch goes on from."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for i in (1, 2, 3, 4, 5):
+            writer.write("step", **step(i, float(i)))
+        for i in (2, 4):
+            writer.write("eval", step=i, loss=1.0, tokens=1)
+        writer.write(kind, **dict.fromkeys(FIELDS[kind]) | {"step": 2})
+        writer.write("step", **step(3, 30.0))
+    found = [(r["kind"], r["step"], r.get("loss")) for r in read_metrics(path)]
+    assert found == [("step", 1, 1.0), ("step", 2, 2.0), ("eval", 2, 1.0), (kind, 2, None), ("step", 3, 30.0)]
+    assert len(read_all(path)) == 9
+
+
 def test_a_line_cut_by_a_kill_is_skipped_and_the_next_writer_begins_a_new_one(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:

@@ -165,10 +165,18 @@ def read_all(path: str | Path) -> list[dict[str, Any]]:
 
 
 def last_of_each_step(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``records`` without the ``step`` and ``eval`` lines that a later line of the same step replaces."""
+    """``records`` without ``step`` and ``eval`` lines that do not count.
+
+    A later line of the same step replaces them; and a start or a resume takes back what was done behind its step.
+    """
     repeatable = {"step", "eval"}
-    last = {(r["kind"], r["step"]): i for i, r in enumerate(records) if r["kind"] in repeatable}
-    return [r for i, r in enumerate(records) if r["kind"] not in repeatable or last[r["kind"], r["step"]] == i]
+    found: list[dict[str, Any]] = []
+    for record in records:
+        if record["kind"] in ("start", "resume"):
+            found = [r for r in found if r["kind"] not in repeatable or r["step"] <= record["step"]]
+        found.append(record)
+    last = {(r["kind"], r["step"]): i for i, r in enumerate(found) if r["kind"] in repeatable}
+    return [r for i, r in enumerate(found) if r["kind"] not in repeatable or last[r["kind"], r["step"]] == i]
 
 
 class MetricsTail:

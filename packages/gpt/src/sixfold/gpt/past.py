@@ -29,6 +29,9 @@ _NOTED_KEYS = (
     "optimizer.lr", "optimizer.weight_decay", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "train.clip_grad",
     "train.precision", "train.compile", "train.deterministic", "train.global_batch_size", "model.router_aux_loss",
 )  # fmt: skip
+# How a tokenizer is found: preflight compares it with what made the data. Training reads of it the end of a document
+# alone, and that where data.eod_mask_loss is true; there it may not change.
+_TOKENIZER_KEYS = ("data.tokenizer", "data.eod_token")
 _BATCH_KEYS = ("global_batch_size", "batch_ramp")  # may differ where each step that is done had the same batch
 _NOTED_LENGTH = "train.steps"  # where the learning rate falls over them
 
@@ -45,10 +48,11 @@ def resume_changes(old: "TrainConfig", new: "TrainConfig", *, step: int = 0) -> 
 
     What is not in a checkpoint may change, as the learning rate and the precision; see ``noted_changes``.
     A prefix may move to another folder: the names of the datasets count (data.names, else base names), and blending
-    compares what lies behind them.
+    compares what lies behind them. So may the tokenizer, where training reads nothing of it.
     """
     before, after = _fixed_values(old, step), _fixed_values(new, step)
-    changed = {key: (before[key], after[key]) for key in before if before[key] != after[key]}
+    free = () if old.data.eod_mask_loss or new.data.eod_mask_loss else _TOKENIZER_KEYS
+    changed = {key: (before[key], after[key]) for key in before if before[key] != after[key] and key not in free}
     batches = _changed_batches(old, new, step)
     if changed or batches:
         pairs = ", ".join(f"{key} (was {was!r}, is {now!r})" for key, (was, now) in (changed | batches).items())

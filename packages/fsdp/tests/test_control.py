@@ -60,6 +60,21 @@ def test_every_rank_gets_all_rows_in_order_and_nothing_piles_up(ranks):
     assert max(keys) <= ranks + 2
 
 
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_ranks_that_send_rows_of_different_width_are_all_told_how_wide_each_is(ranks):
+    store = HashStore()
+
+    def run(rank):
+        control = StoreControl(store, rank, ranks)
+        try:
+            exchange(control, [7] * (3 if rank == 1 else 1), plain_wait)
+        finally:
+            control.close()
+
+    for error in on_all(ranks, run):
+        assert isinstance(error, RuntimeError) and "numbers sent: 1 by rank 0, 3 by rank 1" in str(error)
+
+
 def test_models_made_and_dropped_leave_two_counters_per_rank_at_most():
     store, ranks = HashStore(), 3
 

@@ -20,7 +20,7 @@ from fsdp_helpers import Block, Net, batch, loss_of, make_adamw, make_net
 from torch import nn
 
 from ranktest import run_ranks, store
-from sixfold.fsdp import FsdpError, FullyShardedDataParallel, fully_shard_optimizer
+from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, fully_shard_optimizer, torch_state
 from sixfold.fsdp.neighbours import Neighbours
 
 
@@ -224,6 +224,85 @@ def test_another_order_of_units_is_found_by_the_digest_of_the_step():
         assert (step, op, ranks) == (0, "check", (1,)) and seconds < KNOWN_S
 
 
+class Either(nn.Module):
+    """Two layers of equal size, of which a call uses one."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+        self.which = 0
+
+    def forward(self, x):
+        return self.layers[self.which](x)
+
+
+def other_units(rank, ranks, then):
+    """In the last step rank 1 uses another unit of equal size: no collective fails. Then all do ``then``."""
+    net = Either()
+    model = FullyShardedDataParallel(
+        net,
+        process_group=dist.group.WORLD,
+        fsdp_unit_modules=[nn.Linear],
+        buffers=BufferConfig(prefetch_bytes=0),  # a gather ahead, along the recorded order, would be one more
+    )
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+
+    def backward():
+        model(torch.ones(1, 3)).sum().backward()
+
+    backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    net.which = int(rank == 1)
+    before = [main.detach().clone() for _, main in model.main_parameters()]
+    if then == "save of a forward":
+        model(torch.ones(1, 3))
+    else:
+        backward()
+    actions = {"step": optimizer.step, "finish": model.finish_grad_sync, "check": model.check}
+    found = timed(actions.get(then, model.full_state_dict))
+    after = [main.detach() for _, main in model.main_parameters()]
+    return found, all(map(torch.equal, before, after))
+
+
+@pytest.mark.parametrize("then", ["step", "finish", "check", "save", "save of a forward"])
+def test_ranks_that_used_other_units_in_the_last_step_apply_and_save_nothing(then):
+    for ((text, _, step, _, ranks), seconds), untouched in run_ranks(other_units, 2, then):
+        assert "different orders in step 1" in text and (step, ranks) == (1, (1,)) and untouched
+        assert seconds < KNOWN_S, f"{seconds:.1f} s"
+
+
+def save_on_one(rank, ranks, checks, call):
+    """Rank 0 alone asks for the state, and the other trains on."""
+    net = make_net()
+    model = wrap(net, checks=checks)
+    optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+
+    def step():
+        loss_of(model(batch(0, 0, rank)), batch(0, 0, rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    ask = {
+        "weights": model.full_state_dict,
+        "DTensors": lambda: torch_state.get_model_state_dict(model),
+        "optimizer": lambda: torch_state.get_optimizer_state_dict(model, optimizer),
+    }[call]
+    return timed_outcome(ask if rank == 0 else step)
+
+
+@pytest.mark.parametrize(
+    ("checks", "call"),
+    [("order", "weights"), ("off", "weights"), ("unit", "weights"), ("order", "DTensors"), ("order", "optimizer")],
+)
+def test_a_state_that_one_rank_alone_asks_for_is_an_error_of_all_within_seconds(checks, call):
+    for (text, _, _, _, ranks), seconds in run_ranks(save_on_one, 2, checks, call):
+        assert "all ranks are alive and disagree: most wait for save in step 0, rank 1 waits for " in text
+        assert ranks == (1,) and seconds < 2 * KNOWN_S, f"{seconds:.1f} s"
+
+
 def stopped_in_the_first_step(rank, ranks):
     """Rank 0 waits for a rank that is stopped; its deadline is 600 s."""
     net = make_net()
@@ -342,9 +421,7 @@ def test_a_rank_that_waits_alone_says_within_seconds_for_whom():
 def test_a_rank_that_does_something_else_is_named_before_the_deadline():
     for (text, _, step, _, lost), seconds in run_ranks(in_step_two, 3, "does something else"):
         assert step == 2 and lost == (1,), text
-        words = (
-            "all ranks are alive and disagree: most wait for gather of (root) in step 2, rank 1 waits for reduce of "
-        )
+        words = "all ranks are alive and disagree: most wait for save in step 2, rank 1 waits for reduce of "
         assert words in text
         assert seconds < KNOWN_S, f"{seconds:.1f} s"
 
@@ -400,7 +477,7 @@ class Unsent:
 
 
 def die_with_a_digest_unsent(rank, ranks):
-    """Rank 1 sends no digest in step 1 and is gone before step 2, whose forward reads the answer to it."""
+    """Rank 1 sends no digest in step 1 and is gone before step 2."""
     net = make_net()
     model = wrap(net, checks="order")
     optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
@@ -419,10 +496,10 @@ def die_with_a_digest_unsent(rank, ranks):
 
 
 def test_a_rank_that_dies_before_its_digest_travels_is_named_in_the_step_that_waits_for_it():
-    """The digest is of step 0 and was sent in step 1; what waits is the first forward of step 2."""
+    """The digest is of step 1 and was sent in its backward; what waits is that step's optimizer."""
     text, unit, step, op, lost = run_ranks(die_with_a_digest_unsent, 2, allow_exit=(1,))[0]
-    assert (unit, step, op, lost) == (None, 2, "check", (1,)), text
-    assert "the process of rank 1 has ended" in text and "[step 2; op check; rank 1]" in text
+    assert (unit, step, op, lost) == (None, 1, "check", (1,)), text
+    assert "the process of rank 1 has ended" in text and "[step 1; op check; rank 1]" in text
 
 
 def threads_after_a_refused_wrap(rank: int, ranks: int) -> list[str]:

@@ -97,11 +97,11 @@ WAITS = {
         {"strategy": "optim", "mixed_precision": MixedPrecision(grad_sum="rank_order")},
         "op reduce",
     ),
-    "sum of the norm": (norm, {}, "op reduce"),
+    "sum of the norm": (norm, {"checks": "off"}, "op reduce"),
     "reduction inside step()": (step, {"strategy": "optim"}, "op reduce"),
     "pieces of Muon's matrices": (muon, {}, "op step"),
     "whole state that the stopped rank was to give": (given_state, {}, "op load"),
-    "gather of a whole state": (whole_state, {}, "op gather"),
+    "whole state that is to be gathered": (whole_state, {}, "op save"),
     # The root unit has fp8 parameters too: the first thing sent is the scales of all.
     "scales of fp8 parameters": (
         stale_forward,

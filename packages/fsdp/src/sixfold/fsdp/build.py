@@ -11,6 +11,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from sixfold.fsdp.accept import fp8_names_of, look_at
 from sixfold.fsdp.board import Boards, open_boards, tidy
 from sixfold.fsdp.buffer import ParamAndGradBuffer
-from sixfold.fsdp.comm import Ranks
+from sixfold.fsdp.comm import Launches, Ranks
 from sixfold.fsdp.control import Control, StoreControl, control_of, exchange
 from sixfold.fsdp.curtains import draw_curtains
 from sixfold.fsdp.engine import Engine
@@ -32,6 +33,7 @@ from sixfold.fsdp.meshes import Meshes
 from sixfold.fsdp.neighbours import Neighbours, myself
 from sixfold.fsdp.options import Options
 from sixfold.fsdp.placement import placement_of
+from sixfold.fsdp.pulse import Launched
 from sixfold.fsdp.quantized import Fp8Scales
 from sixfold.fsdp.reduce import Reduction
 from sixfold.fsdp.scaled import Fp8Matmul, Transposes
@@ -71,7 +73,7 @@ def build(module: nn.Module, options: Options) -> Built:
     )
     links = Links(boards.messages, device, options.buffers, options.longest_s)
     control = control_of(real, boards.messages, boards.rank, boards.size)
-    faults = _faults(boards, options, links, device)
+    faults = _faults(boards, options, links, device, partial(links.launched, groups[-1], _launches(control)))
     _end_with_faults(faults, control, links, boards)
 
     with contextlib.ExitStack() as given_up:
@@ -169,7 +171,13 @@ def build(module: nn.Module, options: Options) -> Built:
     return Built(engine, fp8, links)
 
 
-def _faults(boards: Boards, options: Options, links: Links, device: torch.device) -> Faults:
+def _launches(control: Control) -> Launches | None:
+    return control.launches if isinstance(control, StoreControl) else None
+
+
+def _faults(
+    boards: Boards, options: Options, links: Links, device: torch.device, launched: Callable[[], Launched]
+) -> Faults:
     return Faults(
         boards.rank,
         boards.size,
@@ -179,7 +187,7 @@ def _faults(boards: Boards, options: Options, links: Links, device: torch.device
         busy_timeout_s=options.busy_timeout_s,
         host_waits=device.type != "cuda",
         abort=links.abort,
-        launched=links.launched,
+        launched=launched,
         store_name=boards.name,
     )
 

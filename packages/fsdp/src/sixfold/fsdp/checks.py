@@ -17,6 +17,7 @@ from torch import Tensor
 Entry = TypeVar("Entry", bound=Hashable)
 
 _MASK = (1 << 63) - 1
+_EMPTY = 7
 
 
 def odd_ranks(rows: Sequence[Sequence[Entry]]) -> tuple[tuple[Entry, ...], tuple[int, ...]]:
@@ -31,15 +32,25 @@ class OrderDigest:
     """One integer for the order of uses and reductions in a step."""
 
     def __init__(self) -> None:
-        self._value = 7
+        self._value = _EMPTY
 
     def add(self, unit: int, op: int) -> None:
         """The next event."""
         self._value = (self._value * 1_000_003 + unit * 8 + op + 1) & _MASK
 
+    @property
+    def value(self) -> int:
+        """The digest so far."""
+        return self._value
+
+    @property
+    def empty(self) -> bool:
+        """No event since the last ``take``."""
+        return self._value == _EMPTY
+
     def take(self) -> int:
-        """The digest so far; a new step begins."""
-        value, self._value = self._value, 7
+        """The digest so far; the next one begins."""
+        value, self._value = self._value, _EMPTY
         return value
 
 

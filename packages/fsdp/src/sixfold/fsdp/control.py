@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from sixfold.fsdp.comm import Launches
 from sixfold.fsdp.errors import FsdpError
 
 Rows = list[list[int]]
@@ -31,6 +32,7 @@ WaitWork = Callable[[Any], None]
 _FIRST_PAUSE_S = 20e-6  # between two looks for a message; they grow, so that waiting ranks do not storm the store
 _LONGEST_PAUSE_S = 0.05
 _END_S = 0.2  # for the thread to end
+_FEW = 16  # ranks that a text tells of
 
 
 class Control(Protocol):
@@ -59,6 +61,7 @@ class StoreControl:
     def __init__(self, store: Store, rank: int, size: int) -> None:
         self._handed: queue.SimpleQueue[Exchange | None] = queue.SimpleQueue()
         self._stop = threading.Event()
+        self.launches = Launches()  # what this rank began, by width
         arguments = (self._handed, self._stop, store, rank, size)
         thread = threading.Thread(target=_serve, args=arguments, name="sixfold-fsdp-control", daemon=True)
         thread.start()
@@ -67,6 +70,7 @@ class StoreControl:
     def start(self, row: Sequence[int], wait: WaitWork) -> Callable[[], Rows]:
         """It travels while the caller goes on."""
         work = Exchange(row)
+        self.launches.add(len(row), None)
         self._handed.put(work)
 
         def finish() -> Rows:
@@ -112,13 +116,29 @@ def _serve(
     while (work := handed.get()) is not None:
         number += 1
         try:
-            data = _exchange(store, number, struct.pack(f"<{len(work.row)}q", *work.row), rank, size, stop)
             width = len(work.row)
-            values = struct.unpack(f"<{width * size}q", data)
-            work.rows = [list(values[at : at + width]) for at in range(0, width * size, width)]
+            data = _exchange(store, number, struct.pack(f"<{1 + width}q", width, *work.row), rank, size, stop)
+            work.rows = _rows(data, width)
         except BaseException as error:  # raised in the thread that waits for it
             work.error = error
         work.done.set()
+
+
+def _rows(data: bytes, width: int) -> Rows:
+    """Every rank's row; each says how wide it is.
+
+    Raises:
+        RuntimeError: another rank's is not ``width`` wide: it is at another call. All ranks see all, so all raise.
+    """
+    values = struct.unpack(f"<{len(data) // 8}q", data)
+    rows, at = [], 0
+    while at < len(values):
+        rows.append(list(values[at + 1 : at + 1 + values[at]]))
+        at += 1 + values[at]
+    if any(len(row) != width for row in rows):
+        widths = ", ".join(f"{len(row)} by rank {rank}" for rank, row in enumerate(rows[:_FEW]))
+        raise RuntimeError(f"ranks are at different calls; numbers sent: {widths}")
+    return rows
 
 
 def _exchange(store: Store, number: int, mine: bytes, rank: int, size: int, stop: threading.Event) -> bytes:

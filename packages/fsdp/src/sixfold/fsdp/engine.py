@@ -350,6 +350,7 @@ class Engine:
         if not self._driven and opened:
             self._learn_calls(apart)
             if self.last_microbatch and not self.no_sync_depth:
+                self._signatures.gradients_done()
                 self.reduction.pipeline.finish()  # main gradients are final: user code may look at them
 
     def _learn_calls(self, apart: bool) -> None:
@@ -430,12 +431,23 @@ class Engine:
         """Reduce what is local and wait for all. Inside ``optimizer.step()`` no control message is sent."""
         self.wait.alive()
         self._put_touched(self.units, inside_step=inside_step)
+        if not inside_step:
+            self._signatures.gradients_done()
         self.reduction.pipeline.finish()
         for stage in self.stages:
             stage.last = stage.done = False
-        if not inside_step:
-            self._signatures.compare()
+        self._signatures.compare()
         self.wait.alive()  # [Note: flag before abort]
+
+    def check(self) -> None:
+        """Raise if a fault ended this model, or if ranks did different things."""
+        self.alive()
+        self._signatures.compare()
+
+    def before_save(self) -> None:
+        """Collective: whole tensors are about to be read."""
+        self.alive()
+        self._signatures.before_save()
 
     def before_step(self, *, widen: bool) -> None:
         """An optimizer of this model is about to step; ``widen``: over all main gradients at once."""

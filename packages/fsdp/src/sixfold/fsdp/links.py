@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from sixfold.fsdp.comm import Comm, GlooComm, GroupComm, LocalComm
+from sixfold.fsdp.comm import Comm, GlooComm, GroupComm, Launches, LocalComm
 from sixfold.fsdp.config import BufferConfig
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.pulse import Launched
@@ -68,9 +68,14 @@ class Links:
         """What was made."""
         return self._made
 
-    def launched(self) -> Launched:
-        """Of each communicator: how many collectives, and the last signatures."""
-        return {
+    def launched(self, group: dist.ProcessGroup | None = None, control: Launches | None = None) -> Launched:
+        """Of each communicator: how many collectives, and the last signatures; of ``control`` as one of ``group``'s."""
+        own = (
+            {}
+            if group is None or control is None
+            else {f"{_key(dist.get_process_group_ranks(group))} control": control.last()}
+        )
+        return own | {
             f"{_key(members)} {role}": one.last()
             for members, comm in list(self._comms.items())
             for role, one in zip(("gathers", "reductions"), comm.launches, strict=True)

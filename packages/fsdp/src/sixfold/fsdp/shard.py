@@ -209,7 +209,7 @@ class FullyShardedDataParallel(nn.Module):
         the host has read a device value of the step (norm, loss) and before that is used: what was received late, or
         not at all, is then applied nowhere.
         """
-        self._engine.alive()
+        self._engine.check()
 
     @property
     def waited_s(self) -> float:

@@ -32,6 +32,8 @@ class Signatures:
         self._control = control
         self._waiting = waiting
         self._digest = OrderDigest()
+        self._alone = ranks.size == 1
+        self._sent = False  # a digest of this step
         self._comparing: tuple[int, Callable[[], Rows]] | None = None
 
     def use(self, unit: Unit) -> None:
@@ -60,12 +62,37 @@ class Signatures:
             self._digest.add(unit.index, _REDUCE)
 
     def next_step(self) -> None:
-        """A step begins. ``checks="order"``: read the answer to the digest that was sent last, and send that of the
-        step that has ended."""
-        if self._checks == "order":
-            self.compare()
-            finish = self._control.start([self._digest.take()], self._waiting.for_control(None, "check"))
-            self._comparing = self._waiting.step - 1, finish
+        """A step begins. ``checks="order"``: send what was not, of the step that has ended: it was driven, or reduced
+        inside ``optimizer.step()``."""
+        if self._checks == "order" and not self._sent:
+            self._send(self._waiting.step - 1)
+        self._sent = False
+
+    def gradients_done(self) -> None:
+        """This rank has launched all reductions of a backward: with ``checks="order"`` the digest travels while they
+        do, and ``compare`` stands before the optimizer."""
+        if self._checks == "order" and not self._digest.empty:
+            self._send(self._waiting.step)
+            self._sent = True
+
+    def _send(self, step: int) -> None:
+        self.compare()
+        finish = self._control.start([self._digest.take()], self._waiting.for_control(None, "check"))
+        self._comparing = step, finish
+
+    def before_save(self) -> None:
+        """All ranks are about to read whole tensors, and did the same until now: one exchange, whatever ``checks`` is.
+
+        One that is elsewhere has a row of another width, or waits for a collective that the others have not launched.
+        """
+        if self._alone:
+            return
+        self.compare()
+        step = self._waiting.step
+        rows = exchange(self._control, [step, self._digest.value, 0, 0], self._waiting.for_control(None, "save"))
+        _, odd = odd_ranks(rows)
+        if odd:
+            raise self._differ(step, "save", odd)
 
     def compare(self) -> None:
         """The answer to the digest that was sent last, if it was not read: its error is of the step that it was of."""
@@ -75,14 +102,17 @@ class Signatures:
         self._comparing = None
         _, odd = odd_ranks(finish())
         if odd:
-            raise self._all_know(
-                f"ranks used units in different orders in step {step}; run with checks='unit' to see which"
-                " [see errors/fsdp.html#ranks-used-units-in-different-orders]",
-                None,
-                "check",
-                odd,
-                step=step,
-            )
+            raise self._differ(step, "check", odd)
+
+    def _differ(self, step: int, op: str, odd: Sequence[int]) -> FsdpError:
+        return self._all_know(
+            f"ranks used units in different orders in step {step}; run with checks='unit' to see which"
+            " [see errors/fsdp.html#ranks-used-units-in-different-orders]",
+            None,
+            op,
+            odd,
+            step=step,
+        )
 
     def _exchange(self, unit: Unit, op: int, *, not_finite: int = -1) -> None:
         """Are all ranks about to do the same?"""

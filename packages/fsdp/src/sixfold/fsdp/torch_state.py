@@ -101,7 +101,7 @@ def get_optimizer_state_dict(
             option that is not taken.
     """
     asked = _asked(options, "get_optimizer_state_dict")
-    model._engine.alive()
+    model._engine.before_save()
     wait = model._engine.wait.for_control(None, "check")
     if not any(row[0] for row in exchange(model._engine.control, [len(optimizer.state)], wait)):
         model.materialize_state(optimizer)

@@ -193,6 +193,14 @@ def test_what_a_stateful_loader_holds_has_a_state_if_it_can_be_asked_for_without
     assert sampler(5, 4).state_dict() == iter(sampler(5, 4)).state_dict() == {"position": 5}
 
 
+def test_a_position_of_numpy_is_a_position_and_a_bool_is_none():
+    one = sampler(0, 4)
+    one.load_state_dict({"position": np.int64(8)})
+    assert next(iter(one)) == [8, 9, 10, 11]
+    with pytest.raises(BlendingError, match="no position"):
+        one.load_state_dict({"position": True})
+
+
 def test_a_state_that_is_none_is_refused():
     for wrong in ({}, {"position": -1}, None, {"position": "5"}):
         with pytest.raises(BlendingError, match="position"):

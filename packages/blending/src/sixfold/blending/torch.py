@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Self
 
+import numpy as np
 from torch.utils.data import Dataset, Sampler
 
 from sixfold.blending.checks import whole_number
@@ -241,6 +242,6 @@ class Steps(Iterator[list[int]]):
 
 def _position_of(state: Mapping[str, Any]) -> int:
     position = state.get("position") if isinstance(state, Mapping) else None
-    if not isinstance(position, int) or position < 0:
+    if not isinstance(position, int | np.integer) or isinstance(position, bool) or position < 0:
         raise BlendingError("the state has no position; it is not what a PositionSampler's state_dict returned")
-    return position
+    return int(position)

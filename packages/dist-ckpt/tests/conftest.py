@@ -1,6 +1,7 @@
 """How many cases the randomised tests of dist-ckpt take (few in CI, all on demand), and the S3 server of its tests."""
 
 import importlib.util
+from pathlib import Path
 
 import pytest
 import s3_server
@@ -15,7 +16,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--fill-recycled",
         action="store_true",
-        help="dist-ckpt fills memory that is given back with bytes 0xFF, in pytest's own process",
+        help="dist-ckpt fills memory that is given back with bytes 0xFF, in pytest's own process and in ranks",
     )
 
 
@@ -24,6 +25,15 @@ def pytest_configure(config):
         from sixfold.dist_ckpt.recycled import CHECK
 
         CHECK.fills = True
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """With ``--fill-recycled`` ranks fill too: the server that they are forked from runs the file."""
+    if config.getoption("--fill-recycled"):
+        here = Path(__file__).parent
+        for module in {item.module for item in items if here in item.path.parents and hasattr(item, "module")}:
+            module.RANKS_IMPORT = (*getattr(module, "RANKS_IMPORT", ()), str(here / "filled_ranks.py"))
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def test_a_checkpoint_is_replaced_in_place_and_nothing_is_left_over(tmp_path):
 
 def test_leftovers_of_dead_saves_to_the_same_name_go_with_the_next_save(tmp_path):
     others = [".c.tmp-x.tmp-other", ".cc.tmp-other"]  # of targets named c.tmp-x and cc
-    for name in (".c.tmp-dead", ".c.old-dead", *others):
+    for name in (".c.tmp-00000000deadbeef", ".c.old-00000000deadbeef", *others):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__0_0.distcp").write_bytes(b"x")
     dist_ckpt.save(state(1), tmp_path / "c")
@@ -64,13 +64,13 @@ def test_without_exchange_the_old_one_is_renamed_aside(tmp_path, monkeypatch):
 
 def test_a_replacement_cut_short_between_its_renames_falls_back_to_a_whole_sibling(tmp_path):
     dist_ckpt.save(state(1), tmp_path / "c")
-    (tmp_path / "c").rename(tmp_path / ".c.old-0123")
+    (tmp_path / "c").rename(tmp_path / ".c.old-0123456789abcdef")
     assert loaded_value(tmp_path / "c") == 1
     dist_ckpt.save(state(2), tmp_path / "d")
-    (tmp_path / ".c.tmp-0123").mkdir()
-    (tmp_path / "d").rename(tmp_path / ".c.tmp-0123" / "checkpoint")
+    (tmp_path / ".c.tmp-0123456789abcdef").mkdir()
+    (tmp_path / "d").rename(tmp_path / ".c.tmp-0123456789abcdef" / "checkpoint")
     assert loaded_value(tmp_path / "c") == 2
-    (tmp_path / ".c.tmp-0123" / "checkpoint" / "metadata.json").unlink()
+    (tmp_path / ".c.tmp-0123456789abcdef" / "checkpoint" / "metadata.json").unlink()
     assert loaded_value(tmp_path / "c") == 1
 
 
@@ -188,8 +188,8 @@ def test_a_save_that_ends_anywhere_is_no_step_for_who_looks_for_names_and_metada
 
 def test_a_staging_folder_alone_is_no_checkpoint(tmp_path):
     dist_ckpt.save(state(1), tmp_path / "d")
-    (tmp_path / ".c.tmp-0123").mkdir()
-    (tmp_path / "d").rename(tmp_path / ".c.tmp-0123" / "checkpoint")
+    (tmp_path / ".c.tmp-0123456789abcdef").mkdir()
+    (tmp_path / "d").rename(tmp_path / ".c.tmp-0123456789abcdef" / "checkpoint")
     with pytest.raises(MismatchError, match="does not exist"):
         loaded_value(tmp_path / "c")
 

@@ -9,6 +9,7 @@ import shutil
 import pytest
 import torch
 from dist_ckpt_helpers import flip_byte, folder_bytes, one
+from torch.distributed.checkpoint.api import CheckpointException
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import (
@@ -19,6 +20,7 @@ from sixfold.dist_ckpt import (
     ShardingError,
     StorageError,
     UnsafeError,
+    dcp,
 )
 from sixfold.dist_ckpt.files import integrity
 from sixfold.dist_ckpt.stores import local as storage
@@ -203,6 +205,34 @@ def test_a_target_with_other_files_is_left_untouched(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
 
 
+@pytest.mark.parametrize(
+    "files",
+    [["metadata.json"], ["metadata.json", "common.pt"], ["shard_0.pt", "more/shard_1.pt"], ["cats/0", "cats/1"]],
+)
+def test_files_that_only_have_names_of_a_checkpoint_are_left_untouched(tmp_path, files):
+    """Data sets have such names too."""
+    home = tmp_path / "home"
+    for name in files:
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text('{"mine": 1}')
+    for save in (lambda: dist_ckpt.save(state(), home), lambda: dcp.save({"w": torch.ones(2)}, checkpoint_id=home)):
+        with pytest.raises((StorageError, CheckpointException), match=rf"home holds files.*{files[0]}"):
+            save()
+    assert {name: (home / name).read_text() for name in files} == dict.fromkeys(files, '{"mine": 1}')
+    assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+@pytest.mark.parametrize("kind", ["old", "tmp", "job"])
+def test_hidden_folders_of_the_user_beside_the_target_are_left_untouched(tmp_path, kind):
+    theirs = [tmp_path / f".c.{kind}-{end}" for end in ("2024", "backup", "before the change", "0123456789abcdef0")]
+    for folder in theirs:
+        dist_ckpt.save(state(5.0), folder)
+    assert not dist_ckpt.check_is_distributed_checkpoint(tmp_path / "c")
+    for value in (1.0, 2.0):
+        dist_ckpt.save(state(value), tmp_path / "c")
+    assert sorted(tmp_path.iterdir()) == sorted([*theirs, tmp_path / "c"])
+
+
 def test_a_folder_that_is_named_like_a_checkpoint_file_is_left_untouched(folder):
     (folder / "mine.distcp").mkdir()
     (folder / "mine.distcp" / "thesis.txt").write_text("years of work")
@@ -233,7 +263,7 @@ def test_a_state_dict_that_is_none_is_refused(folder, bad):
 
 @pytest.mark.parametrize("data", [torch.ones(2, device="meta"), torch.ones(2).to_sparse()])
 def test_tensors_without_plain_values_are_refused(folder, data):
-    with pytest.raises(ShardingError, match="dense and holds values"):
+    with pytest.raises(ShardingError, match=r"dense and holds values|on the meta device and holds no values"):
         dist_ckpt.save({"w": one("w", data)}, folder)
 
 

@@ -212,7 +212,7 @@ class LoadTexts(strategies.LoadShardedStrategy):
 
 def test_a_step_whose_replacement_was_cut_short_still_counts(tmp_path, model):
     make(tmp_path, model, [1, 2])
-    retention.step_path(tmp_path, 2).rename(tmp_path / ".step-00000002.old-ab")
+    retention.step_path(tmp_path, 2).rename(tmp_path / ".step-00000002.old-0123456789abcdef")
     assert steps_of(tmp_path) == [1, 2]
     assert dist_ckpt.load_common_state_dict(retention.latest(tmp_path)) == {"it": 1}
     assert len(retention.prune(tmp_path, keep_last=0)) == 2

@@ -4,7 +4,7 @@ freed memory --> recycled (this file) --> transfer.py, relay.py, arena.py: the n
 
 [Note: freed memory is filled] With ``CHECK.fills`` memory that its last user has given back is filled with bytes 0xFF,
 which are NaN in every float and -1 in every integer. Whoever still reads it then saves or loads values that no test
-takes for right. ``pytest packages/dist-ckpt/tests --fill-recycled`` runs the tests so, in pytest's own process.
+takes for right. ``pytest packages/dist-ckpt/tests --fill-recycled`` runs the tests so, their ranks included.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ class ByPointer(Store, ABC):
     ) -> Save:
         names = sorted(name for name in self.list_files() if not name.startswith(LOOKS))
         owns = owns_file or is_checkpoint_file
-        check_names(self.name, names, if_exists, owns)
+        check_names(self.name, names, if_exists, owns, lambda: self.read(POINTER))
         number = 1 + max((rank_of(folder)[0] for folder in folders(names)), default=0)
         inside = f"save-{number:08d}-{save_id}/"
         return Save(save_id=save_id, target=self.name, inside=inside, if_exists=if_exists, owns_file=owns)
@@ -249,7 +249,7 @@ class ByPointer(Store, ABC):
         others = sorted(name for name in found if not name.startswith((save.inside, _board(save))))
         if save.if_exists == "error":  # of another save that goes on too, nothing is there yet
             others = [name for name in others if not FOLDER.match(name) or name.startswith(visible(found) or "\0")]
-        check_names(self.name, others, save.if_exists, save.owns_file)
+        check_names(self.name, others, save.if_exists, save.owns_file, lambda: self.read(POINTER))
         self._check_there(save, parts, found)
         if ".metadata" in found:
             tail = self.read(".metadata", max(0, found[".metadata"] - TAIL_BYTES), found[".metadata"])

@@ -239,7 +239,7 @@ def check_target(target: Path, if_exists: str, owns_file: Callable[[str], bool])
             errno.EBUSY,
         )
     names = sorted(_files(target)) if target.exists() else []
-    check_names(target, names, if_exists, owns_file)
+    check_names(target, names, if_exists, owns_file, lambda: read_small(target / POINTER))
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -413,8 +413,11 @@ def exchange(a: Path, b: Path) -> bool:
 
 
 def siblings(target: Path, kind: str) -> list[Path]:
-    """Hidden siblings ``.<name>.<kind>-*`` of a target, newest first."""
-    pattern = re.compile(re.escape(f".{target.name}.{kind}-") + r"[^.]+")  # a further dot: another target's name
+    """Hidden siblings ``.<name>.<kind>-<save id>`` of a target, newest first: no other name is one of ours.
+
+    What ``discard`` has moved aside has an end of its own, and so have the scratch folders of conversions.
+    """
+    pattern = re.compile(re.escape(f".{target.name}.{kind}-") + r"[0-9a-f]{16}(-gone|[a-z0-9_]{8})?")
     if not target.parent.is_dir():
         return []
     found = [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]

@@ -25,6 +25,7 @@ from sixfold.dist_ckpt.stores.stream import PartFile
 
 POINTER = "metadata.json"
 _OWN_FILES = frozenset([POINTER, "common.pt", ".metadata", ".metadata.tmp", compact.FILE_NAME, FILE_NAME])
+_SIGNS = frozenset([".metadata", ".metadata.tmp", compact.FILE_NAME, FILE_NAME])
 #: In a store without rename: the folder of a save, and that in which its ranks leave word for each other.
 FOLDER = re.compile(r"(?:save|job)-(\d{8,})-([0-9a-f]{16})/")
 
@@ -184,11 +185,24 @@ class Store(Protocol):
         """Delete a file; that others have done so is no error."""
 
 
-def check_names(place: Path | str, names: Sequence[str], if_exists: str, owns_file: Callable[[str], bool]) -> None:
-    """StorageError for a target that a save must not touch. ``names``: of what is there, sorted."""
+def check_names(
+    place: Path | str,
+    names: Sequence[str],
+    if_exists: str,
+    owns_file: Callable[[str], bool],
+    pointer: Callable[[], bytes],
+) -> None:
+    """StorageError for a target that a save must not touch.
+
+    Args:
+        names: of what is there, sorted. pointer: reads its ``metadata.json``.
+    """
     if names and if_exists == "error":
         raise StorageError(f"{place} is not empty ({_first(names)}) and if_exists is 'error'", errno.EEXIST)
     foreign = [name for name in names if not (is_checkpoint_file(name) or owns_file(name))]
+    # Data sets have a metadata.json, a shard_0.pt, a cats/0 too: such names alone are no sign of a checkpoint.
+    if not foreign and not any(name in _SIGNS or name.endswith(".distcp") or FOLDER.match(name) for name in names):
+        foreign = [] if POINTER in names and b"sharded_backend" in pointer() else list(names)
     if foreign:
         raise StorageError(
             f"{place} holds files that are no part of a checkpoint ({_first(foreign)}); nothing was touched. "

@@ -68,7 +68,9 @@ def to_checkpoint(
         target.parent.mkdir(parents=True, exist_ok=True)
     meter, checkpoint = Meter(progress, lambda: sum(map(nbytes_of, tensors.values()))), values.opened(source)
     state: dict[Any, Any] = dict(serialization.load_common_state_dict(source, safe_globals=safe_globals))
-    prefix, beside = (None, None) if target is None else (f".{target.name}.tmp-", target.parent)  # where there is room
+    # Beside the target, where there is room, under a name that its next save knows for a leftover.
+    prefix = None if target is None else f".{target.name}.tmp-{secrets.token_hex(8)}"
+    beside = None if target is None else target.parent
     with tempfile.TemporaryDirectory(prefix=prefix, dir=beside) as scratch:
         if checkpoint is not None and checkpoint.integrity is not None:
             checkpoint.integrity.check_blocks(checkpoint.folder, checkpoint.integrity.all_blocks())

@@ -117,6 +117,22 @@ def test_a_dividing_batch_gives_the_gradient_of_its_mean():
         torch.testing.assert_close(gradients(ours), gradients(theirs))
 
 
+def test_a_tensor_for_all_microbatches_is_not_cut_because_it_is_in_a_tuple_or_a_dict():
+    x, y = batch(6)
+    shared = torch.ones(3, 8)  # as many rows as microbatches: each would get one, and broadcast it
+    for tables in ((shared, shared), {"cos": shared}, [shared]):
+        with pytest.raises(ScheduleError, match=r"kwargs\['tables'\]\[\S+\] has 3 rows, the batch 6;"):
+            runner_of(layers(2)).step(x, y, kwargs={"tables": tables})
+    with pytest.raises(ScheduleError, match=r"kwargs\['table'\] has 3 rows, the batch 6;"):  # of a rank without a batch
+        runner_of(layers(2)).step(list(x.chunk(3)), list(y.chunk(3)), kwargs={"mask": x, "table": shared})
+    with pytest.raises(ScheduleError, match=r"inputs\[1\] has 3 rows, the batch 6; all of inputs is cut"):
+        runner_of(layers(2)).step((x, shared), y)
+    with pytest.raises(
+        ScheduleError, match=r"targets\['weight'\] has 3 rows, the batch 6; .* a list of 3 microbatches"
+    ):
+        runner_of(layers(2)).step(x, {"y": y, "weight": shared})
+
+
 def test_keywords_are_one_mapping_per_microbatch_or_one_whose_tensors_have_the_rows_of_the_batch():
     make = lambda: runner_of(layers(2))  # noqa: E731
     x, y = batch(6)

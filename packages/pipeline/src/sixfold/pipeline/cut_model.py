@@ -45,14 +45,16 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
 
 
 def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
-    """A causal language model of Hugging Face's form (Llama, Qwen, Mistral, GPT-2, ...) as stages.
+    """A causal language model of Hugging Face's form (Llama, Qwen, Gemma, GPT-2, ...) as stages.
 
-    The first takes token ids, the last gives logits. ``kwargs`` of a step reach every stage: ``attention_mask``,
-    ``position_ids``. Stages share the model's parameters, but for an output embedding that is tied: it becomes a copy,
-    tied between the first stage and the last. Take those of a rank: ``[made[i] for i in program.stages_of(rank)]``.
+    The first takes token ids, the last gives logits, with what the model does to them (a soft cap, a scale). ``kwargs``
+    of a step reach every stage: ``attention_mask``, ``position_ids``. Stages share the model's parameters, but for an
+    output embedding that is tied: it becomes a copy, tied between the first stage and the last. Take those of a rank:
+    ``[made[i] for i in program.stages_of(rank)]``.
 
     Raises:
-        ScheduleError: the model has no such form, or fewer layers than stages.
+        ScheduleError: the model has no such form, parameters that no stage or several would have, a ``forward`` that
+            was set on it, or fewer layers than stages.
     """
     base: Any = getattr(model, "base_model", None)
     lists = [(n, m) for n, m in base.named_children() if isinstance(m, nn.ModuleList)] if base is not None else []
@@ -64,14 +66,15 @@ def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
         )
     (name, layers), head = lists[0], model.get_output_embeddings()
     embedding = model.get_input_embeddings()
+    _check_form(model, base, name, embedding, head)
     tied = head.weight is embedding.weight
     sizes = _cut(list(layers), list(layers), stages)
     found, begin = [], 0
     for index, size in enumerate(sizes):
         first, last = index == 0, index == stages - 1
-        part = _part(base, name, layers[begin : begin + size], embedding, first, last)
+        part = _part(base, name, range(begin, begin + size), embedding, first, last)
         own = copy.deepcopy(head) if last and tied and stages > 1 else head
-        module = _Part(part, own if last else None, first)
+        module = _Part(part, own if last else None, first, name, model)
         ends = (
             {"embedding": embedding.weight if first else own.weight} if tied and stages > 1 and first | last else None
         )
@@ -80,23 +83,121 @@ def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
     return found
 
 
+def _check_form(model: Any, base: Any, name: str, embedding: nn.Module, head: nn.Module) -> None:
+    """What the stages run is the model's, and each parameter has one stage."""
+    parts = list(model._modules.values())
+    wrong = ""
+    if "forward" in vars(model) or "forward" in vars(base):
+        wrong = "has a forward that was set on it, which runs all of its layers"
+    elif base not in parts or head not in parts:
+        wrong = "does not hold its base_model and output embedding itself"
+    elif model._parameters or any(_trained(part) for part in parts if part not in (base, head)):
+        wrong = "has parameters besides its base_model and output embedding"
+    elif base._parameters:
+        wrong = f"has parameters of its base_model's own: {', '.join(base._parameters)}"
+    seen = False
+    for other, module in base._modules.items():
+        seen |= other == name
+        plain = module is None or module is embedding or other == name or not _trained(module)
+        if (
+            not wrong
+            and not plain
+            and not isinstance(module, nn.Embedding)
+            and "norm" not in type(module).__name__.lower()
+        ):
+            where = "behind" if seen else "in front of"
+            wrong = f"has a {type(module).__name__} {where} its layers, and no stage is known that it belongs to"
+    if wrong:
+        raise ScheduleError(
+            f"the model is a {type(model).__name__}, which {wrong}; stages_of_causal_lm takes layers between an "
+            "embedding and a norm: write its stages as modules of your own"
+        )
+
+
+def _trained(module: nn.Module | None) -> bool:
+    return module is not None and any(True for _ in module.parameters())
+
+
 class _Part(nn.Module):
     """Some layers of a model, with its own forward.
+
+    [Note: from layer to layer] What the model does in front of its layers (a scale, a norm) was done in the first
+    stage, and what it does behind them is done in the last. So the input of a later stage goes to its first layer as
+    it is, and what its last layer returns leaves as it is.
 
     Args:
         base: the model without the other layers.
         head: of the last stage.
         first: takes ids.
+        layers: name of the layers in ``base``.
+        model: whose forward the last stage runs, around ``base`` and ``head``.
     """
 
-    def __init__(self, base: nn.Module, head: nn.Module | None, first: bool) -> None:
+    def __init__(self, base: nn.Module, head: nn.Module | None, first: bool, layers: str, model: Any) -> None:
         super().__init__()
         self.base, self.head, self.first = base, head, first
+        self._layers = layers
+        self._ends: dict[str, str] = {}  # names that base and head have in the model
+        self._whole: list[nn.Module] = []  # no part of this module: it has the same parameters
+        if head is not None:
+            whole = copy.copy(model)
+            whole._modules = dict(model._modules)
+            other = {id(model.base_model): "base", id(model.get_output_embeddings()): "head"}
+            self._ends = {name: other[id(part)] for name, part in model._modules.items() if id(part) in other}
+            self._whole = [whole]
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        run: Any = self.base
+        for run in self._whole:
+            run._modules.update({name: getattr(self, mine) for name, mine in self._ends.items()})
+            run.training = self.training
+        held: Any = getattr(self.base, self._layers)._modules  # of a list that is this stage's own
+        layers = dict(held)
+        names = list(layers)
+        enter = leave = _Border(layers[names[0]], None if self.first else x)
+        if len(names) > 1:
+            leave = _Border(layers[names[-1]], None)
         given = {"input_ids" if self.first else "inputs_embeds": x}
-        hidden: Tensor = self.base(**given, **kwargs, use_cache=False, return_dict=True).last_hidden_state
-        return hidden if self.head is None else self.head(hidden)
+        held[names[0]], held[names[-1]] = enter, leave
+        try:
+            made = run(**given, **kwargs, use_cache=False, return_dict=True)
+        finally:
+            held.update(layers)
+        found: Tensor = leave.output if self.head is None else made.logits
+        return found
+
+
+class _Border(nn.Module):
+    """The first or last layer of a stage while its forward runs. [Note: from layer to layer]
+
+    Args:
+        x: what the layer takes; None leaves it to the model.
+    """
+
+    output: Any
+
+    def __init__(self, layer: nn.Module, x: Tensor | None) -> None:
+        super().__init__()
+        self.__dict__.update(layer=layer, x=x, output=None)  # no parts of this module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["layer"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        layer, x = self.__dict__["layer"], self.__dict__["x"]
+        if x is not None and args:
+            args = (x, *args[1:])
+        elif x is not None:
+            kwargs["hidden_states"] = x
+        made = layer(*args, **kwargs)
+        several = isinstance(made, tuple | list)
+        if several and any(isinstance(part, Tensor) and part.shape == made[0].shape for part in made[1:]):
+            raise ScheduleError(
+                f"a {type(layer).__name__} returns several hidden states; stages_of_causal_lm takes layers that return "
+                "one: write the stages as modules of your own"
+            )
+        self.__dict__["output"] = made[0] if several else made
+        return made
 
 
 class _Zeros(nn.Module):
@@ -106,16 +207,15 @@ class _Zeros(nn.Module):
         return torch.zeros((), device=positions.device)
 
 
-def _part(
-    base: nn.Module, name: str, layers: nn.ModuleList, embedding: nn.Module, first: bool, last: bool
-) -> nn.Module:
+def _part(base: nn.Module, name: str, mine: range, embedding: nn.Module, first: bool, last: bool) -> nn.Module:
     """``base`` with these layers alone; what only the first or last stage does is done there alone."""
     part = copy.copy(base)
     part._modules = dict(base._modules)
+    layers: Any = base._modules[name]
     seen = False
     for other, module in base._modules.items():
         if other == name:
-            part._modules[other] = layers
+            part._modules[other] = nn.ModuleList(layers[i] for i in mine)
             seen = True
         elif module is embedding:
             part._modules[other] = module if first else None
@@ -123,13 +223,22 @@ def _part(
             part._modules[other] = module if first else _Zeros()
         elif isinstance(module, nn.Dropout) and not seen:  # of the embedding
             part._modules[other] = module if first else nn.Identity()
-        elif seen and module is not None and any(True for _ in module.parameters()):  # the last norm
-            part._modules[other] = module if last else nn.Identity()
+        elif _trained(module):  # a norm of the embedding, or the last one
+            part._modules[other] = module if (last if seen else first) else nn.Identity()
+    _cut_lists(vars(part), len(layers), mine)
     if hasattr(base, "config"):
         config: Any = copy.copy(base.config)
-        config.num_hidden_layers = len(layers)
+        _cut_lists(vars(config), len(layers), mine)
+        config.num_hidden_layers = len(mine)
         part.config = config
     return part
+
+
+def _cut_lists(attributes: dict[str, Any], count: int, mine: range) -> None:
+    """Lists of an entry per layer, such as ``layer_types``, which the forward reads by place among its layers."""
+    for name, value in attributes.items():
+        if type(value) in (list, tuple) and len(value) == count and not name.startswith("_"):
+            attributes[name] = value[mine.start : mine.stop]
 
 
 def _cut(layers: Sequence[Any], modules: Sequence[nn.Module], stages: int) -> Sequence[int]:

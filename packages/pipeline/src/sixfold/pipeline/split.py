@@ -5,7 +5,7 @@ inputs, targets, kwargs --> lists of m (this file) --> run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -100,11 +100,23 @@ def target_microbatches(targets: Any, m: int, *, equal: bool) -> list[Any]:
 def rows_of(*batches: Any) -> int | None:
     """Rows of the first of these that is a tensor, or has one; None if none has."""
     for batch in batches:
-        parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, tuple) else (batch,)
-        for part in parts:
-            if isinstance(part, Tensor) and part.dim():
+        if not isinstance(batch, list):  # of microbatches
+            for _, part in _with_rows(batch, ""):
                 return part.shape[0]
     return None
+
+
+def _with_rows(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in ``value`` that are cut, with their names."""
+    if isinstance(value, Tensor):
+        if value.dim():
+            yield name, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _with_rows(part, f"{name}[{key!r}]")
+    elif isinstance(value, tuple | list):
+        for at, part in enumerate(value):
+            yield from _with_rows(part, f"{name}[{at}]")
 
 
 def keyword_microbatches(
@@ -124,10 +136,11 @@ def keyword_microbatches(
     if kwargs is None:
         return [{}] * m
     if isinstance(kwargs, Mapping):
-        for name, value in kwargs.items():
-            if rows is not None and isinstance(value, Tensor) and value.dim() and value.shape[0] != rows:
+        rows = rows_of(kwargs) if rows is None else rows
+        for name, value in _with_rows(kwargs, "kwargs"):
+            if value.shape[0] != rows:
                 raise ScheduleError(
-                    f"kwargs[{name!r}] has {value.shape[0]} rows, the batch {rows}; a dict is cut as the batch is: "
+                    f"{name} has {value.shape[0]} rows, the batch {rows}; a dict is cut as the batch is: "
                     f"give a list of {m} dicts where a tensor is for all microbatches"
                 )
         return cut(kwargs, m, "kwargs", equal=equal, rule=_mean_rule(m))
@@ -207,6 +220,13 @@ def _cut(batch: Any, m: int, name: str, equal: bool, *, mapping: bool = False) -
     if not (isinstance(batch, tuple) or (mapping and isinstance(batch, Mapping))):
         forms = "a tensor, a tuple of tensors" + (", a dict of them" if mapping else "")
         raise ScheduleError(f"{name} is a {type(batch).__name__}; give {forms}, or a list of {m} microbatches")
+    rows = rows_of(batch)
+    for where, part in _with_rows(batch, name):
+        if part.shape[0] != rows:
+            raise ScheduleError(
+                f"{where} has {part.shape[0]} rows, the batch {rows}; all of {name} is cut along dim 0: "
+                f"give a list of {m} microbatches where a tensor is for all of them"
+            )
     return cut(batch, m, name, equal=equal, rule=_mean_rule(m))
 
 

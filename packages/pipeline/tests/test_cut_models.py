@@ -1,0 +1,106 @@
+"""Models that do something between embedding, layers and logits, in stages, beside transformers' own forward."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from sixfold.pipeline import PipelineRunner, ScheduleError, one_f_one_b, stages_of_causal_lm
+
+transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
+
+WORDS, LENGTH, M = 48, 10, 2
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+}
+# What each does that a Llama does not.
+MODELS: dict[str, dict[str, Any]] = {
+    # layer_types by a layer's place, a soft cap on the logits
+    "Gemma2": {"sliding_window": 3, "query_pre_attn_scalar": 8, "final_logit_softcapping": 2.0},
+    # embeddings are scaled in front of the layers, logits behind the head
+    "Granite": {"embedding_multiplier": 3.0, "logits_scaling": 4.0},
+    # a norm in front of the layers, which return tuples
+    "Bloom": {"n_layer": 4, "n_head": 2},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+    "NanoChat": {"final_logit_softcapping": 2.0},
+    "Cohere": {"logit_scale": 0.25},
+    "Gemma": {},
+}
+
+
+def model_of(name: str) -> Any:
+    given = MODELS.get(name, MORE.get(name))
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "pad_token_id": 0} if name == "Bloom" else SIZES
+    torch.manual_seed(3)
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes, **given))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return model.train()
+
+
+def lm_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def check_cut(name: str, count: int) -> None:
+    model = model_of(name)
+    plain = copy.deepcopy(model)
+    ids = torch.randint(1, WORDS, (2 * M, LENGTH), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[::2, :3] = 0
+    expected = []
+    for x, a in zip(ids.chunk(M), mask.chunk(M), strict=True):
+        expected.append(plain(x, attention_mask=a).logits)
+        (lm_loss(expected[-1], x) / M).backward()
+    stages = stages_of_causal_lm(model, count)
+    runner = PipelineRunner(one_f_one_b(count, M), stages, None, lm_loss)
+    found = runner.step(ids, ids, kwargs={"attention_mask": mask}, keep_outputs=True).outputs
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs.detach())
+    for (key, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_scales_norms_caps_or_tells_layers_apart_is_cut_with_its_own_logits_and_gradients(name):
+    check_cut(name, 3)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("count", [2, 3, 4])
+@pytest.mark.parametrize("name", MODELS | MORE)
+def test_so_are_more_models_and_cuts(name, count):
+    check_cut(name, count)
+
+
+def test_a_model_whose_forward_was_set_on_it_is_refused_whose_stages_would_each_run_all_layers():
+    model = model_of("Gemma2")
+    model.model.forward = model.model.forward
+    with pytest.raises(ScheduleError, match="which has a forward that was set on it"):
+        stages_of_causal_lm(model, 2)
+
+
+def test_a_parameter_that_no_stage_or_several_would_have_is_refused():
+    model = model_of("Gemma2")
+    model.model.register_parameter("memory", nn.Parameter(torch.zeros(16)))
+    with pytest.raises(ScheduleError, match="parameters of its base_model's own: memory"):
+        stages_of_causal_lm(model, 2)
+    model = model_of("Gemma2")
+    model.model.add_module("projection", nn.Linear(16, 16))
+    with pytest.raises(ScheduleError, match="has a Linear behind its layers"):
+        stages_of_causal_lm(model, 2)

@@ -220,11 +220,11 @@ def _cut(batch: Any, m: int, name: str, equal: bool, *, mapping: bool = False) -
     if not (isinstance(batch, tuple) or (mapping and isinstance(batch, Mapping))):
         forms = "a tensor, a tuple of tensors" + (", a dict of them" if mapping else "")
         raise ScheduleError(f"{name} is a {type(batch).__name__}; give {forms}, or a list of {m} microbatches")
-    rows = rows_of(batch)
+    of_first = rows_of(batch)
     for where, part in _with_rows(batch, name):
-        if part.shape[0] != rows:
+        if part.shape[0] != of_first:
             raise ScheduleError(
-                f"{where} has {part.shape[0]} rows, the batch {rows}; all of {name} is cut along dim 0: "
+                f"{where} has {part.shape[0]} rows, the batch {of_first}; all of {name} is cut along dim 0: "
                 f"give a list of {m} microbatches where a tensor is for all of them"
             )
     return cut(batch, m, name, equal=equal, rule=_mean_rule(m))

@@ -169,11 +169,11 @@ class Stage:
 
     @property
     def device(self) -> torch.device | None:
-        """Device of the stage's first parameter or buffer, None if it has none."""
+        """Device of the stage's first parameter or buffer, None if it has none, or none yet: a meta device's."""
         if self.module is None:
             return None
         first = next(chain(self.module.parameters(), self.module.buffers()), None)
-        return None if first is None else first.device
+        return None if first is None or first.device.type == "meta" else first.device
 
 
 def _tied(index: int, tied: Mapping[str, Tensor] | None, module: nn.Module | None) -> dict[str, str]:

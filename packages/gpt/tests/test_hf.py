@@ -299,7 +299,7 @@ def test_a_runs_own_tokenizer_says_the_end_of_a_document(tmp_path):
 
 @pytest.mark.parametrize("beside", [False, True])
 def test_transformers_opens_a_runs_own_tokenizer_as_it_is(tmp_path, beside):
-    """A byte-level BPE under a Llama, whose own tokenizer cuts at spaces: without a word on it ids were others."""
+    """A byte-level BPE under a Llama: the end of a document is known, and ids are those of the file."""
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
     transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
     made = tokenizers.ByteLevelBPETokenizer()

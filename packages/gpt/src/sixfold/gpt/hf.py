@@ -387,8 +387,7 @@ def _write_beside(draft: Path, folder: Path, config: GPTConfig, dtype: str) -> N
 def _copy_tokenizer(tokenizer: FileTokenizer, draft: Path) -> None:
     """A run's own tokenizer.json, with its tokenizer_config.json or one that says to take it as it is.
 
-    Without one transformers 5 makes the tokenizer of the architecture, of the file's vocabulary alone: Llama's cuts a
-    text otherwise than a byte-level file does, and no error says so.
+    Without one transformers 5 makes the tokenizer of the architecture, which does not know the run's eos_token.
     """
     shutil.copyfile(tokenizer.path, draft / "tokenizer.json")
     target, beside = draft / "tokenizer_config.json", tokenizer.path.with_name("tokenizer_config.json")

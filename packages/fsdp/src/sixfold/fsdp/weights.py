@@ -90,7 +90,8 @@ class Weights:
         if part is None:
             return
         view = self.main.local(record.name)
-        record.main = nn.Parameter(view, requires_grad=record.parameter.requires_grad)
+        # Of .data, which has a version of its own: a gather into the same memory is no write of the user's (mains.py).
+        record.main = nn.Parameter(view.data, requires_grad=record.parameter.requires_grad)
         flat = view.view(-1)
         at = part.offset_bytes // self._cut.itemsize * self._pitch
         sent = self._bytes(self.source, at, flat.numel(), self._travel[record.name])

@@ -1,12 +1,13 @@
 """Programs whose batches overlap: what the caller gave a step is the runner's until the microbatches are done."""
 
-import numpy as np
 import pytest
 import torch
 from pipeline_helpers import square_loss
 from torch import Tensor, nn
 
 from sixfold.pipeline import PipelineRunner, Stage, pipedream, pipedream_2bw
+
+np = pytest.importorskip("numpy", reason="needs numpy, which users of torch mostly have")
 
 
 class Scaled(nn.Module):

@@ -169,7 +169,7 @@ def test_a_tuple_of_inputs_a_dict_of_targets_and_a_dict_of_keywords_are_cut():
     [
         (
             (batch(8)[0], torch.ones(6, 1)),
-            r"inputs\[1\] has 6 rows for 4 microbatches, which do not divide|6 rows for 4",
+            r"inputs\[1\] has 6 rows, the batch 8; all of inputs is cut along dim 0",
         ),
         ({"input_ids": batch(8)[0]}, "inputs is a dict; give a tensor, a tuple of tensors, or a list of 4"),
     ],

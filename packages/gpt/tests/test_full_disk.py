@@ -18,7 +18,7 @@ PROGRAM = """
 import shutil, subprocess, sys
 from pathlib import Path
 from sixfold.gpt import cli
-cli.start_ranks = lambda target, ranks, args, watch=None: target(*args)
+cli.start_ranks = lambda target, ranks, args, watch=None, tell=None: target(*args)
 for folder in map(Path, sys.argv[1:]):
     disk = folder / "disk"
     disk.mkdir()

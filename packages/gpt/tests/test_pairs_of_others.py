@@ -77,7 +77,7 @@ def test_a_pair_of_sixfold_data_build_has_the_rows_that_prepare_gives(tmp_path):
 
 
 def test_a_mask_of_document_ends_needs_to_know_them_and_the_remedy_works(tmp_path):
-    by_our_builder(tmp_path / "p")
+    write_pair(tmp_path / "p", 20, 0)
     with pytest.raises(ConfigError, match=r"nothing says which id ends a document.*set data\.tokenizer"):
         preflight(config_of(tmp_path / "p", "data.eod_mask_loss=true"))
     named = config_of(tmp_path / "p", "data.eod_mask_loss=true", "data.tokenizer=bytes")

@@ -47,7 +47,8 @@ def test_neither_door_holds_a_copy_of_the_model(tmp_path, monkeypatch):
     monkeypatch.setattr(hf, "PART_BYTES", MIB)
     with Peak() as taking:
         hf.export_model(tmp_path / "run", tmp_path / "out", max_shard_bytes=30 * MIB, dtype="bf16")
-    assert bringing.most < size / 16, f"import held {bringing.most / MIB:.1f} of {size / MIB:.0f} MiB"
+    pieces = 12 * MIB  # a save copies 4 MiB of a tensor in each of its two threads, and hashes what it writes
+    assert bringing.most < size / 16 + pieces, f"import held {bringing.most / MIB:.1f} of {size / MIB:.0f} MiB"
     assert taking.most < size / 16, f"export held {taking.most / MIB:.1f} of {size / MIB:.0f} MiB"
     written = tensors_of(tmp_path / "out")
     assert all(torch.equal(written[name], tensor.bfloat16()) for name, tensor in tensors_of(source).items())

@@ -97,7 +97,7 @@ class UrlStore(ByPointer, tells=True):
 
     def _infos(self) -> dict[str, Any]:
         fs, root = self._connection()
-        prefix = _below(root)
+        prefix = self._prefix()
 
         def found() -> dict[str, Any]:
             fs.invalidate_cache()
@@ -181,7 +181,11 @@ class UrlStore(ByPointer, tells=True):
             return action(fs, path)
 
     def _path(self, name: str) -> str:
-        return _below(self._connection()[1]) + name
+        return self._prefix() + name
+
+    def _prefix(self) -> str:
+        """What the paths of all files begin with; those of a folder as a file system begin there, not at a root."""
+        return "" if self._url.startswith("dir::") else self._connection()[1].rstrip("/") + "/"
 
     def _connection(self) -> tuple[Any, str]:
         """The file system of fsspec and the checkpoint's path in it."""
@@ -226,11 +230,6 @@ class UrlStore(ByPointer, tells=True):
 def _is_async(fs: Any) -> bool:
     """Whether requests go to a server; of ``dir::`` the file system within says so."""
     return bool((fs.fs if fs.protocol == "dir" else fs).async_impl)
-
-
-def _below(root: str) -> str:
-    """What the paths of all files below begin with."""
-    return root.rstrip("/") + "/" if root else ""
 
 
 def _within(fs: Any, seconds: float) -> dict[str, float]:

@@ -145,8 +145,12 @@ class _Crew:
 
     def ended_by_themselves(self) -> bool:
         """Whether a worker ended with an error of Python, and none by a signal but the one that the pool sends then."""
+        end = time.monotonic() + _GONE_S
         for process in self._processes:
             process.join(_GONE_S)
+            # The pool joins it too, in its own thread: who comes second has no code until the first has noted it.
+            while process.exitcode is None and time.monotonic() < end:
+                time.sleep(0.01)
         codes = [process.exitcode for process in self._processes]
         return set(codes) <= {0, 1, -signal.SIGTERM} and 1 in codes
 

@@ -270,6 +270,8 @@ def lose_a_rank(rank, ranks, folder, victim, start_worker=Forked):
     if rank == victim:
         handle._sign.beat(0)  # its last sign of life is from now, however late this machine made the one before
         (folder / "worker").write_text(str(worker))
+        # With its trainer: the kernel wakes a stopped process whose parent dies, and a hang-up ends no worker.
+        os.kill(worker, signal.SIGKILL)
         os.kill(os.getpid(), signal.SIGKILL)
     return (*ending(handle), loaded_value(folder / "c"))
 

@@ -69,8 +69,19 @@ def test_a_whole_batch_is_read_at_once_where_a_loader_stacks_samples(data, monke
     assert len(asked) == 1
     monkeypatch.undo()
     assert [lists(sample) for sample in samples] == [lists(data[n]) for n in (4, 9, 2)]
-    with pytest.raises(IndexError):
-        data.__getitems__([0, len(data)])
+
+
+def test_a_loader_that_stacks_samples_goes_on_behind_the_length_as_one_of_whole_batches_does():
+    data = blend({"a": numbered([50, 7]), "b": numbered([33])}, [1, 2])
+    begin = len(data) - 2
+    with pytest.raises(IndexError):  # where `for sample in data` ends
+        data[len(data)]
+    loader = torch.utils.data.DataLoader(data, batch_sampler=sampler(begin, 4))
+    expected = [lists(data.get_batch(range(at, at + 4))) for at in (begin, begin + 4)]
+    assert first(loader, 2) == expected
+    epoch = blend({"a": numbered([50, 7])}, None, None)
+    with pytest.raises(IndexError, match=f"position {len(epoch)} is not in"):
+        epoch.__getitems__([0, len(epoch)])
 
 
 def test_the_error_of_a_worker_is_raised_by_the_loader(data):

@@ -36,6 +36,19 @@ def test_a_state_goes_through_json_and_gives_the_position_back():
     assert epoch.load_state_dict(through_json(epoch.state_dict(3))) == 3
 
 
+@pytest.mark.parametrize("kind", [np.int64, np.uint32])
+def test_a_state_whose_numbers_a_checkpoint_gives_back_as_numpys_is_the_same_state(kind):
+    """torch.save and DCP keep Python's numbers; a user's own file of arrays gives numpy's."""
+    data = blend(NAMED, [1, 3], changes=[CHANGE])
+    state = data.state_dict(31)
+    loaded = state | {"position": kind(31), "state_version": kind(state["state_version"]), "seed": kind(state["seed"])}
+    assert (position := data.load_state_dict(loaded)) == 31 and type(position) is int
+    assert dataset(numbered([50])).load_state_dict(dataset(numbered([50])).state_dict(7) | {"position": kind(7)}) == 7
+    for wrong in (True, np.bool_(True), kind(31) / 1, "31", None, -1):
+        with pytest.raises(BlendingError, match="no position"):
+            data.load_state_dict(state | {"position": wrong})
+
+
 def test_later_changes_datasets_and_sizes_may_differ():
     state = blend(TWO, [1, 3], size=50).state_dict(30)
     longer = blend(NAMED, [1, 3], size=10**9, changes=[CHANGE])

@@ -3,6 +3,7 @@
 import gzip
 import json
 import os
+import shutil
 import resource
 import signal
 import subprocess
@@ -343,6 +344,21 @@ def test_a_part_whose_report_was_cut_is_made_again(folder):
     with pytest.raises(KeyboardInterrupt):
         build(["a.jsonl"], "out", part_bytes=500, progress=interrupt_after_two_parts)
     os.truncate("out.building/part-00000.json", 7)
+    build(["a.jsonl"], "out", part_bytes=500)
+    assert pair_bytes("out") == pair_bytes("whole")
+
+
+@pytest.mark.parametrize("done", [1, 6])
+def test_a_building_folder_that_somebody_removes_is_named_and_the_remedy_works(folder, done):
+    numbered(folder)
+
+    def clean_up(parts, total):
+        if parts == min(done, total):
+            shutil.rmtree("out.building")
+
+    with pytest.raises(IndexedDataError, match=r"out\.building was removed while the build wrote into it; build again"):
+        build(["a.jsonl"], "out", part_bytes=500, progress=clean_up)
+    assert not IndexedDataset.exists("out")
     build(["a.jsonl"], "out", part_bytes=500)
     assert pair_bytes("out") == pair_bytes("whole")
 

@@ -212,6 +212,11 @@ class Broken:
 
 NO_IDS = {
     "a mask": np.array([True, False]),
+    "a list of a mask": [True, False],
+    "True among ids": [5, True],
+    "False among ids": (0, 70, False, 1),
+    "numpy's True among ids": [5, np.True_],
+    "objects with True": np.array([5, True], dtype=object),
     "masked values": np.ma.array([1, 2, 3], mask=[0, 1, 0]),
     "a shape of none": np.array(5),
     "two dimensions": np.ones((2, 3), int),

@@ -49,6 +49,11 @@ def test_every_rank_runs_once_with_its_number_and_one_thread(tmp_path, monkeypat
     assert sorted(p.name for p in tmp_path.iterdir()) == [f"rank-{i}-of-3-threads-1" for i in range(3)]
 
 
+def test_a_rank_that_reads_a_file_cut_under_its_map_is_told_with_what_sigbus_means(tmp_path):
+    with pytest.raises(RankError, match="rank 1 was killed by SIGBUS; a file of data was cut or written over while it"):
+        start_ranks(ranks.read_what_is_cut_on_rank_one, 2, (tmp_path / "a",))
+
+
 def test_a_typed_error_is_one_line_with_its_rank_and_ends_the_others():
     began = time.monotonic()
     with pytest.raises(RankError) as error:

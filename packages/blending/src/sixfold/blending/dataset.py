@@ -159,9 +159,9 @@ class Samples(ABC):
         """The samples at ``positions``, read as one batch: a torch loader with ``batch_sampler=`` calls it.
 
         Raises:
-            IndexError: as of ``[n]``.
+            IndexError: a position that the stream does not have; as of ``get_batch``, and not of ``[n]``.
         """
-        numbers = checked_positions(positions, len(self))
+        numbers = checked_positions(positions, None)
         batch = self.get_batch(numbers)
         rows = [
             {name: array[row] for name, array in batch.items() if name != "cu_seqlens"} for row in range(len(numbers))

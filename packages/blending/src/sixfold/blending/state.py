@@ -11,7 +11,9 @@ from collections.abc import Mapping, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
-from sixfold.blending.checks import whole_number
+import numpy as np
+
+from sixfold.blending.checks import plain, whole_number
 from sixfold.blending.config import BlendedMegatronDatasetConfig
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.names import base_name
@@ -117,12 +119,12 @@ def saved_position(state: State) -> tuple[int, int]:
         BlendingError: not a state, or one of a version that is not known here.
     """
     position = state.get("position") if isinstance(state, dict) else None
-    if not isinstance(position, int) or isinstance(position, bool) or position < 0:
+    if not isinstance(position, int | np.integer) or isinstance(position, bool) or position < 0:
         raise BlendingError("the state has no position; it is not what state_dict(position) returned")
     version = state.get("state_version")
-    if not isinstance(version, int) or not _OLDEST <= version <= STATE_VERSION:
+    if not isinstance(version, int | np.integer) or not _OLDEST <= version <= STATE_VERSION:
         raise BlendingError(f"the state has version {version}; this release reads {_OLDEST} to {STATE_VERSION}")
-    return position, version
+    return int(position), int(version)
 
 
 def refuse_other_past(saved: State, current: State, datasets: "Sequence[MegatronDataset]") -> None:
@@ -133,7 +135,7 @@ def refuse_other_past(saved: State, current: State, datasets: "Sequence[Megatron
     """
     if current["position"] == 0:  # nothing was given that could be given otherwise
         return
-    saved, current = json.loads(json.dumps(saved)), json.loads(json.dumps(current))
+    saved, current = json.loads(json.dumps(saved, default=plain)), json.loads(json.dumps(current))
     if current["order"] != "stateless":
         _forget_folders(saved, current)
     elif saved["state_version"] == _OLDEST and saved.get("order") == "stateless":

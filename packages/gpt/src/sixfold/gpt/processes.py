@@ -44,6 +44,10 @@ END_S = 3.0  # for a finished rank to leave, and for the others once SIGTERM has
 # torch._dynamo: the first step of any torch optimizer imports it, over a second of CPU time in each rank.
 PRELOAD = ("torch", "torch.distributed", "torch._dynamo", "sixfold.gpt.loop")
 PR_SET_PDEATHSIG = 1
+_HINTS = {
+    signal.SIGKILL: "; the kernel does so when memory runs out",
+    signal.SIGBUS: "; a file of data was cut or written over while it was read, a disk failed, or /dev/shm is full",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -233,8 +237,9 @@ def _silent_end(rank: int, exit_code: int | None) -> Failure:
         return _ended_at_once(rank)
     if exit_code is not None and exit_code < 0:
         number = signal.Signals(-exit_code)
-        hint = "; the kernel does so when memory runs out" if number == signal.SIGKILL else ""
-        text = f"rank {rank} was killed by {number.name}{hint} [see errors/gpt.html#a-rank-was-killed]"
+        text = (
+            f"rank {rank} was killed by {number.name}{_HINTS.get(number, '')} [see errors/gpt.html#a-rank-was-killed]"
+        )
         return Failure(rank=rank, time=now, text=text, killed_by=number)
     text = f"rank {rank} ended with exit status {exit_code} and no message [see errors/gpt.html#a-rank-was-killed]"
     return Failure(rank=rank, time=now, text=text)

@@ -139,12 +139,14 @@ def _from_list(ids: list[Any] | tuple[Any, ...] | range, allowed: IdRange) -> np
     except _NO_INTEGER as problem:
         raise _first_bad(ids, allowed) from problem
     flat: npt.NDArray[Any] = np.frombuffer(packed, allowed.dtype) if packed else np.empty(0, allowed.dtype)
-    # True is 1 to struct. The types of a list cost three times what packing it does, so a mask is known by its values.
-    if packed and (type(ids[0]) is bool or flat.view(f"u{flat.itemsize}").max() <= 1):
-        for position, value in enumerate(ids):
-            if type(value) is bool:
+    # True is 1 to struct. The types of a list cost three times what packing it does: only 0 and 1 are looked at.
+    unsigned = flat.view(f"u{flat.itemsize}")
+    if packed and unsigned.item(unsigned.argmin()) <= 1:
+        for position in np.flatnonzero(unsigned <= 1).tolist():
+            if type(ids[position]) is bool:
                 raise IndexedDataError(
-                    f"position {position} is {value!r}: a mask, and no ids; {allowed}. Convert them to integers first"
+                    f"position {position} is {ids[position]!r}: of a mask, and no id; {allowed}. Convert them to "
+                    "integers first"
                 )
     return flat if allowed.vocab_size is None else _narrowed(flat, allowed.checks[flat.dtype], allowed)
 

@@ -62,6 +62,10 @@ def workshop(
         try:
             yield folder, dropped
         except BaseException as error:
+            if isinstance(error, Exception) and not os.path.isdir(folder):
+                raise IndexedDataError(
+                    f"{folder} was removed while the build wrote into it; build again, and leave that folder alone"
+                ) from error
             if isinstance(error, BadInput) or not _finished(folder):
                 _remove(folder)
             raise
@@ -104,7 +108,7 @@ def _make_locked(folder: str) -> int:
 
 def _finished(folder: str) -> set[str]:
     """Names (without extension) of the finished parts."""
-    names = {name.removesuffix(".json") for name in os.listdir(folder) if name.startswith(_PART)}
+    names = {name.removesuffix(".json") for name in _names_in(folder) if name.startswith(_PART)}
     return {name for name in names if read_report(os.path.join(folder, name)) is not None}
 
 
@@ -143,9 +147,19 @@ def _sweep(folder: str, keeps_parts: bool) -> None:
 
 
 def _remove(folder: str) -> None:
-    for name in sorted(os.listdir(folder), key=(_PLAN, _LOCK).__contains__):  # the plan tells whose folder it is
-        os.unlink(os.path.join(folder, name))
-    os.rmdir(folder)
+    """Remove the folder; what somebody has removed meanwhile is gone."""
+    for name in sorted(_names_in(folder), key=(_PLAN, _LOCK).__contains__):  # the plan tells whose folder it is
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(folder, name))
+    with suppress(FileNotFoundError):
+        os.rmdir(folder)
+
+
+def _names_in(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
 
 
 def _read_plan(folder: str) -> Any:

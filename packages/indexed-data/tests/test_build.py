@@ -3,8 +3,8 @@
 import gzip
 import json
 import os
-import shutil
 import resource
+import shutil
 import signal
 import subprocess
 import sys

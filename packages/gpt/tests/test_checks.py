@@ -229,6 +229,14 @@ def test_a_resumed_run_whose_loss_mask_reads_the_end_of_a_document_keeps_who_say
         resume_changes(config_with(masked), config_with(override), step=50)
 
 
+@pytest.mark.parametrize("override", ["data.tokenizer=moved/tokenizer.json", "data.eod_token=</s>"])
+def test_a_loss_mask_takes_another_name_of_the_same_end(override):
+    masked = "data.eod_mask_loss=true"
+    resume_changes(config_with(masked), config_with(masked, override), step=50, same_end=True)
+    with pytest.raises(ConfigError, match=r"cannot change data\.eod_mask_loss \(was True, is False\)"):
+        resume_changes(config_with(masked), config_with(override), step=50, same_end=True)
+
+
 def test_all_changes_of_a_resumed_run_are_named_at_once():
     with pytest.raises(ConfigError) as error:
         resume_changes(config_with(), config_with("train.seed=1", "model.norm_eps=1"), step=50)

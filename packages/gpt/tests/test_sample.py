@@ -45,6 +45,15 @@ def test_an_empty_prompt_is_the_start_of_a_document_and_the_text_ends_with_it():
     assert sample(alphabet(), ByteTokenizer(), tokens=100) == "abcdefghijklmnopqrstuvwxyz"
 
 
+@pytest.mark.parametrize(
+    ("mask", "seen"), [(True, [[256], [97], [97, 98]]), (False, [[256], [256, 97], [256, 97, 98]])]
+)
+def test_the_end_that_begins_a_text_goes_with_the_first_draw_where_documents_were_read_by_themselves(mask, seen):
+    model = alphabet()
+    assert sample(model, ByteTokenizer(), tokens=3, document_mask=mask) == "abc"
+    assert [x[0].tolist() for x in model.seen] == seen
+
+
 def test_the_prompt_is_gone_on_from_and_not_repeated():
     assert sample(alphabet(), ByteTokenizer(), "xyzab", tokens=3, temperature=0) == "cde"
 

@@ -2,17 +2,19 @@
 
 import itertools
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from sixfold.gpt import cli
+from sixfold.gpt import TrainConfig, cli, train
+from sixfold.gpt import sample as sample_module
 from sixfold.gpt.corpus import topics
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.prepare import prepare
-from sixfold.gpt.sample import sample
+from sixfold.gpt.sample import open_run, sample
 from sixfold.gpt.tokenizer import check_identity, tokenizer_for, tokenizer_of
 from sixfold.indexed_data import IndexedDataset
 
@@ -151,3 +153,62 @@ def test_ids_above_a_gap_are_part_of_the_vocabulary(tmp_path):
 def pair_ids(prepared):
     with IndexedDataset(prepared.prefix) as dataset:
         return np.concatenate(list(dataset))
+
+
+def with_bos(path):
+    """Llama 3's kind: a template puts a BOS before a text."""
+    byte_level(path, ["<|endoftext|>", "<s>"])
+    made = library.Tokenizer.from_file(str(path))
+    made.post_processor = library.processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    made.save(str(path))
+    return made
+
+
+def tiny(folder, *overrides):
+    path = folder / "tiny.toml"
+    path.write_text(
+        f"""
+        model = {{num_layers = 1, hidden_size = 32, num_attention_heads = 4, ffn_hidden_size = 64, vocab_size = 400}}
+        data = {{blend = ["{folder}/p"], seq_length = 32}}
+        train = {{steps = 1, global_batch_size = 2, micro_batch_size = 2, precision = "fp32"}}
+        optimizer = {{lr = 1e-3}}
+        checkpoint = {{background = false}}
+        run = {{dir = "{folder}/run", device = "cpu"}}
+        """
+    )
+    return TrainConfig.from_toml(path, overrides)
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_a_prompt_of_a_run_begins_as_the_documents_of_its_data_do(tmp_path, monkeypatch, template):
+    made = with_bos(tmp_path / "tokenizer.json")
+    words = [str(write_corpus(tmp_path / "a.jsonl")), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    context = (
+        nullcontext() if template else pytest.warns(UserWarning, match="its template, which adds <s>, is left out")
+    )
+    with context:
+        assert cli.main(["prepare", *words, "--out", str(tmp_path / "p"), *["--template"] * template]) == 0
+    with IndexedDataset(str(tmp_path / "p")) as dataset:
+        assert dataset[0].tolist() == [*made.encode(TEXTS[0], add_special_tokens=template).ids, 0]
+    train(tiny(tmp_path, f"data.document_mask={template}"))
+    opened = open_run(tmp_path / "run")
+    tokenizer = opened.tokenizer
+    monkeypatch.setattr(sample_module, "stream", lambda *_, **draws: draws)
+    assert sample_module.stream_run(tmp_path / "run") == {"context": 32, "document_mask": template}
+    assert tokenizer.encode("The if") == made.encode("The if", add_special_tokens=template).ids
+    assert tokenizer.encode("") == [1] * template
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"p{suffix}").unlink()
+    assert open_run(tmp_path / "run").tokenizer.eod == 0, "a run whose data is gone is sampled all the same"
+
+
+def test_a_masked_run_goes_on_with_its_tokenizer_in_another_place_and_not_with_another_end(tmp_path):
+    path = byte_level(tmp_path / "tokenizer.json", ["<|endoftext|>", "</s>"])
+    prepare([write_corpus(tmp_path / "a.jsonl")], tmp_path / "p", tokenizer=str(path))
+    masked = ("data.eod_mask_loss=true", "schedule.shape=constant")
+    train(tiny(tmp_path, *masked, f"data.tokenizer={path}"))
+    moved = (tmp_path / "elsewhere").mkdir() or path.rename(tmp_path / "elsewhere/words.json")
+    assert train(tiny(tmp_path, *masked, f"data.tokenizer={moved}", "train.steps=2")).step == 2
+    (tmp_path / "p.json").unlink()  # which would refuse another end by itself
+    with pytest.raises(ConfigError, match=r"cannot change data\.eod_token \(was '', is '</s>'\)"):
+        train(tiny(tmp_path, *masked, f"data.tokenizer={moved}", "data.eod_token=</s>", "train.steps=3"))

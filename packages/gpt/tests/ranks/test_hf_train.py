@@ -130,8 +130,9 @@ def test_an_imported_model_writes_with_the_tokenizer_that_came_with_it(tmp_path)
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 7}, unk_token="a"))
     made.save(str(tmp_path / "hf/tokenizer.json"))
     import_model(tmp_path / "hf", tmp_path / "imported")
-    model, context, tokenizer = open_run(tmp_path / "imported")
-    assert (model.config.vocab_size, context, tokenizer.eod) == (100, 256, 7)
+    opened = open_run(tmp_path / "imported")
+    assert (opened.model.config.vocab_size, opened.context, opened.tokenizer.eod) == (100, 256, 7)
+    assert not opened.document_mask, "what others trained keeps the end of the document before in view"
 
 
 def test_an_imported_model_reads_a_prompt_as_transformers_does_with_what_its_tokenizer_puts_before_it(tmp_path):
@@ -146,6 +147,6 @@ def test_an_imported_model_reads_a_prompt_as_transformers_does_with_what_its_tok
         )
         made.save(str(tmp_path / "hf/tokenizer.json"))
         import_model(tmp_path / "hf", tmp_path / template.replace(" ", ""))
-        _, _, tokenizer = open_run(tmp_path / template.replace(" ", ""))
+        tokenizer = open_run(tmp_path / template.replace(" ", "")).tokenizer
         assert tokenizer.encode("b a") == [5, 1, 0] and tokenizer.encode("") == [5]
         assert tokenizer.decode([5, 1, 0]) == "b a"

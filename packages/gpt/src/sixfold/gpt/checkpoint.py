@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 # How long a rank waits for what rank 0 has chosen to show up: network file systems cache folders for up to a minute.
 SEEN_S = 90.0
 SEEN_POLL_S = 0.05
+END = "eod"  # key of common data: the id that ends a document, for a resume whose tokenizer has another name
 ORIGIN = "origin"  # key of common data: what hf.py's import said that [model] does not; checkpoints hand it on
 
 
@@ -145,6 +146,8 @@ def save(
     }
     if rank.stored_plan is not None:
         state["plan"] = rank.stored_plan
+    if rank.eod is not None:
+        state[END] = rank.eod
     if rank.origin is not None:
         state[ORIGIN] = rank.origin
     timeout = rank.config.run.timeout_seconds

@@ -134,6 +134,9 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument(
         "--documents", choices=("file", "paragraph", "line"), default="file", help="of a text file (%(default)s)"
     )
+    prepare.add_argument(
+        "--template", action="store_true", help="with what the tokenizer's template adds, such as a BOS"
+    )
     prepare.add_argument("--workers", type=_positive, default=1, help="processes (%(default)s)")
     prepare.set_defaults(run=_prepare)
 
@@ -388,7 +391,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from sixfold.gpt import prepare
 
     if not args.cpython:
-        names = ("tokenizer", "eod_token", "key", "documents", "workers")
+        names = ("tokenizer", "eod_token", "key", "documents", "template", "workers")
         print(prepare.prepare(args.inputs, args.out, **{name: getattr(args, name) for name in names}))
         return 0
     if args.inputs or args.tokenizer != "bytes" or args.eod_token:

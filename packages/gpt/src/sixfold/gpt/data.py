@@ -106,10 +106,7 @@ def _check_end(config: TrainConfig) -> None:
     Raises:
         ConfigError: the keys that say it.
     """
-    from sixfold.gpt.tokenizer import tokenizer_of
-
-    data = config.data
-    eod = tokenizer_of(data.blend, data.tokenizer, data.eod_token).eod
+    data, eod = config.data, end_of_documents(config)
     if eod < 0 and data.eod_token:
         raise ConfigError(
             f"data.eod_token is {data.eod_token!r} and nothing names a tokenizer that has it: data.tokenizer is empty "
@@ -125,6 +122,13 @@ def _check_end(config: TrainConfig) -> None:
             f"model.vocab_size is {config.model.vocab_size} and id {eod} ends a document of this tokenizer; "
             f"model.vocab_size is the tokenizer's, see what `sixfold prepare` printed"
         )
+
+
+def end_of_documents(config: TrainConfig) -> int:
+    """The id that ends a document of the run; -1 where nothing says it. Opens the tokenizer."""
+    from sixfold.gpt.tokenizer import tokenizer_of
+
+    return tokenizer_of(config.data.blend, config.data.tokenizer, config.data.eod_token).eod
 
 
 def train_samples(config: TrainConfig, steps: int | None = None) -> int:

@@ -369,7 +369,8 @@ def score_rank(config: TrainConfig, out: Path) -> int:
 
     here = launch.detect(os.environ)
     assert here is not None, "start_ranks makes every process a rank"
-    model, _, tokenizer = open_run(config.run.dir)
+    opened = open_run(config.run.dir)
+    model, tokenizer = opened.model, opened.tokenizer
     length = config.data.seq_length
     with IndexedDataset(config.data.valid[0]) as valid:
         assert valid.tokens is not None, "a mapped pair has its tokens as one array"

@@ -5,6 +5,8 @@ run folder or checkpoint --> checkpoint.find --> dist_ckpt.load (group=None) -->
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -128,7 +130,8 @@ def longest_row(folder: Path) -> int:
 def saved_tokenizer(folder: Path, name: str = "", eod_token: str = "") -> Tokenizer:
     """The tokenizer of a checkpoint's run, or that of an import: tokenizer.json in the run folder.
 
-    Where neither the run nor its data names one, a model of 257 ids is one of bytes; else it is a `NoTokenizer`.
+    Where neither the run nor its data names one, a model of 257 ids is one of bytes; else it is a `NoTokenizer`. It
+    begins a text as what it was trained on begins: an import's with its template's BOS, a run's as its data does.
 
     Args:
         name, eod_token: in the place of what the run was trained with.
@@ -145,7 +148,20 @@ def saved_tokenizer(folder: Path, name: str = "", eod_token: str = "") -> Tokeni
     found = tokenizer_of(data.blend, name or data.tokenizer, eod_token or data.eod_token)
     if isinstance(found, NoTokenizer) and config.model.vocab_size == ByteTokenizer.vocab_size:
         return ByteTokenizer()
+    if isinstance(found, FileTokenizer):
+        found.template = _begins_with(found.lead, data.blend)
     return found
+
+
+def _begins_with(lead: list[int], prefixes: Iterable[str]) -> bool:
+    """Whether the documents of a run begin with ``lead``: the first one of the first pair that is there."""
+    from sixfold.indexed_data import IndexedDataError, IndexedDataset
+
+    for prefix in prefixes if lead else ():
+        with suppress(IndexedDataError), IndexedDataset(prefix) as pair:
+            if len(pair):
+                return bool(pair[0][: len(lead)].tolist() == lead)
+    return False
 
 
 def load_model(

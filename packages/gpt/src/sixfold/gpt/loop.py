@@ -85,6 +85,8 @@ class Run:
                 f"name some in data.valid, or set eval.every = 0"
             )
         self.valid = None if valid is None else TokenStream(valid, config, part=part, copies=copies)
+        if not isinstance(self.train_data, own_data.OwnData):
+            rank.eod = int(self.train_data.config.tokenizer.eod)
         self.progress = Progress()
         self.loss: float | None = None
         self.versions = versions()

@@ -30,28 +30,30 @@ _NOTED_KEYS = (
     "train.precision", "train.compile", "train.deterministic", "train.global_batch_size", "model.router_aux_loss",
 )  # fmt: skip
 # How a tokenizer is found: preflight compares it with what made the data. Training reads of it the end of a document
-# alone, and that where data.eod_mask_loss is true; there it may not change.
+# alone, and that where data.eod_mask_loss is true; there its id may not change.
 _TOKENIZER_KEYS = ("data.tokenizer", "data.eod_token")
 _BATCH_KEYS = ("global_batch_size", "batch_ramp")  # may differ where each step that is done had the same batch
 _NOTED_LENGTH = "train.steps"  # where the learning rate falls over them
 
 
-def resume_changes(old: "TrainConfig", new: "TrainConfig", *, step: int = 0) -> None:
+def resume_changes(old: "TrainConfig", new: "TrainConfig", *, step: int = 0, same_end: bool = False) -> None:
     """Refuse to continue a run under a configuration that would have made its past differ.
 
     Args:
         old: what the run was made with.
         new: what it is to go on with.
         step: updates done so far; batches and data.changes from here on may differ.
+        same_end: one id ends a document in both, under whatever name its tokenizer is found.
     Raises:
         ConfigError: naming each key that changed and may not, with both values.
 
     What is not in a checkpoint may change, as the learning rate and the precision; see ``noted_changes``.
     A prefix may move to another folder: the names of the datasets count (data.names, else base names), and blending
-    compares what lies behind them. So may the tokenizer, where training reads nothing of it.
+    compares what lies behind them. So may the tokenizer, where training reads nothing of it, or finds the same there.
     """
     before, after = _fixed_values(old, step), _fixed_values(new, step)
-    free = () if old.data.eod_mask_loss or new.data.eod_mask_loss else _TOKENIZER_KEYS
+    reads_end = old.data.eod_mask_loss or new.data.eod_mask_loss
+    free = () if reads_end and not same_end else _TOKENIZER_KEYS
     changed = {key: (before[key], after[key]) for key in before if before[key] != after[key] and key not in free}
     batches = _changed_batches(old, new, step)
     if changed or batches:

@@ -100,6 +100,7 @@ def prepare(
     eod_token: str = "",
     key: str = "text",
     documents: str = "file",
+    template: bool = False,
     workers: int = 1,
 ) -> Prepared:
     """Tokenize text files into one pair.
@@ -110,6 +111,7 @@ def prepare(
         tokenizer: ``bytes`` or the path of a tokenizer.json, or of a folder that has one.
         eod_token: of a tokenizer.json: the text of the token that ends a document; "" finds the usual ones.
         documents: what is a document of a text file: the ``file``, a ``paragraph`` or a ``line``.
+        template: each document begins as the tokenizer's template has it (a BOS): of models that others trained so.
         workers: processes; the bytes written do not depend on it.
     Raises:
         ConfigError: no input, a missing input, an existing pair, an unknown tokenizer.
@@ -133,6 +135,7 @@ def prepare(
             eod_token=end,
             json_key=key,
             text_documents=documents,
+            template=template,
             workers=workers,
         )
     except BaseException:

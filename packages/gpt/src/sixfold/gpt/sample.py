@@ -2,6 +2,10 @@
 
     prompt --> tokenizer --> model --> temperature, top k, top p, one draw --> next token   (this file) --> text
 
+[Note: how a text without a prompt begins] With the end of a document alone: what follows it is a first token. A model
+that reads each document by itself (data.document_mask, the default) has met that end behind its document only, never
+before a text. So it goes with the first draw, and the text goes on as one whose first token was the prompt.
+
 The model sees the last ``context`` tokens at each position; it keeps no cache. Draws come from a generator of
 their own on the CPU, so a seed gives the same text whatever ran before.
 """
@@ -54,6 +58,8 @@ class Draws:
         tokens: at most this many.
         seed: of the draws' own generator.
         context: tokens that the model sees at most; longer than it was trained on is of no use.
+        document_mask: the model was trained to read each document by itself, as runs do by default; see [Note: how a
+            text without a prompt begins].
     Raises:
         ConfigError: a value outside its range.
     """
@@ -64,6 +70,7 @@ class Draws:
     top_p: float = 1.0
     seed: int = 0
     context: int = 1024
+    document_mask: bool = True
 
     def __post_init__(self) -> None:
         for name, value, least in (("tokens", self.tokens, 0), ("top_k", self.top_k, 0), ("context", self.context, 1)):
@@ -83,8 +90,9 @@ def sample(model: GPTModel, tokenizer: Tokenizer, prompt: str = "", **draws: Any
 def stream(model: GPTModel, tokenizer: Tokenizer, prompt: str = "", **draws: Any) -> Iterator[str]:
     """The text that ``model`` writes after ``prompt``, in pieces as it comes; together they are what `sample` gives.
 
-    An empty prompt is the start of a document. The text ends with its document or after so many tokens. A character
-    whose last token has not come yet waits for it.
+    An empty prompt is the start of a document: its template's first token (a BOS) where the tokenizer adds one, else
+    the end of the document before; see [Note: how a text without a prompt begins]. The text ends with its document or
+    after so many tokens. A character whose last token has not come yet waits for it.
 
     Args:
         draws: fields of `Draws`.
@@ -92,20 +100,20 @@ def stream(model: GPTModel, tokenizer: Tokenizer, prompt: str = "", **draws: Any
         ConfigError: a value outside its range, or a prompt with ids that the model does not have.
     """
     how = Draws(**draws)
-    ids = [tokenizer.eod, *tokenizer.encode(prompt)]
-    # The lead token stands for the document before; with text to go on from, the text alone is the context.
-    ids = ids[1:] or ids
-    vocab_size = model.config.vocab_size
-    if max(ids) >= vocab_size:
-        raise ConfigError(f"tokenizer {tokenizer.name!r} gives id {max(ids)}, model.vocab_size is {vocab_size}")
+    ids = tokenizer.encode(prompt)
+    lead = [] if ids else [tokenizer.eod]
+    vocab_size, largest = model.config.vocab_size, max(lead + ids)
+    if largest >= vocab_size:
+        raise ConfigError(f"tokenizer {tokenizer.name!r} gives id {largest}, model.vocab_size is {vocab_size}")
     generator, device = torch.Generator().manual_seed(how.seed), next(model.parameters()).device
 
     def draw(written: list[int]) -> int:
+        before = [] if written and how.document_mask else lead
         with torch.inference_mode():
-            logits = model(torch.tensor([(ids + written)[-how.context :]], device=device))[0, -1]
+            logits = model(torch.tensor([(before + ids + written)[-how.context :]], device=device))[0, -1]
             return next_token(logits.cpu(), how.temperature, how.top_k, generator, top_p=how.top_p)
 
-    return _pieces(draw, tokenizer, how.tokens, tokenizer.encode(prompt))
+    return _pieces(draw, tokenizer, how.tokens, ids)
 
 
 def _pieces(
@@ -129,7 +137,22 @@ def _pieces(
         yield rest
 
 
-def open_run(path: str | Path, tokenizer: str = "", eod_token: str = "") -> tuple[GPTModel, int, Tokenizer]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Opened:
+    """A trained model and what it is sampled with.
+
+    Attributes:
+        context: length of the rows that it was trained on.
+        document_mask: it was trained to read each document by itself; False of an import.
+    """
+
+    model: GPTModel
+    context: int
+    tokenizer: Tokenizer
+    document_mask: bool
+
+
+def open_run(path: str | Path, tokenizer: str = "", eod_token: str = "") -> Opened:
     """Model, length of its rows and tokenizer of a run folder or checkpoint folder, for one process on the CPU.
 
     Args:
@@ -138,11 +161,12 @@ def open_run(path: str | Path, tokenizer: str = "", eod_token: str = "") -> tupl
         ConfigError: no checkpoint or no tokenizer there. CheckpointError: it is damaged.
     """
     from sixfold.gpt.checkpoint import find
-    from sixfold.gpt.load import load_model, longest_row, saved_tokenizer
+    from sixfold.gpt.load import IMPORTED, load_model, longest_row, saved_common, saved_config, saved_tokenizer
 
     folder = find(path)
     found = saved_tokenizer(folder, tokenizer, eod_token)
-    return load_model(folder), longest_row(folder), found
+    apart = IMPORTED not in saved_common(folder) and saved_config(folder).data.document_mask
+    return Opened(model=load_model(folder), context=longest_row(folder), tokenizer=found, document_mask=apart)
 
 
 def stream_run(
@@ -150,8 +174,10 @@ def stream_run(
 ) -> Iterator[str]:
     """``stream`` with the model, tokenizer and context length of a run folder or checkpoint folder; see `open_run`."""
     Draws(**draws)  # refused before a model is read
-    model, context, found = open_run(path, tokenizer, eod_token)
-    return stream(model, found, prompt, context=context, **draws)
+    run = open_run(path, tokenizer, eod_token)
+    return stream(
+        run.model, run.tokenizer, prompt, **{"context": run.context, "document_mask": run.document_mask} | draws
+    )
 
 
 def sample_run(path: str | Path, prompt: str = "", **options: Any) -> str:

@@ -27,8 +27,9 @@ from sixfold.dist_ckpt import CorruptError, MismatchError, retention
 from sixfold.dist_ckpt.tools import verify
 from sixfold.gpt import checkpoint
 from sixfold.gpt.agree import gather, together
+from sixfold.gpt.checkpoint import END
 from sixfold.gpt.config import TrainConfig
-from sixfold.gpt.data import preflight
+from sixfold.gpt.data import end_of_documents, preflight
 from sixfold.gpt.errors import ConfigError, FinalError
 from sixfold.gpt.load import IMPORTED, model_differences, saved_common, saved_config
 from sixfold.gpt.mesh import RankMesh
@@ -146,8 +147,10 @@ def _start(config: TrainConfig, mesh: RankMesh, damaged: Mapping[Path, str]) -> 
 
 def _check_past(newest: Path, config: TrainConfig) -> None:
     """Refuse a configuration with which the past of ``newest`` would have been another; an import has a model alone."""
-    if IMPORTED not in saved_common(newest):
-        resume_changes(saved_config(newest), config, step=step_of(newest))
+    common = saved_common(newest)
+    if IMPORTED not in common:
+        same_end = config.data.eod_mask_loss and common.get(END) == end_of_documents(config)
+        resume_changes(saved_config(newest), config, step=step_of(newest), same_end=same_end)
     elif differ := model_differences(newest, config.model):
         raise ConfigError(f"{newest} was imported with another {', '.join(differ)}; take its [model] over as it is")
 

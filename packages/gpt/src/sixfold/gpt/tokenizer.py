@@ -104,8 +104,7 @@ class FileTokenizer:
         path: the file, or a folder that holds a tokenizer.json.
         eod_token: the text of the token that ends a document; "" looks for it.
     Attributes:
-        template: a text begins as the file's template has it (a BOS): of models that others have trained so. What
-            prepare writes has no such tokens.
+        template: a text begins as the file's template has it (a BOS), as it did in training.
     """
 
     template = False
@@ -170,6 +169,13 @@ class FileTokenizer:
         while self.template and ids and ids[-1] == self.eod:
             ids.pop()
         return ids
+
+    @property
+    def lead(self) -> list[int]:
+        """What the file's template puts before a text, as a BOS."""
+        whole = self._library.encode("a", add_special_tokens=True)
+        count = next((n for n, special in enumerate(whole.special_tokens_mask) if not special), 0)
+        return list(whole.ids[:count])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text of ``ids`` without special tokens."""

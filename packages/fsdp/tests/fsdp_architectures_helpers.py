@@ -350,11 +350,6 @@ def losses_of(net: nn.Module, call: Any, way: str, units: list[str], given: dict
     return [loss.detach(), inner]
 
 
-def options(way: str, ranks: int) -> dict[str, float]:
-    """Of AdamW. Behind a tap nothing is used: on several ranks that has zeros for gradients, and would decay."""
-    return {"lr": 1e-2, "weight_decay": 0.0} if way == "tap" and ranks > 1 else {"lr": 1e-2}
-
-
 def plainly(name: str, way: str, *, ranks: int, steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """What plain torch computes: gradients of ``ranks`` copies added from rank 0 on and divided once.
 
@@ -363,7 +358,7 @@ def plainly(name: str, way: str, *, ranks: int, steps: int) -> tuple[list[Tensor
     """
     copies = [prepare(name, way) for _ in range(ranks)]
     first, units = copies[0]
-    optimizer = torch.optim.AdamW([p for p in first.parameters() if p.requires_grad], **options(way, ranks))
+    optimizer = torch.optim.AdamW([p for p in first.parameters() if p.requires_grad], lr=1e-2)
     seen: list[Tensor] = []
     for step in range(steps):
         for rank, (net, _) in enumerate(copies):
@@ -391,8 +386,7 @@ def sharded(name: str, way: str, *, group: Any, rank: int, steps: int) -> tuple[
 
     net, units = prepare(name, way)
     model = fully_shard(net, process_group=group, fsdp_unit_modules=units)
-    ranks = 1 if group is None else group.size()
-    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], **options(way, ranks))
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
     optimizer = fully_shard_optimizer(optimizer, model)
     seen: list[Tensor] = []
     for step in range(steps):

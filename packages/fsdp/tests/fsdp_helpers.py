@@ -166,7 +166,6 @@ def emulate(
     net_options: dict[str, Any],
     per_microbatch: bool,
     param_dtype: torch.dtype | None = None,
-    zeros: bool = True,
     seen: Seen = lambda name, main: main,
     reduce_dtype: torch.dtype = torch.float32,
     sum_dtype: torch.dtype = torch.float32,
@@ -177,7 +176,7 @@ def emulate(
     Local sums are rounded to ``reduce_dtype``, added over ranks in ``sum_dtype``; what is kept of main gradients
     between reductions is rounded to ``grad_dtype``.
     ``per_microbatch``: sum over ranks after each micro-batch (gradients sharded), else after the last.
-    ``zeros``: parameters of a used unit that got no gradient get zeros (they do from two ranks on).
+    A parameter that no rank used has no gradient.
     """
     net = make_net(**net_options)
     compute = make_net(**net_options)
@@ -203,8 +202,6 @@ def emulate(
                 total[name] = kept.to(grad_dtype).float()
         for name, parameter in net.named_parameters():
             parameter.grad = total.get(name)
-            if zeros and parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
         optimizer.step()
         optimizer.zero_grad()
     return {name: value.clone() for name, value in net.state_dict().items()}

@@ -110,9 +110,6 @@ def emulate_meshes(
         for rank, net in enumerate(nets):
             for name, parameter in net.named_parameters():
                 parameter.grad = totals[rank].get(name)
-                alone = sum(len(group) for group in groups(kind_of(name), rank)) == 1
-                if parameter.grad is None and parameter.requires_grad and not alone:
-                    parameter.grad = torch.zeros_like(parameter)
             optimizers[rank].step()
             optimizers[rank].zero_grad()
     return [{name: value.clone() for name, value in net.state_dict().items()} for net in nets]

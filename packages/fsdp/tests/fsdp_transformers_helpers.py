@@ -73,8 +73,6 @@ def emulate(name: str, *, ranks: int, steps: int) -> dict[str, Tensor]:
         for rank in range(ranks):
             loss_of(net, step, rank).backward()
         for parameter in net.parameters():
-            if parameter.grad is None and ranks > 1:  # unused: it is reduced with its unit's other parameters
-                parameter.grad = torch.zeros_like(parameter)
             if parameter.grad is not None:
                 parameter.grad /= ranks
         optimizer.step()

@@ -472,8 +472,8 @@ def test_a_rank_that_dies_is_named_by_the_survivors(ranks, where, checks, in_ste
 class Unsent:
     """A control channel whose rows do not travel."""
 
-    def start(self, row, wait):
-        return lambda: [row]
+    def start_with(self, row, bits, count, wait):
+        return lambda: ([row], bits)
 
 
 def die_with_a_digest_unsent(rank, ranks):

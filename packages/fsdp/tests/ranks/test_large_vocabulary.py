@@ -88,6 +88,7 @@ def measure(group: Any, strategy: str, head: str = "own", **options: Any) -> dic
             optimizer.zero_grad()
         with Traffic() as traffic:
             model(x).backward()
+    model.check()  # the message that is under way is read, and its rows are gone
     report = model.report()
     sizes = [p.numel() for p in net.parameters()]
     return {

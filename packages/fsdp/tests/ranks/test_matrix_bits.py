@@ -145,7 +145,7 @@ def run_cells(rank: int, ranks: int, cells: list[Cell]) -> list[tuple[str, dict[
 
 
 @functools.cache
-def right(cell: Cell) -> list[list[dict[str, Tensor]]]:
+def right(cell: Cell) -> list[dict[str, Tensor]]:
     return emulate(cell)
 
 

@@ -16,13 +16,8 @@ from fsdp_architectures_helpers import ARCHITECTURES, WAYS, difference, refused_
 CASES = [(name, way) for name in ARCHITECTURES for way in WAYS if way != "lora" or not refused_by_peft(name)]
 
 
-# A module that returns a view of its own weight is a unit of its own, and what it returned is read after it was freed.
-MENDED_LATER = pytest.mark.xfail(reason="a unit returns its own weight", strict=False)
-KNOWN = [pytest.param(*case, marks=MENDED_LATER) if case[0] == "perceiver" else case for case in CASES]
-
-
 @pytest.mark.sampled(28)
-@pytest.mark.parametrize(("name", "way"), KNOWN)
+@pytest.mark.parametrize(("name", "way"), CASES)
 def test_a_model_trains_bit_for_bit_as_plain_torch_or_is_refused_with_the_reason(name, way):
     found = difference(name, way)
     if way == "tap" and found.startswith("refused"):

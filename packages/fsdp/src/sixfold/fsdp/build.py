@@ -22,7 +22,7 @@ from sixfold.fsdp.accept import fp8_names_of, look_at
 from sixfold.fsdp.board import Boards, open_boards, tidy
 from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.comm import Launches, Ranks
-from sixfold.fsdp.control import Control, StoreControl, control_of, exchange
+from sixfold.fsdp.control import Control, StoreControl, control_of, exchange, exchange_text
 from sixfold.fsdp.curtains import draw_curtains
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.faults import Faults
@@ -40,6 +40,7 @@ from sixfold.fsdp.scaled import Fp8Matmul, Transposes
 from sixfold.fsdp.signatures import Signatures
 from sixfold.fsdp.streams import make_stream
 from sixfold.fsdp.units import Unit, UnitSpec
+from sixfold.fsdp.used import Used
 from sixfold.fsdp.waiting import Waiting
 from sixfold.fsdp.ways import Ways, largest_repeated
 
@@ -119,6 +120,7 @@ def build(module: nn.Module, options: Options) -> Built:
         memory.register(lambda mine: all(row[0] for row in exchange(control, [int(mine)], wait)))
         fp8 = _fp8_of(units, options, device)
         waiting = Waiting(faults)
+        used = _used(units, ranks, meshes if elsewhere else None, control, wait)
         gathering = Gathering(
             units,
             placement=placement,
@@ -139,6 +141,7 @@ def build(module: nn.Module, options: Options) -> Built:
             in_step=elsewhere,
             divisor=float(ranks.size if options.grad_divisor is None else options.grad_divisor),
             device=device,
+            used=used,
         )
         engine = Engine(
             units,
@@ -148,7 +151,7 @@ def build(module: nn.Module, options: Options) -> Built:
             gathering=gathering,
             reduction=reduction,
             waiting=waiting,
-            signatures=Signatures(options.checks, units, ranks, control, waiting),
+            signatures=Signatures(options.checks, units, ranks, control, waiting, used),
             control=control,
             elsewhere=elsewhere,
         )
@@ -264,6 +267,36 @@ def _plan_alike(units: Sequence[Unit], bucket_bytes: int, control: Control, wait
     for unit, most in zip(units, turns, strict=True):
         unit.turn_bytes = most
     return bucket_bytes
+
+
+def _used(
+    units: Sequence[Unit], main: Ranks, meshes: Meshes | None, control: Control, wait: Callable[[Any], None]
+) -> Used:
+    """The bit of each trainable parameter: those on the main mesh, then those of each mesh of its own that any rank has
+    (``meshes``; None: there is none)."""
+    first: dict[ParamAndGradBuffer, int] = {}
+    count = 0
+    if main.size == 1:
+        return Used(first, count)
+    beside: dict[str, list[ParamAndGradBuffer]] = {}
+    for stream in (stream for unit in units for stream in unit.trained):
+        if stream.ranks is main or meshes is None:
+            first[stream] = count
+            count += len(stream.records)
+        else:
+            place = ",".join(map(str, meshes.own[stream.records[0].name].place))
+            beside.setdefault(place, []).append(stream)
+    if meshes is not None:
+        sizes = {place: sum(len(stream.records) for stream in streams) for place, streams in beside.items()}
+        texts = exchange_text(control, "\n".join(f"{place}|{size}" for place, size in sizes.items()), wait)
+        told = {line.split("|")[0]: int(line.split("|")[1]) for text in texts for line in text.split("\n") if line}
+        for place in sorted(told):
+            at = count
+            for stream in beside.get(place, ()):
+                first[stream] = at
+                at += len(stream.records)
+            count += told[place]
+    return Used(first, count)
 
 
 def _units(

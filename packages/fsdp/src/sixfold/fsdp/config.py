@@ -101,9 +101,8 @@ class BufferConfig:
             largest unit whose class occurs more than once, and at least a sixteenth of the largest unit.
         merge_bytes: neighbouring units (same units around them, none inside) are one unit while their elements take at
             most so many bytes of main_dtype: fewer and larger collectives, and gathered memory for all of them at
-            once. On several ranks a module that none of them uses has zeros for gradients if its merged unit is used
-            (so weight decay moves it), where a unit of its own has none; ``checks="order"`` does not compare the order
-            of modules inside a merged unit. None: one collective per unit (and piece).
+            once; ``checks="order"`` does not compare the order of modules inside a merged unit. None: one collective
+            per unit (and piece).
         nccl_min_ctas, nccl_max_ctas: fewest and most thread blocks of a collective, on the NCCL groups made here.
         always_communicate: a group of one goes through its back end too (one GPU then tests NCCL).
         share_communicator: gathers and reductions on the given group itself, for few file descriptors; else each has

@@ -14,7 +14,7 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ WaitWork = Callable[[Any], None]
 _FIRST_PAUSE_S = 20e-6  # between two looks for a message; they grow, so that waiting ranks do not storm the store
 _LONGEST_PAUSE_S = 0.05
 _END_S = 0.2  # for the thread to end
+_WORD = 62  # bits that a number of a row holds
 _FEW = 16  # ranks that a text tells of
 
 
@@ -41,6 +42,9 @@ class Control(Protocol):
     def start(self, row: Sequence[int], wait: WaitWork) -> Callable[[], Rows]:
         """Send now; the returned callable waits and returns the rows."""
 
+    def start_with(self, row: Sequence[int], bits: int, count: int, wait: WaitWork) -> Callable[[], tuple[Rows, int]]:
+        """The same with ``count`` bits beside the row, of which all ranks get the union."""
+
 
 class NoControl:
     """One process."""
@@ -48,6 +52,10 @@ class NoControl:
     def start(self, row: Sequence[int], wait: WaitWork) -> Callable[[], Rows]:
         """The only row."""
         return lambda: [list(row)]
+
+    def start_with(self, row: Sequence[int], bits: int, count: int, wait: WaitWork) -> Callable[[], tuple[Rows, int]]:
+        """The only row, and its own bits."""
+        return lambda: ([list(row)], bits)
 
 
 class StoreControl:
@@ -69,13 +77,18 @@ class StoreControl:
 
     def start(self, row: Sequence[int], wait: WaitWork) -> Callable[[], Rows]:
         """It travels while the caller goes on."""
-        work = Exchange(row)
+        finish = self.start_with(row, 0, 0, wait)
+        return lambda: finish()[0]
+
+    def start_with(self, row: Sequence[int], bits: int, count: int, wait: WaitWork) -> Callable[[], tuple[Rows, int]]:
+        """The first rank makes the union: what each rank reads of the bits does not grow with their number."""
+        work = Exchange(row, bits, -(-count // 64))
         self.launches.add(len(row), None)
         self._handed.put(work)
 
-        def finish() -> Rows:
+        def finish() -> tuple[Rows, int]:
             wait(work)
-            return work.rows
+            return work.rows, work.bits
 
         return finish
 
@@ -88,10 +101,11 @@ def _end(stop: threading.Event, handed: queue.SimpleQueue[Any], thread: threadin
 
 
 class Exchange:
-    """One exchange, waited for as torch's Work is."""
+    """One exchange, waited for as torch's Work is; ``bits``, in 64-bit ``words``, are all ranks' when it is done."""
 
-    def __init__(self, row: Sequence[int]) -> None:
+    def __init__(self, row: Sequence[int], bits: int = 0, words: int = 0) -> None:
         self.row = row
+        self.bits, self.words = bits, words
         self.rows: Rows = []
         self.error: BaseException | None = None
         self.done = threading.Event()
@@ -116,29 +130,58 @@ def _serve(
     while (work := handed.get()) is not None:
         number += 1
         try:
-            width = len(work.row)
-            data = _exchange(store, number, struct.pack(f"<{1 + width}q", width, *work.row), rank, size, stop)
-            work.rows = _rows(data, width)
+            mine = _pack(work.row, work.bits, work.words)
+            data = _exchange(store, number, mine, rank, size, stop)
+            work.rows, work.bits = _rows(data, len(work.row), work.words)
         except BaseException as error:  # raised in the thread that waits for it
             work.error = error
         work.done.set()
 
 
-def _rows(data: bytes, width: int) -> Rows:
-    """Every rank's row; each says how wide it is.
+def _pack(row: Sequence[int], bits: int, words: int, *, apart: bool = False) -> bytes:
+    """``apart``: the bits are not here but in the first rank's row."""
+    head = struct.pack(f"<{2 + len(row)}q", len(row), -words if apart else words, *row)
+    return head if apart else head + bits.to_bytes(8 * words, "little")
+
+
+def _unpack(data: bytes) -> Iterator[tuple[list[int], int, int]]:
+    """Rows, each with its bits and its words of bits."""
+    at = 0
+    while at < len(data):
+        width, words = struct.unpack_from("<2q", data, at)
+        row = list(struct.unpack_from(f"<{width}q", data, at + 16))
+        at += 16 + 8 * width
+        bits = int.from_bytes(data[at : at + 8 * max(words, 0)], "little")
+        at += 8 * max(words, 0)
+        yield row, bits, abs(words)
+
+
+def _together(messages: Sequence[bytes]) -> bytes:
+    """All ranks' rows, and one union of their bits."""
+    parts = [next(_unpack(one)) for one in messages]
+    if not parts[0][2] or any(words != parts[0][2] for _, _, words in parts):
+        return b"".join(messages)
+    union = 0
+    for _, bits, _ in parts:
+        union |= bits
+    return b"".join(_pack(row, union, words, apart=at > 0) for at, (row, _, words) in enumerate(parts))
+
+
+def _rows(data: bytes, width: int, words: int) -> tuple[Rows, int]:
+    """Every rank's row, and the union of all bits; each says how wide it is.
 
     Raises:
-        RuntimeError: another rank's is not ``width`` wide: it is at another call. All ranks see all, so all raise.
+        RuntimeError: another rank's has not ``width`` numbers and ``words`` of bits: it is at another call. All ranks
+            see all, so all raise.
     """
-    values = struct.unpack(f"<{len(data) // 8}q", data)
-    rows, at = [], 0
-    while at < len(values):
-        rows.append(list(values[at + 1 : at + 1 + values[at]]))
-        at += 1 + values[at]
-    if any(len(row) != width for row in rows):
-        widths = ", ".join(f"{len(row)} by rank {rank}" for rank, row in enumerate(rows[:_FEW]))
+    parts = list(_unpack(data))
+    if any(len(row) != width or has != words for row, _, has in parts):
+        widths = ", ".join(f"{len(row) + has} by rank {rank}" for rank, (row, _, has) in enumerate(parts[:_FEW]))
         raise RuntimeError(f"ranks are at different calls; numbers sent: {widths}")
-    return rows
+    union = 0
+    for _, bits, _ in parts:
+        union |= bits
+    return [row for row, _, _ in parts], union
 
 
 def _exchange(store: Store, number: int, mine: bytes, rank: int, size: int, stop: threading.Event) -> bytes:
@@ -150,7 +193,7 @@ def _exchange(store: Store, number: int, mine: bytes, rank: int, size: int, stop
     else:
         keys = [f"control/{number}/{peer}" for peer in range(size)]
         _await(store, keys, stop)
-        data = b"".join(store.multi_get(keys) if store.has_extended_api() else map(store.get, keys))  # type: ignore[attr-defined]
+        data = _together(store.multi_get(keys) if store.has_extended_api() else [*map(store.get, keys)])  # type: ignore[attr-defined]
         store.set(everyone, data)  # type: ignore[arg-type]
         if number > 1:  # whoever sent a row of this exchange has read all of the last one
             store.delete_key(f"control/{number - 1}/all")
@@ -194,6 +237,20 @@ class GroupControl:
             return [[int(value) for value in one] for one in result.view(-1, width).tolist()]
 
         return finish
+
+    def start_with(self, row: Sequence[int], bits: int, count: int, wait: WaitWork) -> Callable[[], tuple[Rows, int]]:
+        """Bits are numbers of the row, ``_WORD`` to each."""
+        chunks = [bits >> at & (1 << _WORD) - 1 for at in range(0, count, _WORD)]
+        finish = self.start([*row, *chunks], wait)
+
+        def finish_all() -> tuple[Rows, int]:
+            rows, union = finish(), bits
+            for one in rows:
+                for at, chunk in enumerate(one[len(row) :]):
+                    union |= chunk << at * _WORD
+            return [one[: len(row)] for one in rows], union
+
+        return finish_all
 
 
 def control_of(groups: Sequence[dist.ProcessGroup], board: Store | None, rank: int, size: int) -> Control:

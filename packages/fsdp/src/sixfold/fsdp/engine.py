@@ -352,6 +352,7 @@ class Engine:
             if self.last_microbatch and not self.no_sync_depth:
                 self._signatures.gradients_done()
                 self.reduction.pipeline.finish()  # main gradients are final: user code may look at them
+                self._signatures.settle()
 
     def _learn_calls(self, apart: bool) -> None:
         """[Note: several calls, one backward] A unit called by several root calls (loss1 + loss2) delivers all its
@@ -428,11 +429,10 @@ class Engine:
     # ---- end of a step
 
     def finish_grad_sync(self, *, inside_step: bool = False) -> None:
-        """Reduce what is local and wait for all. Inside ``optimizer.step()`` no control message is sent."""
+        """Reduce what is local and wait for all. Inside ``optimizer.step()`` no exchange stands before a reduction."""
         self.wait.alive()
         self._put_touched(self.units, inside_step=inside_step)
-        if not inside_step:
-            self._signatures.gradients_done()
+        self._signatures.gradients_done(inside_step=inside_step)
         self.reduction.pipeline.finish()
         for stage in self.stages:
             stage.last = stage.done = False

@@ -60,6 +60,8 @@ class Taken:
     Attributes:
         whole: (full_numel,) in main_dtype; None: they lie in ``held``, one tensor or None for each record.
         had: which records get a main gradient by this reduction.
+        mine: of which this rank had a gradient; the others sent zeros.
+        round: [Note: who had a gradient]
         fresh: no main gradient was alive, so results may be written to their place.
         adds: which main gradients were alive when the first result landed; empty: none.
     """
@@ -67,7 +69,9 @@ class Taken:
     whole: Tensor | None
     held: list[Tensor | None]
     had: tuple[bool, ...]
+    mine: tuple[bool, ...]
     fresh: bool
+    round: int = 0
     adds: tuple[bool, ...] | None = field(default=None)
 
 
@@ -105,6 +109,7 @@ class Gradients:
         self._sum: _Sum | None = None
         self._held: list[Tensor | None] = [None] * len(self._records)
         self._filled = [False] * len(self._records)
+        self._unsure: dict[int, int] = {}  # main gradients that may be nobody's, and their round
         self._own: _Sum | None = None
         self._slots: dict[int, _Sum] = {}  # by address
         starts = [offset // cut.itemsize for offset in cut.layout.offsets_bytes]
@@ -249,6 +254,7 @@ class Gradients:
         """``record``'s local gradient is not wanted."""
         at = self._index[record]
         self._held[at], self._filled[at] = None, False
+        self._unsure.pop(at, None)
 
     def drop(self) -> None:
         """No local gradient is wanted."""
@@ -277,16 +283,16 @@ class Gradients:
         after wrapping or left out of ``backward(inputs=)`` (on all ranks alike) have none, as in plain training.
         """
         self._move("take", State.SUMMING, State.HELD)
-        full = self.summed
-        had = tuple(self._filled) if full else tuple(
+        full, mine = self.summed, tuple(self._filled)
+        had = mine if full else tuple(
             filled or (fill_zeros and record.wanted and not record.left_out)
-            for filled, record in zip(self._filled, self._records, strict=True)
+            for filled, record in zip(mine, self._records, strict=True)
         )  # fmt: skip
         if self._sum is not None and fill_zeros and not full:
             for view, filled in zip(self._sum.views, self._filled, strict=True):
                 if not filled:
                     view.zero_()
-        taken = Taken(None if self._sum is None else self._sum.flat, self._held, had, fresh=not self.mains.alive)
+        taken = Taken(None if self._sum is None else self._sum.flat, self._held, had, mine, fresh=not self.mains.alive)
         self._leave()
         for record in self._records:
             record.left_out = False
@@ -361,3 +367,22 @@ class Gradients:
         self.state = State.IDLE
         taken.held = []
         self.mains.give(taken.had)
+        if self._unsure or taken.mine is not taken.had:
+            for at, mine in enumerate(taken.mine):
+                if mine:
+                    self._unsure.pop(at, None)
+                elif taken.had[at] and (at in self._unsure or not (taken.adds and taken.adds[at])):
+                    self._unsure[at] = taken.round
+
+    @property
+    def unsure(self) -> bool:
+        """Main gradients that landed here may be zeros of every rank."""
+        return bool(self._unsure)
+
+    def settle(self, union: int, of_round: int) -> None:
+        """Bits of ``union`` say of which records some rank had a gradient; of the others nobody had one."""
+        for at, since in list(self._unsure.items()):
+            if since <= of_round:
+                del self._unsure[at]
+                if not union >> at & 1:
+                    self.mains.take_back(at)

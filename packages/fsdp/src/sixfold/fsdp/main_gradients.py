@@ -126,6 +126,15 @@ class MainGradients:
         if self._wide is not None:  # a closure inside the step
             self.widen()
 
+    def take_back(self, at: int) -> None:
+        """The main gradient of record ``at``, zeros, was nobody's: it is None."""
+        main, view = self._mains[at], (self._views or [None] * len(self._mains))[at]
+        wide = None if self._wide is None else self._wide[at]
+        if main is not None and main.grad is not None and (main.grad is view or main.grad is wide):
+            main.grad = None
+        if self._wide is not None:
+            self._wide[at] = None
+
     def widen(self) -> None:
         """A step begins: gradients are plain tensors in main_dtype. [Note: narrow main gradients]"""
         if not self.narrow_at_rest:

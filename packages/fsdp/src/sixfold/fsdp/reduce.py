@@ -29,6 +29,7 @@ from sixfold.fsdp.gradients import Gradients, State, Taken
 from sixfold.fsdp.streams import SideStream
 from sixfold.fsdp.sums import Finish, RankOrderSum
 from sixfold.fsdp.units import Unit
+from sixfold.fsdp.used import Used
 from sixfold.fsdp.waiting import Wait
 from sixfold.fsdp.ways import Kind, Sections, Way, Ways
 
@@ -172,6 +173,7 @@ class Reduction:
         in_step: bool = False,
         divisor: float,
         device: torch.device,
+        used: Used,
     ) -> None:
         self._by_name = {unit.name: unit for unit in units}
         main, reduce = precision.main_dtype, precision.reduce_dtype or precision.main_dtype
@@ -185,6 +187,7 @@ class Reduction:
         self._waits = {name: partial(_wait_for, wait, name) for name in self._by_name}
         self._at_once = at_once
         self._in_step = in_step
+        self._used = used
         kinds = {record.dtype for unit in units for stream in unit.trained for record in stream.records}
         mixed = device.type == "cpu" and len(kinds | {main, reduce, precision.grad_dtype or main}) > 1
         self.wide = torch.zeros(_WIDE_NUMEL, dtype=main, device=device) if mixed else None
@@ -267,6 +270,7 @@ class Reduction:
     def discard(self, records: Set[ParamRecord]) -> None:
         """Forget what was delivered of ``records``; what is in flight is finished first, and lands."""
         self.pipeline.finish()
+        self._used.forget(records)
         for record in records:
             record.buffer.gradients.forget(record)
         for unit in self._by_name.values():
@@ -337,6 +341,8 @@ class Reduction:
         kind = Kind.HELD if gradients.state is State.HELD else Kind.SLOT if gradients.in_slot else Kind.OWN
         way = self.ways.of(stream, kind)
         taken = gradients.take(fill_zeros=stream.ranks.size > 1)
+        taken.round = self._used.round
+        self._used.took(stream, taken.mine)
         pieces = min(len(way.pieces), len(self.pool.slot_bytes))
         self._flying_bytes[stream.unit] += pieces * way.nbytes[0] if kind is Kind.HELD else gradients.sum_bytes
         for at, piece in enumerate(way.pieces):

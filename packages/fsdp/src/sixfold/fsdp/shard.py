@@ -58,7 +58,7 @@ class FullyShardedDataParallel(nn.Module):
         init_fn: ``(module name, module)`` fills a module that was on the meta device.
         initial: ``"check"``, ``"broadcast"`` or ``"trust"``: equal start on all ranks, of weights and buffers.
         checks: ``"off"``, ``"order"`` (one digest per step) or ``"unit"`` (an exchange before each collective; a
-            debug mode that reads device values).
+            debug mode that reads device values). Which parameters got a gradient is told with each of them.
         fault_store: where survivors of a lost rank meet, so that it is named; None: the store of the given group.
         timeout_s: longest wait for one collective.
         busy_timeout_s: the same while a rank that has not come gives signs of life (it saves, evaluates, reads data),

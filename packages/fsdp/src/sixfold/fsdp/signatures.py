@@ -2,6 +2,8 @@
 
     engine.py --> Signatures (this file) --> checks.py, control.py
 
+Beside it travels, whatever ``checks`` is, which parameters got a gradient. [Note: who had a gradient]
+
 Knows units by number; starts no data collective.
 """
 
@@ -11,9 +13,10 @@ from collections.abc import Callable, Sequence
 
 from sixfold.fsdp.checks import OrderDigest, odd_ranks
 from sixfold.fsdp.comm import Ranks
-from sixfold.fsdp.control import Control, Rows, exchange, farewell
+from sixfold.fsdp.control import Control, Rows, StoreControl, exchange, farewell
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.units import Unit
+from sixfold.fsdp.used import Used
 from sixfold.fsdp.waiting import Waiting
 
 _OPS = ("gather", "reduce")
@@ -24,7 +27,9 @@ class Signatures:
     """What ``checks`` asks for: ``"off"`` nothing, ``"order"`` one digest per step, ``"unit"`` an exchange before each
     collective. [Note: two channels]"""
 
-    def __init__(self, checks: str, units: Sequence[Unit], ranks: Ranks, control: Control, waiting: Waiting) -> None:
+    def __init__(
+        self, checks: str, units: Sequence[Unit], ranks: Ranks, control: Control, waiting: Waiting, used: Used
+    ) -> None:
         self._checks = checks if ranks.size > 1 else "off"
         # Of the main mesh: what lies on others may differ between them.
         self._bytes = [sum(one.weights.slot_bytes for one in unit.streams if one.ranks is ranks) for unit in units]
@@ -33,8 +38,11 @@ class Signatures:
         self._waiting = waiting
         self._digest = OrderDigest()
         self._alone = ranks.size == 1
+        self._may_leave = isinstance(control, StoreControl)  # an answer that tells nothing new unread
         self._sent = False  # a digest of this step
-        self._comparing: tuple[int, Callable[[], Rows]] | None = None
+        self._used = used
+        self._reduced = False  # a unit, since the last message
+        self._comparing: tuple[int, int, Callable[[], tuple[Rows, int]]] | None = None  # step, round, answer
 
     def use(self, unit: Unit) -> None:
         """``unit`` is about to be used."""
@@ -51,34 +59,43 @@ class Signatures:
     def reduce(self, unit: Unit, not_finite: Callable[[Unit], int]) -> None:
         """``unit`` is about to be reduced. ``not_finite``, the place of the first bad gradient among the unit's
         trainable ones or -1, reads the device, in ``"unit"`` only."""
+        self._reduced = True
         if self._checks == "unit":
             self._exchange(unit, _REDUCE, not_finite=not_finite(unit))
         elif self._checks == "order":
             self._digest.add(unit.index, _REDUCE)
 
     def reduce_in_step(self, unit: Unit) -> None:
-        """The same inside ``optimizer.step()``, where no message is sent."""
+        """The same inside ``optimizer.step()``, where no exchange stands before a collective."""
+        self._reduced = True
         if self._checks == "order":
             self._digest.add(unit.index, _REDUCE)
 
     def next_step(self) -> None:
-        """A step begins. ``checks="order"``: send what was not, of the step that has ended: it was driven, or reduced
-        inside ``optimizer.step()``."""
+        """A step begins. ``checks="order"``: send what was not, of a step that has ended without a reduction."""
         if self._checks == "order" and not self._sent:
             self._send(self._waiting.step - 1)
         self._sent = False
 
-    def gradients_done(self) -> None:
-        """This rank has launched all reductions of a backward: with ``checks="order"`` the digest travels while they
-        do, and ``compare`` stands before the optimizer."""
-        if self._checks == "order" and not self._digest.empty:
+    def gradients_done(self, *, inside_step: bool = False) -> None:
+        """This rank has launched all reductions of a backward: the digest and the bits of what had a gradient travel
+        while they do, and ``compare`` stands before the optimizer. ``inside_step``: not for uses alone."""
+        if not self._alone and (self._reduced or not (inside_step or self._digest.empty)):
             self._send(self._waiting.step)
             self._sent = True
 
     def _send(self, step: int) -> None:
         self.compare()
-        finish = self._control.start([self._digest.take()], self._waiting.for_control(None, "check"))
-        self._comparing = step, finish
+        self._reduced = False
+        bits, of_round = self._used.take()
+        wait = self._waiting.for_control(None, "check")
+        finish = self._control.start_with([self._digest.take()], bits, self._used.count, wait)
+        self._comparing = step, of_round, finish
+
+    def settle(self) -> None:
+        """Main gradients of zeros that no rank had are None. Waits only where this rank has any."""
+        if self._used.unsure:
+            self.compare()
 
     def before_save(self) -> None:
         """All ranks are about to read whole tensors, and did the same until now: one exchange, whatever ``checks`` is.
@@ -95,14 +112,18 @@ class Signatures:
             raise self._differ(step, "save", odd)
 
     def compare(self) -> None:
-        """The answer to the digest that was sent last, if it was not read: its error is of the step that it was of."""
+        """The answer to what was sent last, if it was not read: its error is of the step that it was of."""
         if self._comparing is None:
             return
-        step, finish = self._comparing
+        step, of_round, finish = self._comparing
         self._comparing = None
-        _, odd = odd_ranks(finish())
+        if self._checks != "order" and self._may_leave and not self._used.unsure:
+            return
+        rows, union = finish()
+        _, odd = odd_ranks(rows)
         if odd:
             raise self._differ(step, "check", odd)
+        self._used.settle(union, of_round)
 
     def _differ(self, step: int, op: str, odd: Sequence[int]) -> FsdpError:
         return self._all_know(

@@ -33,14 +33,14 @@ from torch import Tensor
 
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.transport.routes import Route, forward_edges, route_of
-from sixfold.pipeline.transport.specs import Plain, Specs, TensorSpec, pack_specs, specs_of, unpack_specs, words_of
+from sixfold.pipeline.transport.agreed import Agreed, Outputs, Slot
+from sixfold.pipeline.transport.routes import Route, route_of
+from sixfold.pipeline.transport.specs import Plain, Specs, TensorSpec, pack_specs, specs_of, unpack_specs
 
 __all__ = ["FLAGS", "GroupLane", "TensorControl", "TensorIncoming", "TensorOutgoing", "other_call"]
 
 Values = tuple[Any, ...]
 FLAGS = 1  # tag of flags: one for all lanes, so that ranks in different calls notice it
-Slot = tuple[int, int]  # lower stage, slot: of an output and of its gradients
 
 
 class TensorOutgoing(Protocol):
@@ -85,7 +85,7 @@ class TensorControl(Protocol):
         """Wait for the next."""
 
 
-class GroupLane:
+class GroupLane(Agreed):
     """The messages of one compiled program; see Lane.
 
     Args:
@@ -111,31 +111,17 @@ class GroupLane:
         dynamic_shapes: bool | Literal["announced"],
         flush: Callable[[], None] | None = None,
     ) -> None:
+        super().__init__(placement, microbatches, rank, dynamic_shapes)
         self.control, self.number, self.flush = control, number, flush
-        self.announced = dynamic_shapes == "announced"  # [Note: announced shapes]
         self._tag = tag
-        self.sent: dict[Slot, Specs] = {}
         self.received: dict[Slot, Specs] = {}
         self._receipts: dict[Route, Receipt] = {}
-        self.open = not self.announced  # whether forward messages have headers in this batch
-        self._dynamic = bool(dynamic_shapes) and not self.announced
-        self._began = False
-        self._signature: object = None
-        self._rank, self._placement, self._microbatches = rank, placement, microbatches
-        forward = {edge: microbatches * stages for edge, stages in forward_edges(placement).items()}
-        self._outlets = {p: Outlet(self, edge, p, forward.get((rank, p), 0)) for p, edge in outgoing.items()}
-        self._inlets = {p: Inlet(self, edge, p, forward.get((p, rank), 0)) for p, edge in incoming.items()}
-
-    def begin(self, signature: object) -> None:
-        """See Lane."""
-        changed = self._dynamic or not self._began or signature != self._signature
-        self.open = changed and not self.announced
-        self._signature, self._began = signature, True
+        self._outlets = {peer: Outlet(self, edge, peer, self.outputs_to(peer)) for peer, edge in outgoing.items()}
+        self._inlets = {p: Inlet(self, edge, p, self._forward.get((p, rank), 0)) for p, edge in incoming.items()}
 
     def renew(self) -> None:
         """See Lane."""
-        self._began = False
-        self.sent.clear()
+        super().renew()
         self.received.clear()
 
     def settle(self) -> None:
@@ -183,49 +169,25 @@ class GroupLane:
             tag = self.tag_of(route_of(sent, self._microbatches))
             receipt.proves = (*receipt.proves, partial(outlet.edge.received, tag))
 
-    def resume(self, action: Action, values: Values) -> None:
-        """See Lane."""
-        route = route_of(action, self._microbatches)
-        self.sent[route.stage, route.slot] = specs_of(values)
-
     def clear(self) -> None:
         """The links are ended instead."""
 
 
 class Outlet:
-    """SEND_F and SEND_B on one directed edge.
+    """SEND_F and SEND_B on one directed edge, whose shapes are those of ``outputs``."""
 
-    Args:
-        batch: forward messages of a batch on this edge.
-    """
-
-    def __init__(self, lane: GroupLane, edge: TensorOutgoing, peer: int, batch: int) -> None:
-        self._lane, self.edge, self._peer, self._batch = lane, edge, peer, batch
-        self._left = 0  # forward messages of this batch
-        self._headers = True
+    def __init__(self, lane: GroupLane, edge: TensorOutgoing, peer: int, outputs: Outputs) -> None:
+        self._lane, self.edge, self._peer, self._outputs = lane, edge, peer, outputs
 
     def send_forward(self, slot: Slot, tag: int, action: Action, values: Values) -> None:
         """An output."""
         lane = self._lane
         specs = specs_of(values)
-        same = specs == lane.sent.get(slot)
-        if not self._left:
-            self._left = self._batch
-            lane.open |= not same and not lane.announced
-            self._headers = lane.open
-            header = self._headers or (lane.announced and slot not in lane.sent)
-            lane.control.send_number(2 * lane.number + header, self._peer, FLAGS, action)
-        self._left -= 1
-        if self._headers or (lane.announced and slot not in lane.sent):
+        first, told = self._outputs.look(slot, specs, action)
+        if first:
+            lane.control.send_number(2 * lane.number + told, self._peer, FLAGS, action)
+        if told:
             lane.control.send(pack_specs(specs, action), self._peer, action, tag)
-            lane.sent[slot] = specs
-        elif not same:
-            say = "call step(..., new_shapes=True) on all ranks, or " if lane.announced else ""
-            raise ScheduleError(
-                f"stage {action.stage} made {words_of(specs)} of microbatch {action.microbatch}, in the step before "
-                f"{words_of(lane.sent[slot])}; {say}make the runner with dynamic_shapes=True "
-                "[see errors/pipeline.html#a-stages-output-changed-its-shape]"
-            )
         self.edge.send([v for v in values if isinstance(v, Tensor)], tag, action)
 
     def send_backward(self, tag: int, action: Action, gradients: Values) -> None:
@@ -234,7 +196,7 @@ class Outlet:
 
 
 class Inlet:
-    """RECV_F and RECV_B on one directed edge; ``batch`` as in Outlet."""
+    """RECV_F and RECV_B on one directed edge; ``batch`` as in Outputs."""
 
     def __init__(self, lane: GroupLane, edge: TensorIncoming, peer: int, batch: int) -> None:
         self._lane, self._edge, self._peer, self._batch = lane, edge, peer, batch

@@ -49,6 +49,7 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.faults import Store
 from sixfold.pipeline.messages import GroupLane
 from sixfold.pipeline.messages import Receipt as GroupReceipt
+from sixfold.pipeline.transport.agreed import Outputs
 from sixfold.pipeline.transport.alarm import Alarm
 from sixfold.pipeline.transport.batched import Batched
 from sixfold.pipeline.transport.calls import Calls
@@ -57,7 +58,7 @@ from sixfold.pipeline.transport.on_device import Landing, Passed, nccl_options, 
 from sixfold.pipeline.transport.ring import Ring
 from sixfold.pipeline.transport.routes import Edge, Route, forward_edges, in_rounds, route_of, window_of
 from sixfold.pipeline.transport.shared_memory import SharedIncoming, SharedOutgoing, accept, can_share, connect, listen
-from sixfold.pipeline.transport.specs import TensorSpec
+from sixfold.pipeline.transport.specs import TensorSpec, specs_of
 from sixfold.pipeline.watchdog import HostWait, InFlight, PeerLost, Sent, StreamWait, within
 
 __all__ = ["GroupLinks", "GroupTransport", "Incoming", "Outgoing"]
@@ -471,7 +472,11 @@ class _Lane:
         edge = self._outgoing.get(self._placement[action.peer_stage])
         if edge is None:
             return self._groups.sender(action)
-        return partial(_send_shared, edge.send, self._groups, route_of(action, self._microbatches), action)
+        route = route_of(action, self._microbatches)
+        if not route.forward:
+            return partial(_send_gradients, edge.send, self._groups.number, route, action)
+        outputs = self._groups.outputs_to(self._placement[action.peer_stage])
+        return partial(_send_output, edge.send, outputs, self._groups.number, route, action)
 
     def receiver(self, action: Action) -> _SharedReceipt | GroupReceipt:
         """See Lane."""
@@ -481,8 +486,16 @@ class _Lane:
         return _SharedReceipt(edge, self._groups, route_of(action, self._microbatches), action)
 
 
-def _send_shared(send: Callable[..., None], lane: GroupLane, route: Route, action: Action, values: Values) -> None:
-    send(lane.number, route, lane.open, values, action)
+def _send_output(
+    send: Callable[..., None], outputs: Outputs, number: int, route: Route, action: Action, values: Values
+) -> None:
+    specs = specs_of(values)
+    outputs.look((route.stage, route.slot), specs, action)  # [Note: one rule] in agreed.py
+    send(number, route, outputs.open, values, action, specs)
+
+
+def _send_gradients(send: Callable[..., None], number: int, route: Route, action: Action, values: Values) -> None:
+    send(number, route, False, values, action)
 
 
 class _SharedReceipt:
@@ -495,5 +508,5 @@ class _SharedReceipt:
     def wait(self) -> Values:
         values = self._edge.wait(self._lane.number, self._route, self._action)
         if self._edge.may_change:
-            self._lane.open = True  # edges behind this one that agree on shapes do so anew
+            self._lane.open = True  # edges behind this one agree anew
         return values

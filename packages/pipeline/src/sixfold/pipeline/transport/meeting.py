@@ -19,10 +19,12 @@ import torch
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.faults import MemoryStore
 from sixfold.pipeline.messages import other_call
+from sixfold.pipeline.transport.agreed import Agreed
 from sixfold.pipeline.transport.alarm import LOOK_S
 from sixfold.pipeline.transport.calls import Calls
 from sixfold.pipeline.transport.routes import Edge, Route, route_of, window_of
 from sixfold.pipeline.transport.shelf import leaves
+from sixfold.pipeline.transport.specs import specs_of
 from sixfold.pipeline.watchdog import PeerLost
 
 __all__ = ["Meeting", "ThreadTransport"]
@@ -119,7 +121,7 @@ class _Links:
         self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: Shapes
     ) -> _Lane:
         """See Links."""
-        return _Lane(self, tuple(placement), microbatches, number)
+        return _Lane(self, tuple(placement), microbatches, number, dynamic_shapes)
 
     def check(self) -> None:
         """See Links; nothing is overdue behind the caller's back."""
@@ -157,57 +159,62 @@ class _Links:
         raise PeerLost(action, peer)
 
 
-class _Lane:
-    def __init__(self, links: _Links, placement: tuple[int, ...], microbatches: int, number: int) -> None:
-        self._links, self._placement = links, placement
-        self._microbatches, self._number = microbatches, number
-
-    def begin(self, signature: object) -> None:
-        """Shapes need no agreement."""
+class _Lane(Agreed):
+    def __init__(
+        self, links: _Links, placement: tuple[int, ...], microbatches: int, number: int, dynamic_shapes: Shapes
+    ) -> None:
+        super().__init__(placement, microbatches, links.rank, dynamic_shapes)
+        self._links, self._number = links, number
 
     def sender(self, action: Action) -> Callable[[tuple[Any, ...]], None]:
         links, peer = self._links, self._placement[action.peer_stage]
-        edge = (links.rank, peer)
-        put = links.queue(edge, self._number, route_of(action, self._microbatches)).put
+        edge, route = (links.rank, peer), route_of(action, self._microbatches)
+        put = links.queue(edge, self._number, route).put
         room = links.queue(edge, self._number, "room", filled=self._window(edge))
+        outputs, slot = self.outputs_to(peer), (route.stage, route.slot)
 
         def send(values: tuple[Any, ...]) -> None:
+            if route.forward:
+                outputs.look(slot, specs_of(values), action)
             links.take(room, action, peer)
-            put(values)
+            put((values, route.forward and outputs.open))
 
         return send
 
     def receiver(self, action: Action) -> _Receipt:
         edge = (self._placement[action.peer_stage], self._links.rank)
         room = self._links.queue(edge, self._number, "room", filled=self._window(edge))
-        return _Receipt(self._links, edge, self._number, action, route_of(action, self._microbatches), room)
+        return _Receipt(self, self._links, edge, self._number, action, route_of(action, self._microbatches), room)
 
     def _window(self, edge: Edge) -> int:
         return window_of(self._placement, self._microbatches, edge)
-
-    def resume(self, action: Action, values: tuple[Any, ...]) -> None:
-        """Shapes are not looked at."""
-
-    def renew(self) -> None:
-        """Shapes are not looked at."""
 
     def clear(self) -> None:
         """The links are ended instead."""
 
 
 class _Receipt:
-    __slots__ = ("_action", "_forward", "_links", "_peer", "_queue", "post")
+    __slots__ = ("_action", "_forward", "_lane", "_links", "_peer", "_queue", "post")
 
     def __init__(
-        self, links: _Links, edge: Edge, number: int, action: Action, route: Route, room: SimpleQueue[Any]
+        self,
+        lane: _Lane,
+        links: _Links,
+        edge: Edge,
+        number: int,
+        action: Action,
+        route: Route,
+        room: SimpleQueue[Any],
     ) -> None:
-        self._links, self._peer, self._action, self._forward = links, edge[0], action, route.forward
+        self._lane, self._links, self._peer, self._action, self._forward = lane, links, edge[0], action, route.forward
         self._queue = links.queue(edge, number, route)
         put = room.put
         self.post: Callable[[], None] = lambda: put(None)
 
     def wait(self) -> tuple[Any, ...]:
-        values: tuple[Any, ...] = self._links.take(self._queue, self._action, self._peer)
+        values: tuple[Any, ...]
+        values, may_change = self._links.take(self._queue, self._action, self._peer)
+        self._lane.open |= may_change
         return leaves(values) if self._forward else values
 
 

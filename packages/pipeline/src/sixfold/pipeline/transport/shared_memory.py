@@ -2,7 +2,7 @@
 
     SEND: one copy into a slot, one packet --> socket --> RECV: a tensor over the slot (this file)
 
-A packet says which message it is, what is in it and in which slot, so shapes need no agreement; the receiver's
+A packet says which message it is, what is in it and in which slot; the receiver's
 tensors lie in the slot, which is free again when the last of them has died. The end of the socket tells a dead peer
 at once. Memory is anonymous (memfd) and travels as a descriptor, so nothing has a name that could be left behind.
 
@@ -82,9 +82,17 @@ class SharedOutgoing:
         self._slots: dict[int, _Slot] = {}
         self._known: dict[Specs, _Layout] = {}
 
-    def send(self, number: int, route: Route, may_change: bool, values: tuple[Any, ...], action: Action) -> None:
-        """Copy a message into shared memory and ring; blocks only while the peer is far behind."""
-        specs, fresh = specs_of(values), b""
+    def send(
+        self,
+        number: int,
+        route: Route,
+        may_change: bool,
+        values: tuple[Any, ...],
+        action: Action,
+        specs: Specs | None = None,
+    ) -> None:
+        """Copy a message, of these ``specs``, into shared memory and ring; blocks only while the peer is far behind."""
+        specs, fresh = specs_of(values) if specs is None else specs, b""
         layout = self._known.get(specs)
         if layout is None:
             fresh = pack_specs(specs, action)

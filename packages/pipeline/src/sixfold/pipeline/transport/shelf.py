@@ -18,7 +18,9 @@ from torch import Tensor
 
 from sixfold.pipeline.action import Action
 from sixfold.pipeline.faults import Store
+from sixfold.pipeline.transport.agreed import Agreed
 from sixfold.pipeline.transport.routes import Route, route_of
+from sixfold.pipeline.transport.specs import specs_of
 
 __all__ = ["Shelf", "ShelfTransport", "leaves"]
 
@@ -53,7 +55,7 @@ class ShelfTransport:
         self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: Shapes
     ) -> _Lane:
         """See Links."""
-        return _Lane(self._shelf, number, microbatches)
+        return _Lane(self._shelf, placement, microbatches, self.rank, number, dynamic_shapes)
 
     def check(self) -> None:
         """Nothing is ever overdue."""
@@ -62,28 +64,40 @@ class ShelfTransport:
         """Nobody waits."""
 
 
-class _Lane:
-    def __init__(self, shelf: Shelf, number: int, microbatches: int) -> None:
-        self._shelf, self._number, self._microbatches = shelf, number, microbatches
-
-    def begin(self, signature: object) -> None:
-        """Shapes need no agreement."""
+class _Lane(Agreed):
+    def __init__(
+        self,
+        shelf: Shelf,
+        placement: Sequence[int],
+        microbatches: int,
+        rank: int,
+        number: int,
+        dynamic_shapes: Shapes,
+    ) -> None:
+        super().__init__(placement, microbatches, rank, dynamic_shapes)
+        self._shelf, self._number = shelf, number
 
     def sender(self, action: Action) -> Callable[[tuple[Any, ...]], None]:
-        return self._messages(route_of(action, self._microbatches)).append
+        route = route_of(action, self._microbatches)
+        put = self._messages(route).append
+        if not route.forward:
+            return put
+        outputs_to, peer, slot = self.outputs_to, self._placement[action.peer_stage], (route.stage, route.slot)
+
+        def send(values: tuple[Any, ...]) -> None:
+            outputs = outputs_to(peer)
+            outputs.look(slot, specs_of(values), action)
+            put((values, outputs.open))
+
+        return send
 
     def receiver(self, action: Action) -> _Receipt:
         route = route_of(action, self._microbatches)
         take = self._messages(route).popleft
-        return _Receipt(partial(_take_leaves, take) if route.forward else take)
-
-    def resume(self, action: Action, values: tuple[Any, ...]) -> None:
-        """Shapes are not looked at."""
-
-    def renew(self) -> None:
-        """Shapes are not looked at."""
+        return _Receipt(partial(_take_leaves, take, self) if route.forward else take)
 
     def clear(self) -> None:
+        self.forget()
         for (number, _), messages in self._shelf.messages.items():
             if number == self._number:
                 messages.clear()
@@ -122,8 +136,10 @@ def leaves(values: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple([v.detach().requires_grad_() if isinstance(v, Tensor) and v.requires_grad else v for v in values])
 
 
-def _take_leaves(take: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-    values = take()
+def _take_leaves(take: Callable[[], tuple[Any, ...]], lane: _Lane) -> tuple[Any, ...]:
+    values, may_change = take()
+    if may_change:
+        lane.open = True
     if len(values) == 1 and isinstance(value := values[0], Tensor) and value.requires_grad:
         return (value.detach().requires_grad_(),)
     return leaves(values)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sixfold.pipeline import PipelineRunner, ScheduleError, one_f_one_b, stages_of_causal_lm
+from sixfold.pipeline import PipelineRunner, ScheduleError, add_loss, one_f_one_b, stages_of_causal_lm
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
 
@@ -104,3 +104,48 @@ def test_a_parameter_that_no_stage_or_several_would_have_is_refused():
     model.model.add_module("projection", nn.Linear(16, 16))
     with pytest.raises(ScheduleError, match="has a Linear behind its layers"):
         stages_of_causal_lm(model, 2)
+
+
+def mixture() -> Any:
+    torch.manual_seed(3)
+    sizes = {**SIZES, "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5}
+    return transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).train()
+
+
+def test_a_loss_of_all_layers_routers_is_refused_when_a_model_is_cut_and_when_it_is_asked_for_later():
+    model = mixture()
+    model.config.output_router_logits = True
+    with pytest.raises(ScheduleError, match="MixtralForCausalLM with output_router_logits"):
+        stages_of_causal_lm(model, 2)
+    model.config.output_router_logits = False
+    stages = stages_of_causal_lm(model, 2)
+    ids = torch.randint(1, WORDS, (2 * M, LENGTH))
+    runner = PipelineRunner(one_f_one_b(2, M), stages, None, lm_loss)
+    with pytest.raises(ScheduleError, match="with output_router_logits"):
+        runner.step(ids, ids, kwargs={"output_router_logits": True})
+    model.config.output_router_logits = True
+    with pytest.raises(ScheduleError, match="with output_router_logits"):
+        PipelineRunner(one_f_one_b(2, M), stages, None, lm_loss).step(ids, ids)
+
+
+def test_the_balance_of_each_layer_joins_by_add_loss_in_a_hook_as_the_error_says():
+    def balance(logits: Tensor) -> Tensor:
+        chances = logits.float().softmax(-1)
+        chosen = functional.one_hot(chances.topk(2).indices, 4).float().mean((0, 1))
+        return (chosen * chances.mean(0)).sum()
+
+    model, ids = mixture(), torch.randint(1, WORDS, (2 * M, LENGTH), generator=torch.Generator().manual_seed(5))
+    plain, routed = copy.deepcopy(model), []
+    for layer in plain.model.layers:
+        layer.mlp.gate.register_forward_hook(lambda _, __, made: routed.append(made[0]))
+    for x in ids.chunk(M):
+        loss = lm_loss(plain(x).logits, x)
+        (loss / M + sum(balance(logits) for logits in routed) * 0.1 / M).backward()
+        routed.clear()
+    for layer in model.model.layers:
+        layer.mlp.gate.register_forward_hook(
+            lambda _, __, made: (made[0], add_loss(made[1], balance(made[0]), weight=0.1 / M), made[2])
+        )
+    PipelineRunner(one_f_one_b(2, M), stages_of_causal_lm(model, 2), None, lm_loss).step(ids, ids)
+    for (key, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, key=key: f"{key}: {text}")

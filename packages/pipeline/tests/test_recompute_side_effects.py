@@ -123,14 +123,28 @@ def trained(what: str, step: Any, steps: int = 3) -> tuple[list[Any], list[Any]]
     return [p.grad for p in module.parameters()], module.state()
 
 
-def pipelined(program: Any) -> Any:
-    return lambda module: PipelineRunner(program, [Stage(module, 0)], None, square_loss).step
+def pipelined(program: Any, *, checkpoint: bool = False) -> Any:
+    return lambda module: PipelineRunner(program, [Stage(module, 0, checkpoint=checkpoint)], None, square_loss).step
 
 
 @pytest.mark.parametrize(("what", "program"), CASES)
 def test_recompute_gives_the_gradients_and_the_state_of_one_forward(what, program):
     theirs = trained(what, pipelined(program))
     ours = trained(what, pipelined(passes.recompute(program)))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("what", "program"), CASES)
+def test_a_checkpointed_stage_gives_the_gradients_and_the_state_of_one_forward(what, program):
+    theirs = trained(what, pipelined(program))
+    ours = trained(what, pipelined(program, checkpoint=True))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("what", ["batch norm", "layer drop", "state over microbatches"])
+def test_so_does_one_that_recompute_runs_again_too(what):
+    theirs = trained(what, pipelined(gpipe(1, M)))
+    ours = trained(what, pipelined(passes.recompute(gpipe(1, M)), checkpoint=True))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 

@@ -123,3 +123,28 @@ def kwargs_for(net: list[nn.Module], kwargs: list[dict[str, Tensor]]) -> list[di
     """The last stage is given them too, and does nothing with them."""
     net[1].forward = lambda x, by=None: net[1][1](net[1][0](x))
     return kwargs
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=ids)
+def test_what_only_later_microbatches_reach_is_divided(program):
+    """An expert in a plain list, to which the first rows were not sent."""
+
+    class Sends(Scales):
+        def forward(self, x: Tensor, *, late: bool) -> Tensor:
+            return super().forward(x, by=self.hidden[1] if late else 1.0)
+
+    nets, loss = [], counted()
+    for run in ("ours", "plain"):
+        net = made()
+        net[0].__class__, net[0].hidden = Sends, [nn.Parameter(torch.full((4,), value)) for value in (0.5, 2.0)]
+        nets.append(net)
+        kwargs = [{"late": k >= 2} for k in range(M)]
+        runner = runner_of(program, net, loss)
+        for seed in (1, 2):
+            x, y = rows(seed)
+            if run == "ours":
+                net[1].forward = lambda x, net=net, **_: net[1][1](net[1][0](x))
+                runner.step(x, y, kwargs=kwargs)
+            else:
+                plain(net, list(x.chunk(M)), y, loss, kwargs)
+    close(*map(leaves_of, nets))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -43,3 +44,44 @@ def test_this_torch_has_them_all_and_another_is_told_what_it_lacks():
     there = {"_C": torch._C, "_foreach_add_": torch._foreach_add_, "autograd": torch.autograd, "Tensor": torch.Tensor}
     gone = torch_private.missing(SimpleNamespace(**there))
     assert gone == [f"torch.{name}" for name in torch_private.PRIVATE if name.startswith("nn.")]
+
+
+def test_no_other_source_reads_frames_of_threads_or_locals_of_functions():
+    reading = {"f_locals", "_current_frames"}
+    for path in SOURCES:
+        nodes = ast.walk(ast.parse(path.read_text()))
+        found = {node.attr for node in nodes if isinstance(node, ast.Attribute)} & reading
+        assert not found or path.name == "torch_private.py", f"{path.name} reads {found}"
+
+
+def test_a_torch_whose_function_that_enters_autograd_takes_other_arguments_is_told():
+    def enters(t_outputs: object, *given: object, **options: object) -> None: ...
+
+    autograd = SimpleNamespace(graph=SimpleNamespace(_engine_run_backward=enters), Variable=torch.autograd.Variable)
+    there = {"_C": torch._C, "_foreach_add_": torch._foreach_add_, "nn": torch.nn, "Tensor": torch.Tensor}
+    gone = torch_private.missing(SimpleNamespace(**there, autograd=autograd))
+    assert gone == [f"torch.autograd.graph._engine_run_backward({name})" for name in ("args", "kwargs")]
+
+
+def test_what_a_backward_was_asked_for_is_read_of_each_of_torchs_calls():
+    """By name, by place, through Tensor.backward and autograd.grad."""
+    seen: list[object] = []
+
+    def look(gradient: torch.Tensor) -> None:
+        frame = sys._getframe()
+        while frame is not None and frame.f_code is not torch_private.ENTRY:
+            frame = frame.f_back
+        assert frame is not None, "torch entered autograd by another function"
+        seen.append([id(one) for one in torch_private.asked_of(frame)])
+
+    x, w = (torch.ones(2, requires_grad=True) for _ in range(2))
+    for call in (
+        lambda y: y.backward(inputs=[x]),
+        lambda y: torch.autograd.backward(y, inputs=[x]),
+        lambda y: torch.autograd.grad(y, [x]),
+        lambda y: y.backward(),
+    ):
+        y = x * w
+        y.register_hook(look)
+        call(y.sum())
+    assert seen == [[id(x)], [id(x)], [id(x)], []]

@@ -134,6 +134,28 @@ def check_static_graph(rank: int, ranks: int) -> None:
     check_alike(ours, theirs, "static graph")
 
 
+def check_replaced(rank: int, ranks: int) -> None:
+    """What was replaced behind the wrap is reduced and shared, as by a DDP that is made then."""
+    program = zb_h1(2, M)
+    ours = [DistributedDataParallel(p) for p in parts(2, rank, use=False)]
+    runner = PipelineRunner(program, [Stage(m, s) for s, m in enumerate(ours)], None, square_loss)
+    runner.step(*batch(rank, 0))
+    torch.manual_seed(7)
+    for part in ours:
+        values = {name: value.clone() for name, value in part.module.state_dict().items()}
+        part.module.load_state_dict(values, assign=True)
+        part.module.b = nn.Linear(8, WIDTH)
+        part.module.frozen.requires_grad_(True)
+        part.module.norm.running_mean = torch.full((8,), float(rank))
+        part.zero_grad()
+    theirs = [DistributedDataParallel(copy.deepcopy(p.module), find_unused_parameters=True) for p in ours]
+    for part in ours:  # the wrap of theirs has shared it
+        part.module.norm.running_mean = torch.full((8,), float(rank))
+    runner.step(*batch(rank, 1))
+    torch_loop(theirs, *batch(rank, 1))
+    check_alike(ours, theirs, "replaced")
+
+
 def check_refused(rank: int, ranks: int) -> None:
     def wrapped() -> DistributedDataParallel:
         return DistributedDataParallel(nn.Linear(2, 2))
@@ -186,6 +208,7 @@ def check_everything(rank: int, ranks: int) -> None:
     """One job: starting ranks costs more than what they do here."""
     check_replicas(rank, ranks)
     check_static_graph(rank, ranks)
+    check_replaced(rank, ranks)
     check_refused(rank, ranks)
     check_fully_shard(rank, ranks)
     check_deadline(rank, ranks)

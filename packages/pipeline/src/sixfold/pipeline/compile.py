@@ -128,10 +128,17 @@ class Compiled:
             self.entries = [(rank, call) for rank, entries in rows.items() for calls in entries for call in calls]
         else:
             self.entries = merged(post_ahead(program, lookahead), rows)
+        self._looks = 0
         self._recorder = Recorder() if profile else None
         self.calls: list[Callable[[], object]] = [self._run_of(rank, call) for rank, call in self.entries]
         if self.tokens is not None:
             self.tokens.order(c.action.stage for _, c in self.entries if c.action.kind is Kind.REDUCE_GRAD)
+
+    def deferred_anew(self) -> bool:
+        """Whether ``deferred`` was not asked for since a stage's layers were looked for."""
+        looks = sum(getattr(run.store, "looks", 0) for run in self._runs.values())
+        looks, self._looks = self._looks, looks
+        return looks != self._looks
 
     def deferred(self) -> dict[int, float]:
         """Of each stage whose backward is split the share of its trainable numbers whose gradients the first W made."""

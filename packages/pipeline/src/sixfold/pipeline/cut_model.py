@@ -9,7 +9,7 @@ Nothing of transformers is imported: what is asked of a model are ``base_model``
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
 
     Raises:
         ScheduleError: the model has no such form, parameters that no stage or several would have, a ``forward`` that
-            was set on it, or fewer layers than stages.
+            was set on it, a loss of its routers (``output_router_logits``), or fewer layers than stages.
     """
     base: Any = getattr(model, "base_model", None)
     lists = [(n, m) for n, m in base.named_children() if isinstance(m, nn.ModuleList)] if base is not None else []
@@ -67,6 +67,7 @@ def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
     (name, layers), head = lists[0], model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     _check_form(model, base, name, embedding, head)
+    _check_routers(model, {})
     tied = head.weight is embedding.weight
     sizes = _cut(list(layers), list(layers), stages)
     found, begin = [], 0
@@ -114,6 +115,16 @@ def _check_form(model: Any, base: Any, name: str, embedding: nn.Module, head: nn
         )
 
 
+def _check_routers(model: Any, kwargs: Mapping[str, Any]) -> None:
+    """No loss of all layers' routers is asked for: each stage sees its own layers' alone."""
+    wanted = kwargs.get("output_router_logits")
+    if getattr(getattr(model, "config", None), "output_router_logits", False) if wanted is None else wanted:
+        raise ScheduleError(
+            f"the model is a {type(model).__name__} with output_router_logits, whose loss is of all layers' routers at "
+            "once, and no stage has them; set it to False, and give each layer's balance to add_loss in a forward hook"
+        )
+
+
 def _trained(module: nn.Module | None) -> bool:
     return module is not None and any(True for _ in module.parameters())
 
@@ -148,7 +159,9 @@ class _Part(nn.Module):
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         run: Any = self.base
+        _check_routers(run, kwargs)
         for run in self._whole:
+            _check_routers(run, kwargs)
             run._modules.update({name: getattr(self, mine) for name, mine in self._ends.items()})
             run.training = self.training
         held: Any = getattr(self.base, self._layers)._modules  # of a list that is this stage's own

@@ -40,7 +40,6 @@ class Replicas:
         index: of the stage.
     Attributes:
         timeout_s: deadline of every wait; None: that of the process group.
-        buffers: those that all replicas get from the first.
     Raises:
         ScheduleError: ``ddp`` reduces in a way of its own: communication hooks, mixed precision, sparse gradients,
             optimizers that step in the backward, parameters it reduces apart.
@@ -57,11 +56,20 @@ class Replicas:
         self._ddp = ddp
         self._module: nn.Module = ddp.module
         self._group: dist.ProcessGroup = ddp.process_group
-        ignored = set(ddp.parameters_to_ignore)
-        named = [(n, p) for n, p in self._module.named_parameters() if p.requires_grad and n not in ignored]
-        self._buckets = list(_buckets([p for _, p in reversed(named)], int(ddp.bucket_bytes_cap)))
-        self.buffers = [b for n, b in self._module.named_buffers() if n not in ignored] if ddp.broadcast_buffers else []
+        self._ignored = set(ddp.parameters_to_ignore)
         self._step_begins = True
+
+    @property
+    def buffers(self) -> list[Tensor]:
+        """Those that all replicas get from the first, as the module has them now."""
+        if not self._ddp.broadcast_buffers:
+            return []
+        return [buffer for name, buffer in self._module.named_buffers() if name not in self._ignored]
+
+    def _trained(self) -> list[nn.Parameter]:
+        """As the module has them now: ``load_state_dict(assign=True)`` and a new head put others in their places."""
+        named = self._module.named_parameters()
+        return [p for name, p in named if p.requires_grad and name not in self._ignored][::-1]
 
     def unshard(self) -> None:
         """Replicas are whole."""
@@ -78,9 +86,10 @@ class Replicas:
         ranks = self._group.size()
         if not self._ddp.require_backward_grad_sync or ranks == 1:
             return
-        flats = [self._flattened(bucket, 1.0 / ranks) for bucket in self._buckets]
+        buckets = list(_buckets(self._trained(), int(self._ddp.bucket_bytes_cap)))
+        flats = [self._flattened(bucket, 1.0 / ranks) for bucket in buckets]
         works = [dist.all_reduce(flat, group=self._group, async_op=True) for flat in flats]
-        for bucket, flat, work in zip(self._buckets, flats, works, strict=True):
+        for bucket, flat, work in zip(buckets, flats, works, strict=True):
             self._wait(work, "all-reduce its gradients")
             _put_back(bucket, flat)
 
@@ -127,11 +136,12 @@ class ReplicasWithBuffers(Replicas):
         return self._module(*args, **kwargs)
 
     def _share(self) -> None:
-        if not self.buffers or self._group.size() == 1:
+        shared = self.buffers
+        if not shared or self._group.size() == 1:
             return
         source = dist.get_global_rank(self._group, 0)
         by_type: dict[Any, list[Tensor]] = {}
-        for buffer in self.buffers:
+        for buffer in shared:
             by_type.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         with torch.no_grad():
             for buffers in by_type.values():

@@ -17,9 +17,9 @@ from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import graph
 
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.torch_private import ENTRY, asked_of, frame_of
 from sixfold.pipeline.waiting import Cast, Entry
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ __all__ = ["NOBODY", "Asked", "ends_here", "joins", "task"]
 NOBODY = -2  # no graph task's number, and not that of no graph task
 Asked = frozenset[int] | None  # ids of the tensors that a backward is to give gradients of; None: of all leaves
 task = torch._C._current_graph_task_id
-_ENTRY = graph._engine_run_backward.__code__
 
 
 def joins(store: GradientStore, entries: list[Entry], targets: tuple[Any, ...]) -> bool:
@@ -50,7 +49,7 @@ def joins(store: GradientStore, entries: list[Entry], targets: tuple[Any, ...]) 
     if now != store.inner[0]:
         frame = _entered(here, own)
         if frame is None:
-            frame = _entered(sys._current_frames().get(store.thread), own)
+            frame = _entered(frame_of(store.thread), own)
             if frame is None or (frame.f_code is own and store.task != NOBODY):
                 raise _unseen(store, "and nothing tells which gradients it is to make")
         if frame.f_code is own:
@@ -79,16 +78,14 @@ def ends_here() -> bool:
 
 def _entered(frame: FrameType | None, own: CodeType) -> FrameType | None:
     """The innermost frame from ``frame`` outwards that entered autograd: torch's, or that of ``own``."""
-    while frame is not None and frame.f_code is not _ENTRY and frame.f_code is not own:
+    while frame is not None and frame.f_code is not ENTRY and frame.f_code is not own:
         frame = frame.f_back
     return frame
 
 
 def _asked_of(frame: FrameType) -> Asked:
     """What torch's ``frame`` was asked for."""
-    given = frame.f_locals
-    inputs = (given["args"][3:4] or (given["kwargs"].get("inputs"),))[0]
-    return frozenset(map(_identity, inputs)) if inputs else None
+    return frozenset(map(_identity, asked_of(frame))) or None
 
 
 def _identity(one: Any) -> int:

@@ -476,7 +476,11 @@ class PipelineRunner:
             if goal.autocast:
                 torch.clear_autocast_cache()
         self._gradients.end()
-        if mode == "step" and compiled is not self._ran and isinstance(compiled, Compiled):
+        if (
+            mode == "step"
+            and isinstance(compiled, Compiled)
+            and (compiled.deferred_anew() or compiled is not self._ran)
+        ):
             self.deferred = compiled.deferred()
             if not self._told:
                 tell_of_empty_w(self.deferred)

@@ -2,13 +2,14 @@
 
     F --> what its modules hold, their generators, a part of its output (this file) --> RECOMPUTE, or an error
 
-[Note: one forward, run twice] RECOMPUTE runs a forward a second time, which has to begin where the first began, and
-whose changes have to be dropped: a batch norm counts a microbatch once, a codebook moves once, a layer that was left
-out is left out again. What a forward changes is learned by looking: in the first F of a step all attributes and
-buffers of the stage's modules are compared before and behind it; from there on those that changed are noted with each
-F, and put in the place of today's while RECOMPUTE runs. Generators that a module or a keyword argument holds are noted
-as well, and Python's and numpy's own where a forward draws from them. What a stage cannot name (a global, a list in a
-closure) shows in its output: a part of it is compared with what the first forward made.
+[Note: one forward, run twice] RECOMPUTE, and the backward of a ``Stage(checkpoint=True)``, run a forward a second
+time, which has to begin where the first began, and whose changes have to be dropped: a batch norm counts a microbatch
+once, a codebook moves once, a layer that was left out is left out again. What a forward changes is learned by looking:
+in the first F of a step all attributes and buffers of the stage's modules are compared before and behind it; from there
+on those that changed are noted with each F, and put in the place of today's while the forward runs again. Generators
+that a module or a keyword argument holds are noted as well, and Python's and numpy's own where a forward draws from
+them. What a stage cannot name (a global, a list in a closure) shows in its output: of RECOMPUTE's a part is compared
+with what the first forward made; a checkpoint ends its second forward before there is one, and torch compares shapes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any
 
@@ -134,6 +135,11 @@ class SideEffects:
             for (write, _, _), state in zip(before.generators, states, strict=True):
                 write(state)
 
+    def contexts(self, kwargs: Mapping[str, Any]) -> tuple[Noting, Repeating]:
+        """Around a checkpointed forward, and around each time that a backward runs it again."""
+        noting = Noting(self, kwargs)
+        return noting, Repeating(self, noting)
+
     def _look(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
         """All that may change: where it is, what shows a change, and a copy to begin with again."""
         modules = [] if self._stage.module is None else list(self._stage.module.modules())
@@ -156,6 +162,35 @@ class SideEffects:
                 elif isinstance(value, _PLAIN):
                     looked.append((place, name, (value, 0), value))
         return looked
+
+
+class Noting:
+    """``noted``, as torch's checkpoint takes it."""
+
+    def __init__(self, effects: SideEffects, kwargs: Mapping[str, Any]) -> None:
+        self._context = effects.noted(kwargs)
+        self.before = Before()
+
+    def __enter__(self) -> None:
+        self.before = self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
+
+
+class Repeating:
+    """``repeated``, any number of times."""
+
+    def __init__(self, effects: SideEffects, noting: Noting) -> None:
+        self._effects, self._noting = effects, noting
+        self._context: AbstractContextManager[None] = nullcontext()
+
+    def __enter__(self) -> None:
+        self._context = self._effects.repeated(self._noting.before)
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
 
 
 _UNKNOWN = object()  # what it was before is not known: it was seen to change for the first time

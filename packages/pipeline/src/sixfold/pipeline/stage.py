@@ -6,6 +6,7 @@ nn.Module, index --> Stage (this file) --> PipelineRunner
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, Protocol
@@ -19,6 +20,9 @@ from sixfold.pipeline.data_parallel import replicas
 from sixfold.pipeline.errors import ScheduleError, whole
 
 __all__ = ["DataParallel", "Stage"]
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Around = Callable[[Mapping[str, Any]], Contexts]
 
 
 class DataParallel(Protocol):
@@ -54,7 +58,7 @@ class Stage:
         tied: parameters that several stages hold a copy of, by a name of all of them. A runner gives each the value of
             the lowest stage, and after a step all of them the sum of their gradients.
         checkpoint: hold the stage's inputs alone, and run its forward again in the backward
-            (``torch.utils.checkpoint``, non-reentrant).
+            (``torch.utils.checkpoint``, non-reentrant); what the forward changes, it changes once.
         data_parallel: see ``DataParallel``.
         cuda_graphs: from a slot's fourth step on its F, I and W (or B) are replays of CUDA graphs, of one set of
             shapes. For a module of tensors alone, without hooks, whose work does not depend on what its Python sees;
@@ -135,17 +139,23 @@ class Stage:
     @property
     def call(self) -> Callable[..., Any]:
         """What F runs: ``data_parallel.call``, else the module, else the identity; checkpointed if asked for."""
-        if (call := getattr(self.data_parallel, "call", None)) is not None:
-            return self.checkpointed(call)
-        return _pass_on if self.module is None else self.checkpointed(self.module)
+        return self.called(_nothing_around)
 
-    def checkpointed(self, call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(self, contexts: Around) -> Callable[..., Any]:
+        """``call``; where it is checkpointed, ``contexts(kwargs)`` are what its forward runs in, and runs again in."""
+        if (call := getattr(self.data_parallel, "call", None)) is not None:
+            return self.checkpointed(call, contexts)
+        return _pass_on if self.module is None else self.checkpointed(self.module, contexts)
+
+    def checkpointed(self, call: Callable[..., Any], contexts: Around | None = None) -> Callable[..., Any]:
         """``call`` as this stage runs it: itself, or with its activations made again in the backward."""
+        around = contexts or _nothing_around
         if not self.checkpoint:
             return call
 
         def again_in_backward(*arguments: Any, **kwargs: Any) -> Any:
-            return checkpointed_call(partial(call, **kwargs), *arguments, use_reentrant=False)
+            run, context_fn = partial(call, **kwargs), partial(around, kwargs)
+            return checkpointed_call(run, *arguments, use_reentrant=False, context_fn=context_fn)
 
         return again_in_backward
 
@@ -189,6 +199,10 @@ def _tied(index: int, tied: Mapping[str, Tensor] | None, module: nn.Module | Non
             raise ScheduleError(f"stage {index}: tied[{name!r}] is no parameter of its module, under a name in text")
         found[name] = own[id(parameter)]
     return found
+
+
+def _nothing_around(_: Mapping[str, Any]) -> Contexts:
+    return nullcontext(), nullcontext()
 
 
 def _pass_on(*arguments: Tensor, **_: Any) -> Tensor | tuple[Tensor, ...]:

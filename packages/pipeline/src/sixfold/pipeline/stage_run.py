@@ -111,8 +111,8 @@ class StageRun:
         self.index = stage.index
         self.store = store
         self.slots = slots
-        self.calls: list[Callable[..., Any]] = [stage.call] * slots
         self.effects = SideEffects(stage)  # of forwards that are run again
+        self.calls: list[Callable[..., Any]] = [stage.called(self.effects.contexts)] * slots
         self.clear()
 
     def clear(self) -> None:

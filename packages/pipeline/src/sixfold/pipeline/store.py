@@ -60,10 +60,12 @@ class GradientStore:
     """Weight gradients of one stage between I and W.
 
     Args:
-        stage: its module's layers are looked for once, here; ``data_parallel.accumulate`` is given what W makes where
-            it has one, else the gradients reach ``.grad`` through autograd, hooks and all.
+        stage: its module's layers are looked for here, and again where a step finds other layers or parameters;
+            ``data_parallel.accumulate`` is given what W makes where it has one, else the gradients reach ``.grad``
+            through autograd, hooks and all.
     Attributes:
         waited: elements of the parameters whose gradients the first W was left; None before it.
+        looks: how often the module's layers were looked for.
         slot: what is open now, None while closed.
         alone: nobody else looks after the stage's gradients.
         task: autograd's number of the I that runs, once it reached a layer.
@@ -75,26 +77,35 @@ class GradientStore:
 
     def __init__(self, stage: Stage) -> None:
         self.slot: Slot | None = None
-        self.waited: int | None = None
         self.index = stage.index
         self._accumulate: Callable[[Tensor, Tensor], object] | None = getattr(stage.data_parallel, "accumulate", None)
         self.alone = stage.data_parallel is None
-        self._large = stage.module is not None and sum(p.nbytes for p in stage.module.parameters()) > _FLUSH_BYTES
-        self._own = set() if stage.module is None else {id(p) for p in stage.module.parameters()}  # not older weights
-        self._layers = [] if stage.module is None else deferrable(stage.module, self)
         self.leaf = torch.empty(0, device=stage.device, requires_grad=True)
         self._slots: dict[int, Slot] = {}
-        self._refused: frozenset[tuple[int, str]] = frozenset()  # (layer, parameter) that others use too
         self._edges: dict[int, tuple[Tensor, GradientEdge]] = {}  # by id of the parameter, which is held
         self._watches: dict[int, tuple[Any, Any, Any]] = {}  # by id of a node of autograd's: it, its hook, whose it is
         self._operators: dict[tuple[int, ...], tuple[Operator, Any]] = {}  # by ids of parameters, which are held
-        self._others = [] if self._accumulate or stage.module is None else _others(stage.module, self._layers)
         self._seen: dict[int, int] = {}  # where the gradients of the others lie
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] | None = None  # looked at once in a step
         self.task, self.thread = NOBODY, 0
         self.inner: tuple[int, Asked] = NOBODY, None
         self.entry = GradientStore.backward.__code__
         self._simple: dict[int, Any] = {}  # by id of a parameter that is held: its node, False where it is not simple
+        self.looks = 0
+        self._module = nn.Module() if stage.module is None else stage.module
+        self._look(_things_of(self._module))
+
+    def _look(self, things: list[int]) -> None:
+        """The module's layers and parameters, as they are now."""
+        module = self._module
+        self._things = things
+        self.looks += 1
+        self._large = sum(p.nbytes for p in module.parameters()) > _FLUSH_BYTES
+        self._own = {id(p) for p in module.parameters()}  # not older weights
+        self._layers = deferrable(module, self)
+        self._others = [] if self._accumulate else _others(module, self._layers)
+        self._refused: frozenset[tuple[int, str]] = frozenset()  # (layer, parameter) that others use too
+        self.waited: int | None = None
 
     def forward(self, k: int, call: Callable[..., Any], inputs: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """F: ``call``, in which the stage's layers leave their weight gradients under ``k``."""
@@ -104,6 +115,10 @@ class GradientStore:
         forwards = self._forwards
         if forwards is None:
             self.thread = get_ident()
+            if (things := _things_of(self._module)) != self._things:
+                self.drop()
+                self._look(things)
+                slot = self._slots[k] = Slot(self._refused)
             forwards = self._forwards = [found for layer in self._layers if (found := layer.replacement()) is not None]
         for attributes, forward in forwards:
             if "forward" not in attributes:  # of the instance, which comes before its class's
@@ -436,6 +451,11 @@ def _catch(store: weakref.ref[GradientStore], target: Any) -> Callable[[Any], An
         return (None,) if alive is not None and alive.caught(target, gradients[0]) else None
 
     return hook
+
+
+def _things_of(module: nn.Module) -> list[int]:
+    """Its parts and parameters; those that are looked after are held, so that no other takes their place in memory."""
+    return [*map(id, module.modules()), *map(id, module.parameters())]
 
 
 def _others(module: nn.Module, layers: list[Layer]) -> list[Tensor]:

@@ -103,8 +103,8 @@ class TokenCount:
     """The totals of a step's batches, and the division by them.
 
     What is divided is looked for in each step: the stages' parameters, and what else the backward reaches (parameters
-    of the loss, of keyword arguments, inputs, tensors of modules that are not registered), which the graph of a
-    batch's first microbatch shows. A parameter that several stages of this process share is divided with the last of
+    of the loss, of keyword arguments, inputs, tensors of modules that are not registered), which each microbatch's
+    graph shows. A parameter that several stages of this process share is divided with the last of
     them. Gradients that are there when a step begins are set aside, so that they are not divided again, and added to
     those of the step.
 
@@ -162,7 +162,7 @@ class TokenCount:
             self._take(self._stages[-1], leaves_in(given))
 
     def look(self, run: StageRun, k: int) -> None:
-        """Slot ``k`` is the first of its batch whose graph the stage has."""
+        """The stage has the graph of slot ``k``."""
         self._take(run.index, leaves_below(run.graph(k)))
 
     def clear(self, *, failed: bool) -> None:

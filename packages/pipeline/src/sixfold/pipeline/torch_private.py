@@ -8,12 +8,15 @@ A torch without one of them is refused with one sentence, and not by an Attribut
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
+from types import CodeType, FrameType
+from typing import Any
 
 import torch
 import torch.nn.modules.module
 from torch import nn
 
-__all__ = ["KNOWN", "PRIVATE", "missing"]
+__all__ = ["ENTRY", "KNOWN", "PRIVATE", "asked_of", "frame_of", "missing"]
 
 KNOWN = "2.11 to 2.13"  # versions that the tests ran with
 PRIVATE = (
@@ -32,6 +35,7 @@ PRIVATE = (
     "_C._will_engine_execute_node",
     "_foreach_add_",
     "Tensor._is_view",
+    "autograd.graph._engine_run_backward",
     "autograd.Variable._execution_engine.run_backward",
     "nn.modules.module._global_backward_hooks",
     "nn.modules.module._global_is_full_backward_hook",
@@ -41,8 +45,21 @@ _OF_AN_OBJECT = (
     (torch.empty(0), ("_version", "_backward_hooks", "_base")),
     (torch.empty(0).untyped_storage(), ("_cdata",)),
     (nn.Identity(), ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_modules")),
-    (sys, ("_current_frames",)),
+    (sys, ("_current_frames", "_getframe")),
 )
+_LOCALS = ("args", "kwargs")  # of torch's function that enters autograd, which ``asked_of`` reads
+
+
+def asked_of(frame: FrameType) -> Iterable[Any]:
+    """The ``inputs`` that a backward was given, by the frame of torch's function that entered autograd; () for none."""
+    given = frame.f_locals
+    found: Iterable[Any] | None = (given["args"][3:4] or (given["kwargs"].get("inputs"),))[0]
+    return found or ()
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """What a thread runs now."""
+    return sys._current_frames().get(thread)
 
 
 def missing(module: object = torch) -> list[str]:
@@ -56,6 +73,10 @@ def missing(module: object = torch) -> list[str]:
             gone.append(f"torch.{name}")
     for thing, names in _OF_AN_OBJECT:
         gone += [f"{type(thing).__name__}.{name}" for name in names if not hasattr(thing, name)]
+    entry = getattr(getattr(module, "autograd", None), "graph", None)
+    if (code := getattr(getattr(entry, "_engine_run_backward", None), "__code__", None)) is not None:
+        names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + 2]
+        gone += [f"torch.autograd.graph._engine_run_backward({name})" for name in _LOCALS if name not in names]
     return gone
 
 
@@ -64,3 +85,5 @@ if _gone := missing():
         f"torch {torch.__version__} has no {', '.join(_gone)}, which sixfold-pipeline uses; it is known to work "
         f"with torch {KNOWN}: install one of these"
     )
+
+ENTRY: CodeType = torch.autograd.graph._engine_run_backward.__code__

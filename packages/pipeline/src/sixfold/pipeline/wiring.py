@@ -81,7 +81,7 @@ class Facts:
         split: (stage, microbatch) whose backward is I and W.
         again: those that are recomputed.
         last: of each stage, the last B or W of each batch.
-        first: of each stage, the first F or RECOMPUTE of each batch behind which its graph is there.
+        graphs: each F or RECOMPUTE behind which a microbatch's graph is there.
         counted: the F of the last stage behind which all losses of a batch are known, and the batch.
         batches: STEPs per stage, or one.
         batch: microbatches of each.
@@ -92,10 +92,9 @@ class Facts:
         self.split: set[tuple[int, int | None]] = set()
         self.again: set[tuple[int, int | None]] = set()
         self.last: set[Action] = set()
-        self.first: set[Action] = set()
+        self.graphs: set[Action] = set()
         self.batches = max(1, sum(a.kind is Kind.STEP and a.stage == program.stages - 1 for a in _all(program)))
         self.batch = program.microbatches // self.batches
-        graphs: set[tuple[int, int, Kind]] = set()
         newest: dict[int, Action] = {}
         losses: dict[int, Action] = {}
         for part in (part for entry in actions for part in entry.each()):
@@ -113,10 +112,7 @@ class Facts:
         for part in (part for entry in actions for part in entry.each()):
             dropped = part.kind is Kind.F and (part.stage, part.microbatch) in self.again
             if part.kind in (Kind.F, Kind.RECOMPUTE) and part.microbatch is not None and not dropped:
-                key = part.stage, part.microbatch // self.batch, part.kind
-                if key not in graphs:
-                    graphs.add(key)
-                    self.first.add(part)
+                self.graphs.add(part)
         self.counted = {action: batch for batch, action in losses.items()}
 
 
@@ -249,7 +245,7 @@ class Wiring:
         bound = [Call(call, position, action, action, main=True)]
         if tokens is not None and (batch := self.facts.counted.get(action)) is not None:
             bound.append(Call(partial(tokens.tell, batch, action), position, action, action))
-        if tokens is not None and action in self.facts.first:
+        if tokens is not None and action in self.facts.graphs:
             bound.append(Call(partial(tokens.look, run, action.microbatch % self.slots), position, action, action))
         if handle is not None and action in self.facts.last:
             bound.insert(0, Call(handle.before_last_backward, position, action, action))

@@ -24,11 +24,12 @@ from sixfold.pipeline import (
     zb_h1,
     zb_v,
 )
+from sixfold.pipeline.action import Kind
 from sixfold.pipeline.arguments import check_program
 from sixfold.pipeline.messages import GroupLane
 from sixfold.pipeline.transport.batched import Batched
 from sixfold.pipeline.transport.groups import Incoming, Outgoing, _Lane
-from sixfold.pipeline.watchdog import StreamWait
+from sixfold.pipeline.watchdog import HostWait, PeerLost, StreamWait
 
 PROGRAMS = [gpipe(2, 3), one_f_one_b(3, 5), interleaved(2, 4), zb_h1(3, 5), zb_v(2, 4)]
 
@@ -135,6 +136,23 @@ def test_outside_of_a_batch_a_message_starts_at_once_and_a_wait_starts_its_batch
     assert len(group.notes) == 2
     one.end()
     assert len(group.notes) == 2
+
+
+def test_a_message_to_a_rank_that_has_left_is_a_lost_peer_for_who_waits_for_it():
+    """Where its batch starts nobody knows which message it is, and a report would name this rank for the culprit."""
+
+    class Left(Quiet):
+        def recv(self, *_: Any) -> Any:
+            raise RuntimeError("Connection closed by peer")
+
+    together, action = Batched(Left()), Action(1, Kind.RECV_F, 2)
+    edge = Incoming(together, 3, HostWait(1.0), torch.device("cpu"), 3)
+    together.begin()
+    _, works = edge.post([(torch.Size([2]), torch.float32, False)], 5, action)
+    together.end()
+    with pytest.raises(PeerLost) as lost:
+        edge.wait(works[0], action)
+    assert (lost.value.action, lost.value.peer) == (action, 3)
 
 
 def test_what_is_no_rendezvous_or_has_no_end_is_refused_by_name():

@@ -58,7 +58,10 @@ class Batched:
             return
         if not self._coalesces:
             for operation, later in waiting:
-                later.work = self._start(operation)
+                try:
+                    later.work = self._start(operation)
+                except RuntimeError as error:  # the connection has ended; who waits for the message says for which
+                    later.work = _NeverStarted(error)
             return
         self._group._start_coalescing()
         for operation, _ in waiting:
@@ -112,3 +115,18 @@ class _Later:
         if self.work is None:
             self._flush()
         return self.work.wait(*limit)
+
+
+class _NeverStarted:
+    """The work of a message that could not start."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def is_completed(self) -> bool:
+        """It never is."""
+        return False
+
+    def wait(self, *_: timedelta) -> Any:
+        """Raises what was raised."""
+        raise self._error

@@ -271,13 +271,13 @@ def test_configuration_needs_no_torch(config_file, words):
     assert "Traceback" not in done.stderr
 
 
-EARLY_SIGTERM = """
+EARLY_SIGNAL = """
 import os, signal, sys, time
 from sixfold.gpt import cli, config
 
 class Dropper:
     def __del__(self):  # what is raised here is dropped, as in much C code
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), int(sys.argv[1]))
         time.sleep(0.01)
 
 def from_toml(path, overrides=()):
@@ -289,12 +289,16 @@ sys.exit(cli.main(["train", "x.toml"]))
 """
 
 
-def test_sigterm_while_the_config_is_checked_is_143_even_where_exceptions_are_dropped():
-    done = subprocess.run([sys.executable, "-c", EARLY_SIGTERM], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout, done.stderr) == (143, "", "")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_before_the_first_step_is_143_and_one_line_even_where_exceptions_are_dropped(number):
+    command = [sys.executable, "-c", EARLY_SIGNAL, str(int(number))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    line = f"sixfold: {number.name} while no step is at work; there is nothing to save\n"
+    assert (done.returncode, done.stdout, done.stderr) == (143, "", line)
 
 
-def test_sigterm_is_its_users_again_after_the_command(config_file, started):
-    before = signal.getsignal(signal.SIGTERM)
+def test_signals_are_their_users_again_after_the_command(config_file, started):
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)]
     assert cli.main(["train", str(config_file)]) == 0
-    assert signal.getsignal(signal.SIGTERM) == before
+    after = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)]
+    assert after == before

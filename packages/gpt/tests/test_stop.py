@@ -1,7 +1,9 @@
 """When a run that is asked to stop saves, and what evaluation it then owes."""
 
+import faulthandler
 import os
 import signal
+import tempfile
 import threading
 
 import pytest
@@ -151,7 +153,8 @@ PHASES = {"first step": ("train_step", 1, 1), "a step": ("train_step", 2, 2), "a
           "an evaluation": ("evaluate", 1, 2)}  # fmt: skip
 OF = {
     "one SIGTERM": [signal.SIGTERM], "two SIGTERMs": [signal.SIGTERM] * 2, "three SIGTERMs": [signal.SIGTERM] * 3,
-    "a hang-up": [signal.SIGHUP], "Ctrl-C": [signal.SIGINT], "a double Ctrl-C": [signal.SIGINT] * 2,
+    "a hang-up": [signal.SIGHUP], "a cluster's USR1": [signal.SIGUSR1], "and its USR2": [signal.SIGUSR2],
+    "Ctrl-C": [signal.SIGINT], "a double Ctrl-C": [signal.SIGINT] * 2,
     "a hang-up and SIGTERM": [signal.SIGHUP, signal.SIGTERM],
 }  # fmt: skip
 
@@ -182,7 +185,8 @@ def test_signals_of_one_moment_in_any_phase_end_in_a_saved_step(tmp_path, monkey
     # Asked within the save or the evaluation of a step: that step is the last, or the one that follows it.
     assert end["reason"] == "sigterm" and end["step"] in (last, last + 1)
     assert [entry["step"] for entry in lines(config, "save")][-1] == end["step"]
-    assert [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGHUP)] == [signal.SIG_DFL] * 2
+    given_back = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    assert [signal.getsignal(one) for one in given_back] == [signal.SIG_DFL] * 4
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
 
@@ -199,6 +203,25 @@ def test_a_hang_up_that_nohup_ignores_and_a_callers_own_ctrl_c_stay_as_they_are(
     finally:
         signal.signal(signal.SIGHUP, before[0])
         signal.signal(signal.SIGINT, before[1])
+
+
+def test_what_faulthandler_has_registered_stays():
+    """People have it print all stacks at SIGUSR1; Python's own table of handlers does not know of it."""
+    flag = stop.StopFlag()
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.register(signal.SIGUSR1, file=file)
+        try:
+            flag.arm()
+            os.kill(os.getpid(), signal.SIGUSR1)
+            file.seek(0)
+            assert "most recent call first" in file.read() and not flag.asked
+        finally:
+            flag.disarm()
+            faulthandler.unregister(signal.SIGUSR1)
+    flag.arm()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    flag.disarm()
+    assert flag.asked
 
 
 @pytest.mark.parametrize(("minutes", "saves"), [("1e-9", [1, 2, 3]), ("0", [3])])

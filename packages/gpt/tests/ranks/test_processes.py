@@ -126,8 +126,12 @@ def test_sigterm_before_the_ranks_can_save_is_143_too(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "numbers", [(signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT, signal.SIGTERM), (signal.SIGHUP,)]
-)
+    "numbers",
+    [
+        (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT, signal.SIGTERM), (signal.SIGHUP,),
+        (signal.SIGUSR1,), (signal.SIGUSR2, signal.SIGTERM),
+    ],
+)  # fmt: skip
 def test_signals_of_one_moment_are_one_and_every_rank_saves(tmp_path, numbers):
     process = launcher("save_slowly_on_sigterm", tmp_path, same_s="5")
     wait_for(tmp_path, 2)

@@ -20,13 +20,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sixfold.gpt.cli_machines import add_verbs
 from sixfold.gpt.command import INTERRUPTED, end_at_once
 from sixfold.gpt.errors import ConfigError, raised_inside
 from sixfold.gpt.processes import RankError, failure_of, is_typed, start_ranks
-from sixfold.gpt.stop import STOPPED, Interrupted
+from sixfold.gpt.stop import ASK_TO_STOP, STOPPED, Interrupted, end_unsaved, is_free
 
 if TYPE_CHECKING:
     from sixfold.gpt.config import TrainConfig
@@ -361,7 +361,7 @@ def default_ranks(config: TrainConfig) -> int:
 
 @contextmanager
 def _early_signals() -> Iterator[None]:
-    """End with 143 on a SIGTERM, and with 130 on a Ctrl-C, that come before the ranks, or the train loop, take it over.
+    """End with 143 on what asks for a stop, and with 130 on Ctrl-C, before the ranks, or the train loop, take it over.
 
     At once, not by an exception: C code that runs an import or a destructor may drop one (numpy's import does), and the
     run would go on. Nothing is half-made: a config is written and a checkpoint committed by one rename.
@@ -370,7 +370,10 @@ def _early_signals() -> Iterator[None]:
         yield
         return
 
-    old = {signal.SIGTERM: signal.signal(signal.SIGTERM, end_at_once)}
+    old: dict[signal.Signals, Any] = {}
+    for number in ASK_TO_STOP - {signal.SIGINT}:
+        if number == signal.SIGTERM or is_free(number):
+            old[number] = signal.signal(number, end_unsaved)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         old[signal.SIGINT] = signal.signal(signal.SIGINT, end_at_once)
     try:

@@ -34,7 +34,7 @@ from types import FrameType
 from typing import Any
 
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError, raised_inside
-from sixfold.gpt.stop import ENDED, STOPPED, Signals
+from sixfold.gpt.stop import ASK_TO_STOP, ENDED, STOPPED, Signals, is_free
 from sixfold.pipeline.errors import PipelineTimeout
 
 POLL_S = 0.1
@@ -84,7 +84,7 @@ class _Rank:
 
 @dataclass(kw_only=True, slots=True)
 class _Stop:
-    """SIGTERM, Ctrl-C and a hang-up of the launcher: the first is forwarded, a later one ends the ranks at once.
+    """Signals to the launcher that ask for a stop: the first is forwarded, a later one ends the ranks at once.
 
     As stop.py says in [Note: what a signal does].
     """
@@ -113,14 +113,14 @@ class _Stop:
 def warm_up() -> None:
     """Start the server that ranks are forked from, which loads torch meanwhile. Costs this process a few milliseconds.
 
-    The server has SIGTERM, SIGHUP and SIGINT blocked for good: one sent to a whole process group, as Ctrl-C is, must
+    The server has SIGTERM and its like blocked for good: one sent to a whole process group, as Ctrl-C is, must
     reach the ranks, not kill what they were forked from. Its environment, and so the ranks', has one OpenMP thread
     unless the user's says otherwise.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     resource_tracker.ensure_running()  # it would unblock SIGTERM half way below
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ASK_TO_STOP)
     threads = os.environ.get("OMP_NUM_THREADS")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
@@ -141,7 +141,7 @@ def start_ranks(
 ) -> int:
     """Run ``target(*args)`` in ``ranks`` processes and wait for all of them.
 
-    In each, ``launch.detect`` finds the rank. SIGTERM, Ctrl-C or a hang-up here is forwarded as SIGTERM; one that comes
+    In each, ``launch.detect`` finds the rank. What asks for a stop here is forwarded as SIGTERM; a signal that comes
     more than ``stop.SAME_S`` later ends the ranks at once.
 
     Args:
@@ -176,7 +176,7 @@ def start_ranks(
 
 @contextmanager
 def _stop_signals() -> Iterator[_Stop]:
-    """Take SIGTERM, SIGINT and SIGHUP while ranks run; a hang-up that nohup ignores stays ignored.
+    """Take what asks for a stop while ranks run; a hang-up that nohup ignores stays ignored.
 
     Python handles signals in the main thread only; elsewhere they are left.
     """
@@ -184,9 +184,7 @@ def _stop_signals() -> Iterator[_Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    taken = {signal.SIGTERM, signal.SIGINT}
-    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
-        taken.add(signal.SIGHUP)
+    taken = {signal.SIGTERM, signal.SIGINT} | {number for number in ASK_TO_STOP if is_free(number)}
     old = {number: signal.signal(number, stop.on_signal) for number in taken}
     try:
         yield stop
@@ -320,10 +318,10 @@ def _rank_main(
 ) -> None:
     """Body of a rank's process."""
     _die_with_parent()
-    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the launcher too, which asks all ranks to stop
+    for number in ASK_TO_STOP - {signal.SIGTERM}:  # they reach the launcher too, which asks all ranks to stop
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP, signal.SIGINT})
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
     os.environ.update({"SIXFOLD_RANK": str(rank), "SIXFOLD_RANKS": str(ranks), "SIXFOLD_STORE": store})
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and a host name may resolve to nothing
     warnings.showwarning = partial(_show_warning, rank)

@@ -1,11 +1,13 @@
-"""SIGTERM, Ctrl-C and a hang-up, as a flag that the loop asks for between steps.
+"""SIGTERM, SIGUSR1, SIGUSR2, Ctrl-C and a hang-up, as a flag that the loop asks for between steps.
 
 signal --> StopFlag (this file) --> step.py carries it to all ranks --> save, end
 
 [Note: what a signal does] The first asks for a stop: the step at hand is finished and saved. Signals within ``SAME_S``
 of each other are one: whoever signals a whole process group reaches a rank twice, and a double Ctrl-C is one wish. A
-later one ends the process at once, with a status that does not say "saved". Before the first step there is nothing
-to save, and the default action is right: a signal that comes during the first step is kept until it is done.
+later one ends the process at once, with a status that does not say "saved". SIGUSR1 and SIGUSR2 are what a cluster
+sends ahead of its time limit (`sbatch --signal=USR1@300`). Before the first step there is nothing to save: the command
+ends at once and says so (cli.py), a program that calls train() has Python's own action. A signal that comes during the
+first step is kept until it is done.
 """
 
 from __future__ import annotations
@@ -15,8 +17,9 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 SAME_S = 1.0
 STOPPED = 143  # 128 + SIGTERM, as a shell would say: asked to stop, and every step that was done is saved
@@ -25,13 +28,36 @@ ENDED = 137  # 128 + SIGKILL: ended at once by a second signal, without a save
 _DEFAULTS = {
     signal.SIGTERM: (signal.SIG_DFL,),
     signal.SIGHUP: (signal.SIG_DFL,),
+    signal.SIGUSR1: (signal.SIG_DFL,),
+    signal.SIGUSR2: (signal.SIG_DFL,),
     signal.SIGINT: (signal.SIG_DFL, signal.default_int_handler),
 }
+ASK_TO_STOP = frozenset(_DEFAULTS)
 AT_ONCE = "sixfold: a second signal ends the run at once; what was done since the newest checkpoint is not saved\n"
+
+
+def is_free(number: signal.Signals) -> bool:
+    """Whether nobody has said what ``number`` does: neither by Python nor, as faulthandler.register, below it."""
+    handler = signal.getsignal(number)
+    if handler != signal.SIG_DFL:
+        return handler is end_unsaved or handler in _DEFAULTS[number]
+    try:
+        status = Path("/proc/self/status").read_text()
+        caught = int(next(line for line in status.splitlines() if line.startswith("SigCgt:")).split()[1], 16)
+    except (OSError, StopIteration, ValueError):
+        return True
+    return not caught >> (number - 1) & 1
 
 
 class Interrupted(KeyboardInterrupt):
     """Ctrl-C, after the step at hand was finished and saved."""
+
+
+def end_unsaved(signum: int, frame: FrameType | None) -> NoReturn:
+    """A signal handler of the command, for the time before the first step and after the last save."""
+    text = f"sixfold: {signal.Signals(signum).name} while no step is at work; there is nothing to save\n"
+    os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, text.encode())
+    os._exit(STOPPED)
 
 
 class Signals:
@@ -68,9 +94,8 @@ class StopFlag:
         """Take over the signals, once. Python handles them in the main thread only; elsewhere this does nothing."""
         if self._old or threading.current_thread() is not threading.main_thread():
             return
-        for number, defaults in _DEFAULTS.items():
-            old = signal.getsignal(number)
-            if number == signal.SIGTERM or old in defaults:
+        for number in _DEFAULTS:
+            if number == signal.SIGTERM or is_free(number):
                 self._old[number] = signal.signal(number, self._on_signal)
 
     def disarm(self) -> None:

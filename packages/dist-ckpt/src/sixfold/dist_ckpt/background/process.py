@@ -19,6 +19,7 @@ from sixfold.dist_ckpt.background.arena import Gauge
 
 _WORKER = ("-P", "-m", "sixfold.dist_ckpt._worker")
 _CLOSE_S = 5.0
+_ASK_TO_STOP = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 
 
 def _start_worker(fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
@@ -37,11 +38,11 @@ class Worker:
         self.connection, theirs = Pipe()
         self.gauge, self._is_killed = Gauge(arena_fd), False
         fds = theirs.fileno(), arena_fd
-        # Blocked in the worker for good, from its first instruction on: Ctrl-C, a hang-up and a launcher's SIGTERM
-        # reach a whole process group, and a trainer answers them by ending in order, after its save in flight.
+        # Blocked in the worker for good, from its first instruction on: Ctrl-C, a hang-up, a launcher's SIGTERM and a
+        # cluster's SIGUSR1 reach a whole process group, and a trainer answers them by ending in order, after its save in flight.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # asked first: the call that blocks may itself raise
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+            signal.pthread_sigmask(signal.SIG_BLOCK, _ASK_TO_STOP)
             self.process = _start_worker(fds)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)

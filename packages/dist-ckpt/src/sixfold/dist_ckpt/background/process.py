@@ -39,7 +39,8 @@ class Worker:
         self.gauge, self._is_killed = Gauge(arena_fd), False
         fds = theirs.fileno(), arena_fd
         # Blocked in the worker for good, from its first instruction on: Ctrl-C, a hang-up, a launcher's SIGTERM and a
-        # cluster's SIGUSR1 reach a whole process group, and a trainer answers them by ending in order, after its save in flight.
+        # cluster's SIGUSR1 reach a whole process group, and a trainer answers them by ending in order, after its save
+        # in flight.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # asked first: the call that blocks may itself raise
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, _ASK_TO_STOP)

@@ -8,6 +8,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from dist_ckpt_helpers import flip_byte, folder_bytes, one
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -207,7 +208,14 @@ def test_a_target_with_other_files_is_left_untouched(tmp_path):
 
 @pytest.mark.parametrize(
     "files",
-    [["metadata.json"], ["metadata.json", "common.pt"], ["shard_0.pt", "more/shard_1.pt"], ["cats/0", "cats/1"]],
+    [
+        ["metadata.json"],
+        ["metadata.json", "common.pt"],
+        ["shard_0.pt", "more/shard_1.pt"],
+        ["cats/0", "cats/1"],
+        *([name] for name in (".metadata", "integrity.json", "shard_manifest.pt", "x.distcp", "__0_0.distcp")),
+        [".metadata", "__0_0.distcp", "integrity.json", "metadata.json"],
+    ],
 )
 def test_files_that_only_have_names_of_a_checkpoint_are_left_untouched(tmp_path, files):
     """Data sets have such names too."""
@@ -220,6 +228,26 @@ def test_files_that_only_have_names_of_a_checkpoint_are_left_untouched(tmp_path,
             save()
     assert {name: (home / name).read_text() for name in files} == dict.fromkeys(files, '{"mine": 1}')
     assert [path.name for path in tmp_path.iterdir()] == ["home"]
+
+
+def test_what_others_put_into_a_checkpoint_is_named_and_the_remedy_works(folder, tmp_path):
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(StorageError, match=r"is a checkpoint with other files in it \(config\.json\).*Move them"):
+        dist_ckpt.save(state(2.0), folder)
+    assert load_all(folder)["it"] == 1
+    (folder / "config.json").rename(tmp_path / "config.json")
+    dist_ckpt.save(state(2.0), folder)
+    assert load_all(folder)["it"] == 2
+
+
+def test_a_save_by_torch_that_was_cut_short_is_replaced(tmp_path):
+    """It leaves files of data and no .metadata."""
+    torch_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "c", no_dist=True)
+    dist_ckpt.save(state(1.0), tmp_path / "c")
+    torch_dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "d", no_dist=True)
+    (tmp_path / "d" / ".metadata").unlink()
+    dist_ckpt.save(state(1.0), tmp_path / "d")
+    assert load_all(tmp_path / "c")["it"] == load_all(tmp_path / "d")["it"] == 1
 
 
 @pytest.mark.parametrize("kind", ["old", "tmp", "job"])

@@ -117,3 +117,31 @@ def test_log_unexpected_leaves_a_grid_of_other_ranks_out(tmp_path, caplog):
     assert "rng" in caplog.text
     with pytest.raises(MismatchError, match="objects cannot be cut anew"):
         dist_ckpt.load(asked, tmp_path / "c")
+
+
+def test_a_plain_tensor_that_is_not_stored_is_an_error_as_a_sharded_one_is(tmp_path):
+    dist_ckpt.save({"m": {"w": torch.ones(2)}, "step": 3}, tmp_path / "c")
+
+    def asked():
+        return {"m": {"w": torch.zeros(2), "new": torch.full((2,), 5.0)}, "step": 0}
+
+    for strict in ("assume_ok_unexpected", "raise_unexpected", "raise_all"):
+        with pytest.raises(MismatchError, match=r"m\.new: asked for, not in the checkpoint"):
+            dist_ckpt.load(asked(), tmp_path / "c", strict=strict)
+    for strict in ("return_unexpected", "return_all"):
+        loaded, _, unexpected = dist_ckpt.load(asked(), tmp_path / "c", strict=strict)
+        assert (loaded["m"]["w"].tolist(), unexpected) == ([1, 1], {"m.new"})
+    state = asked()
+    assert dist_ckpt.load(state, tmp_path / "c", strict="log_unexpected")["step"] == 3
+    assert state["m"]["new"].tolist() == [5, 5]
+
+
+def test_a_buffer_that_a_model_has_gained_is_an_error_and_its_remedy_works(tmp_path):
+    model = torch.nn.BatchNorm1d(3)
+    dist_ckpt.save({"model": model}, tmp_path / "c")
+    model.register_buffer("scale", torch.ones(3))
+    with pytest.raises(MismatchError, match=r"model\.scale: asked for, not in the checkpoint"):
+        dist_ckpt.load({"model": model}, tmp_path / "c")
+    saved = {name: value for name, value in model.state_dict().items() if name != "scale"}
+    loaded = dist_ckpt.load({"model": model.state_dict()}, tmp_path / "c", strict="log_unexpected")
+    assert loaded["model"].keys() == saved.keys()

@@ -10,7 +10,7 @@ from torch import nn
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import MismatchError, ShardedTensor, ShardingError
+from sixfold.dist_ckpt import MismatchError, ShardedTensor, ShardingError, tools
 from sixfold.dist_ckpt.dcp import Reader, Writer
 
 
@@ -205,3 +205,25 @@ def test_a_model_on_the_meta_device_is_told_to_take_memory_and_loads_then(tmp_pa
     loaded = dist_ckpt.load({"model": model.state_dict()}, tmp_path / "c", group=None)
     model.load_state_dict(loaded["model"], assign=True)
     assert values(model) == values(plain)
+
+
+@pytest.mark.parametrize("kind", ["plain", "position", "sharded"])
+def test_tensors_whose_places_read_alike_are_kept_and_no_export_drops_one(tmp_path, kind):
+    state = {
+        "plain": {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}},
+        "position": {"a.0": torch.ones(2), "a": [torch.zeros(2)]},
+        "sharded": {"a": {"b": torch.ones(2)}, "s": one("a.b", torch.zeros(2))},
+    }[kind]
+    dist_ckpt.save(state, tmp_path / "c")
+    asked = {"s": one("a.b", torch.ones(2))} if kind == "sharded" else {}
+    loaded = dist_ckpt.load(asked, tmp_path / "c")
+    first, second = (loaded["a"]["b"], loaded["s"]) if kind == "sharded" else (loaded[next(iter(state))], loaded["a"])
+    second = second["b"] if kind == "plain" else second[0] if kind == "position" else second
+    assert (first.tolist(), second.tolist()) == ([1, 1], [0, 0])
+    for export in (
+        lambda: dist_ckpt.load_plain_tensors(tmp_path / "c"),
+        lambda: tools.convert(tmp_path / "c", tmp_path / "d", to="safetensors"),
+    ):
+        with pytest.raises(MismatchError, match=r"a\.[b0]: two tensors of the checkpoint have this name"):
+            export()
+    assert not (tmp_path / "d").exists()

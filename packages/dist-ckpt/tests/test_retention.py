@@ -97,7 +97,7 @@ def test_prune_keeps_the_last_and_the_multiples(tmp_path, model, keep_last, keep
 
 def test_what_a_killed_prune_left_is_removed_by_the_next(tmp_path, model):
     make(tmp_path, model, [1])
-    (tmp_path / ".step-00000000.gone-12").mkdir()
+    (tmp_path / ".step-00000000.gone-0123abcd").mkdir()
     assert retention.prune(tmp_path, keep_last=1) == []
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
@@ -114,6 +114,22 @@ def test_what_a_killed_prune_leaves_is_no_step_for_trainers_that_look_by_torchti
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
 
 
+def test_folders_of_the_user_that_only_begin_like_ours_are_left_alone(tmp_path, model):
+    make(tmp_path, model, [1, 2])
+    ends = ("mine", "2024", "before-the-change", "0123456789abcdef0", "0123")
+    theirs = [f".step-00000001.{kind}-{end}" for kind in ("old", "tmp", "job", "gone") for end in ends]
+    theirs += [".step.00000001.gone-mine", ".step.00000009.gone-mine"]
+    for name in theirs:
+        (tmp_path / name / "notes").mkdir(parents=True)
+        age(tmp_path / name, 100)
+    assert retention.prune(tmp_path, keep_last=1) == [retention.step_path(tmp_path, 1)]
+    assert retention.checkpoints(tmp_path) == [(2, retention.step_path(tmp_path, 2))]
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*theirs, "step-00000002"])
+
+
+DEAD = "00000000deadbeef"  # a save id
+
+
 def age(folder, hours):
     for path in (*folder.rglob("*"), folder):
         os.utime(path, (time.time() - 3600 * hours,) * 2)
@@ -123,14 +139,14 @@ def test_what_dead_saves_of_older_steps_left_is_removed(tmp_path, model):
     make(tmp_path, model, (2, 4, 6))
     for step in (1, 3, 5, 7):
         for kind in ("tmp", "job"):
-            (tmp_path / f".step-{step:08d}.{kind}-dead").mkdir()
-            age(tmp_path / f".step-{step:08d}.{kind}-dead", 1.1)
+            (tmp_path / f".step-{step:08d}.{kind}-{DEAD}").mkdir()
+            age(tmp_path / f".step-{step:08d}.{kind}-{DEAD}", 1.1)
     retention.prune(tmp_path, keep_last=2)
     assert sorted(path.name for path in tmp_path.iterdir()) == [
-        ".step-00000005.job-dead",
-        ".step-00000005.tmp-dead",
-        ".step-00000007.job-dead",
-        ".step-00000007.tmp-dead",
+        f".step-00000005.job-{DEAD}",
+        f".step-00000005.tmp-{DEAD}",
+        f".step-00000007.job-{DEAD}",
+        f".step-00000007.tmp-{DEAD}",
         "step-00000004",
         "step-00000006",
     ], "a save of step 5 or 7 may be in flight"
@@ -143,7 +159,7 @@ def test_what_dead_saves_of_older_steps_left_is_removed(tmp_path, model):
 @pytest.mark.parametrize("alive", ["__0_0.distcp", "checkpoint/__1_0.distcp", None])
 def test_a_save_of_an_earlier_step_whose_files_or_board_move_is_left_alone(tmp_path, model, alive):
     make(tmp_path, model, (2, 4))
-    staging, board = tmp_path / ".step-00000001.tmp-ab", tmp_path / ".step-00000001.job-ab"
+    staging, board = tmp_path / f".step-00000001.tmp-{DEAD}", tmp_path / f".step-00000001.job-{DEAD}"
     for folder, name in ((staging, "checkpoint/x"), (staging, "__0_0.distcp"), (board, "alive-0")):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
@@ -270,16 +286,16 @@ def test_a_folder_that_cannot_be_moved_is_a_typed_error_and_stays(tmp_path, mode
 
 def test_a_system_that_fails_while_a_prune_looks_at_what_is_left_is_a_typed_error(tmp_path, model, monkeypatch):
     make(tmp_path, model, [1])
-    (tmp_path / ".step-00000002.job-ab").mkdir()
-    age(tmp_path / ".step-00000002.job-ab", 48)
+    (tmp_path / ".step-00000002.job-00000000deadbeef").mkdir()
+    age(tmp_path / ".step-00000002.job-00000000deadbeef", 48)
 
     def fail(folder, pattern):
         raise OSError(errno.EIO, "Input/output error", str(folder))
 
     monkeypatch.setattr(Path, "glob", fail)
-    with pytest.raises(StorageError, match=r"Input/output error: .*\.step-00000002\.job-ab"):
+    with pytest.raises(StorageError, match=r"Input/output error: .*\.step-00000002\.job-00000000deadbeef"):
         retention.prune(tmp_path, keep_last=1)
-    assert (tmp_path / ".step-00000002.job-ab").exists()
+    assert (tmp_path / ".step-00000002.job-00000000deadbeef").exists()
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,49 @@ def test_texts_and_floats_and_what_the_first_rank_alone_has_are_warned_of(tmp_pa
     assert loaded == {"host": "node0", "loss": 0.5, "same": 1, "only_first": 1}
 
 
+def numbers(rank, ranks, folder):
+    numpy = pytest.importorskip("numpy", reason="needs numpy, of which trainers' numbers are")
+    state = {"loss": numpy.float64(rank), "small": numpy.float32(rank), "host": numpy.str_(f"node{rank}")}
+    state["inside"] = (numpy.float64(rank), 1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        dist_ckpt.save(state, folder / "c")
+    seen = numpy.int64(rank), numpy.bool_(rank), numpy.bytes_(bytes([65 + rank]))
+    return [str(warning.message) for warning in told], [refused({"seen": one}, folder / "d") for one in seen]
+
+
+def test_numbers_and_texts_of_numpy_may_differ_where_pythons_may(tmp_path):
+    (first, errors), _ = run_ranks(numbers, 2, tmp_path)
+    assert first == ["common data differs between ranks at host, inside, loss, small; the first rank's was saved"]
+    assert all("seen: ranks [0], [1] hold different values" in text for text in errors)
+
+
+class Settings:
+    def __init__(self, rank):
+        self.name, self.parts, self.seed = "same", {"at": [1, rank]}, rank
+
+
+def of_objects(rank, ranks, folder):
+    from argparse import Namespace
+
+    torch.serialization.add_safe_globals([Settings])
+    args = Namespace(lr=0.1, local_rank=rank, layers=[1, 2], deep=Namespace(at=rank))
+    states = {"args": args, "own": Settings(rank), "pair": (1, {"x": rank}), "few": (3,) * (1 + rank)}
+    return {name: refused({name: value}, folder / "c") for name, value in states.items()}
+
+
+def test_what_differs_within_a_value_is_named(tmp_path):
+    first, second = run_ranks(of_objects, 2, tmp_path)
+    assert first == second
+    for name, places in {
+        "args": ".local_rank, .deep.at",
+        "own": ".parts['at'][1], .seed",
+        "pair": "[1]['x']",
+        "few": "[1]",
+    }.items():
+        assert f"{name}: ranks [0], [1] hold different values (in {places})\n" in first[name]
+
+
 def replicas(rank, ranks, folder, kind):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     drift = float(rank == 3)

@@ -48,7 +48,11 @@ from sixfold.dist_ckpt.stores.store import is_checkpoint_file
 # ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it. ``.gone-`` is what a
 # prune has moved aside, ``.tmp-`` and ``.job-`` are a save that goes on, or has died. Trainers that take what holds
 # ``step-7`` and ``.metadata`` for a step must not find what was moved aside: it is ``.step.00000007.gone-``.
-_NAME = re.compile(r"(\.)?step(?(1)[-.]|-)(?P<step>\d{8,})(?(1)\.(?P<kind>old|gone|tmp|job)-(?P<save>.+))")
+# A name whose end is none that a save or a prune gives is the user's own.
+_NAME = re.compile(
+    r"(\.)?step(?(1)[-.]|-)(?P<step>\d{8,})"
+    rf"(?(1)\.(?P<kind>old|gone|tmp|job)-(?P<save>(?:(?<=gone-)[0-9a-f]{{8}}|{storage.ENDS})))"
+)
 # See [Note: dead or slow].
 _DEAD_S, _EARLIER_S, _ANY_S = 60.0, 3600.0, 86400.0
 _SEEN = f"{by_pointer.LOOKS}seen-"  # goes with the next commit there

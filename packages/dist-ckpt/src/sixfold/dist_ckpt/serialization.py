@@ -10,7 +10,8 @@ all others are below it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -137,7 +138,7 @@ def load(
 
     Args:
         sharded_state_dict: records say what is wanted. Of common leaves in it plain tensors of the saved shape and
-            dtype are filled, the others are ignored. The dict is not changed. Of a folder of
+            dtype are filled, other values are ignored. The dict is not changed. Of a folder of
             plain DCP each leaf is wanted that is stored under its name, its path joined by dots.
         checkpoint_dir: a folder, URL or store of a checkpoint of this package, of torch DCP, of megatron-core, or
             of a format whose strategy is given or registered.
@@ -257,9 +258,26 @@ def load_sharded_metadata(
     return looked(checkpoint_dir, lambda folder: foreign.listing(folder, *_strategies(folder, *strategies)))
 
 
-def plain_tensors_of(common: Any) -> dict[str, torch.Tensor]:
-    """The tensors of common data by their place, joined by dots."""
-    return {tree.key_text(path): leaf for path, leaf in tree.leaves(common) if isinstance(leaf, torch.Tensor)}
+def plain_tensors_of(common: Any, others: Iterable[str], keys: str = "*") -> dict[str, torch.Tensor]:
+    """The tensors of common data by their place, joined by dots, that match the glob ``keys``.
+
+    Raises:
+        MismatchError: two places read alike, or one of them as the key of a sharded tensor, of which ``others`` are.
+    """
+    found: dict[str, torch.Tensor] = {}
+    taken = set(others)
+    for path, leaf in tree.leaves(common):
+        key = tree.key_text(path)
+        if not isinstance(leaf, torch.Tensor) or not fnmatchcase(key, keys):
+            continue
+        if key in taken:
+            raise MismatchError(
+                f"{key}: two tensors of the checkpoint have this name, such as {{'a.b': x}} and {{'a': {{'b': y}}}}. "
+                "load(state, path) gives each at its own place; save it from there under other names"
+            )
+        taken.add(key)
+        found[key] = leaf
+    return found
 
 
 def load_plain_tensors(checkpoint_dir: str | Path | Store, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -269,8 +287,9 @@ def load_plain_tensors(checkpoint_dir: str | Path | Store, *, progress: Progress
     """
     tensors = load_tensors_metadata(checkpoint_dir)
     common = load_common_state_dict(checkpoint_dir)
+    plain = plain_tensors_of(common, tensors)
     loaded = load(tensors, checkpoint_dir, group=None, progress=progress)
-    return plain_tensors_of(common) | {key: loaded[key] for key in tensors}
+    return plain | {key: loaded[key] for key in tensors}
 
 
 def load_content_metadata(

@@ -20,7 +20,7 @@ import pickle
 import sys
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from heapq import nsmallest
 from typing import Any, NamedTuple
 
@@ -34,7 +34,8 @@ from sixfold.dist_ckpt.state import plain, tree
 from sixfold.dist_ckpt.state.dense import has_values
 from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId, is_main_replica
 
-_MOST_SHOWN = 20
+_MOST_SHOWN, _MOST_INNER = 20, 4
+_DEPTH = 4  # within a value: what refers to itself has no end
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _LOOSE = frozenset({float, str})
 _MOST_SAMPLES, _WHOLE, _SAMPLE = 64, 1 << 14, 1 << 10  # shards; elements
@@ -60,6 +61,7 @@ class Place(NamedTuple):
 
 
 Found = dict[Place, Digest]
+Inner = dict[Place, dict[str, int]]  # of values that hold others: strict digests by name, to tell what differs
 Samples = dict[tuple[ShardId, tuple[int, ...]], int]  # by shard and local shape
 
 
@@ -83,6 +85,8 @@ def digest_of(leaf: Any) -> Digest:
         value = _of_tensor(leaf)
         return Digest(value, True, value)
     numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(leaf, numpy.generic) and type(item := leaf.item()) in _ATOMS:
+        return digest_of(item)  # numpy's numbers and texts mean what Python's do
     if numpy is not None and isinstance(leaf, numpy.ndarray) and not leaf.dtype.hasobject:
         value = crc32(leaf.tobytes(), crc32(f"{leaf.dtype.str}{leaf.shape}".encode()))
         return Digest(value, True, value)
@@ -136,7 +140,26 @@ def _of_object(leaf: Any) -> Digest:
     return Digest(value, pickler.has_data, value)
 
 
-def check(exchange: Exchange, found: Found) -> None:
+def inner(common: dict[Any, Any], preprocess: Callable[..., Any] | None) -> Inner:
+    """The digests of what lies within leaves: fields of namespaces and of objects, parts of tuples."""
+    compared = preprocess(common) if preprocess else common
+    found = (
+        (path, dict(_within(leaf, "", _DEPTH))) for path, leaf in tree.leaves(compared) if type(leaf) not in _ATOMS
+    )
+    return {Place(tree.path_text(path), repr(path)): names for path, names in found if names}
+
+
+def _within(leaf: Any, name: str, depth: int) -> Iterator[tuple[str, int]]:
+    parts = plain.parts_of(leaf) if not isinstance(leaf, set | frozenset) else []
+    is_object = not parts and hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | type)
+    is_field = is_object or not isinstance(leaf, dict | list | tuple | deque)
+    for part, value in (vars(leaf).items() if is_object else parts) if depth else ():
+        text = f"{name}.{part}" if is_field else f"{name}[{part!r}]"
+        below = list(_within(value, text, depth - 1))
+        yield from below or [(text, digest_of(value).strict)]
+
+
+def check(exchange: Exchange, found: Found, within: Inner) -> None:
     """Say what differs, when the summaries of all ranks have shown that something does. Collective.
 
     A warning on the first rank, and a line on the logger ``sixfold.dist_ckpt`` of each other rank that differs from it.
@@ -144,7 +167,7 @@ def check(exchange: Exchange, found: Found) -> None:
     Raises:
         ShardingError: values differ; see [Note: what may differ]. On every rank.
     """
-    _, (differing, first) = exchange.together(lambda: (None, found), _differing)
+    _, (differing, first) = exchange.together(lambda: (None, (found, within)), _differing)
     if not differing:
         return
     if exchange.rank == 0:
@@ -164,13 +187,14 @@ def check(exchange: Exchange, found: Found) -> None:
         )
 
 
-def _differing(by_rank: list[Found]) -> tuple[list[Place], Found]:
+def _differing(reports: list[tuple[Found, Inner]]) -> tuple[list[Place], Found]:
     """Paths whose leaves are not the same on all ranks, and the first rank's digests."""
+    by_rank, inner_by_rank = [found for found, _ in reports], [within for _, within in reports]
     paths = {path for found in by_rank for path in found}
     differing = sorted(path for path in paths if len({found.get(path) for found in by_rank}) > 1)
     lost = [path for path in differing if _is_lost([found.get(path) for found in by_rank])]
     if lost:
-        lines = [f"{path.text}: {_who(path, by_rank)}" for path in lost[:_MOST_SHOWN]]
+        lines = [f"{path.text}: {_who(path, by_rank)}{_where(path, inner_by_rank)}" for path in lost[:_MOST_SHOWN]]
         lines += [f"and {len(lost) - _MOST_SHOWN} more"] * (len(lost) > _MOST_SHOWN)
         raise ShardingError(
             "values in common data differ between ranks, and common data is saved once:\n  "
@@ -249,6 +273,15 @@ def _who(path: Place, by_rank: list[Found]) -> str:
     without = ranks.pop(None, [])
     text = f"ranks {', '.join(map(_ranks, ranks.values()))} hold {'different values' if len(ranks) > 1 else 'it'}"
     return text + (f", ranks {_ranks(without)} do not have it" if without else "")
+
+
+def _where(path: Place, by_rank: list[Inner]) -> str:
+    """`` (in .local_rank)``: what differs within a value that several ranks have."""
+    there = [within[path] for within in by_rank if path in within]
+    names = dict.fromkeys(name for within in there for name in within)
+    differing = [name for name in names if len({within.get(name) for within in there}) > 1]
+    more = ", ..." if len(differing) > _MOST_INNER else ""
+    return f" (in {', '.join(differing[:_MOST_INNER])}{more})" if differing else ""
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -84,3 +84,12 @@ def plain_keys(expanded: Any, common: Any) -> tuple[set[str], set[str]]:
         and tree.get(common, path) is tree.GONE
     }
     return missing, unexpected
+
+
+def tensors_not_stored(expanded: Any, common: Any) -> set[str]:
+    """Plain tensors that are asked for and not stored: they would stay as they are, as no sharded one does."""
+    return {
+        tree.key_text(path)
+        for path, leaf in tree.leaves(expanded)
+        if isinstance(leaf, torch.Tensor) and tree.get(common, path) is tree.GONE
+    }

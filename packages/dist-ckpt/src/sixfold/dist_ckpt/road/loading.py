@@ -196,7 +196,7 @@ class Load:
     def _requested(self, seen: Seen) -> tuple[Looked, _Report]:
         with seen.told():
             looked, wanted = typed(lambda: self._shared(seen) if self.engine.parallel else (self._look(seen),) * 2)
-            return looked, typed(lambda: _report(looked, wanted, self.exchange, self.asked))
+            return looked, typed(lambda: _report(looked, wanted, self.exchange, self.asked, self.engine.with_common))
 
     def _shared(self, seen: Seen) -> tuple[Looked, Looked]:
         """What this rank reads where ranks read for each other, and what it wants."""
@@ -288,17 +288,21 @@ def _allocate(record: ShardedTensor, stored: Stored) -> None:
 
 
 @collection_paused()
-def _report(looked: Looked, wanted: Looked, exchange: Exchange, request: LoadRequest) -> _Report:
+def _report(looked: Looked, wanted: Looked, exchange: Exchange, request: LoadRequest, with_common: bool) -> _Report:
     """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
     checkpoint, manifest = looked.checkpoint, looked.checkpoint.manifest
     objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
     strict = request.strict
     mismatches, unknown = _object_mismatches(objects, manifest, strict.raises_unexpected)
-    plain: tuple[set[str], set[str]] = (set(), set())
-    if strict.minds_missing:
-        plain = asked_keys.plain_keys(wanted.expanded, wanted.common)
-    unexpected = plain[1] | {wanted.tensors[index].key for index in wanted.reads.unexpected} | unknown
-    unexpected |= factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
+    plain_missing, plain_unexpected = set[str](), set[str]()
+    if strict.minds_missing and with_common:
+        plain_missing, plain_unexpected = asked_keys.plain_keys(wanted.expanded, wanted.common)
+    elif with_common:
+        plain_unexpected = asked_keys.tensors_not_stored(wanted.expanded, wanted.common)
+    unexpected = {wanted.tensors[index].key for index in wanted.reads.unexpected} | unknown
+    empty = factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
+    below = tuple(f"{name}." for name in empty)
+    unexpected |= empty | {name for name in plain_unexpected if not name.startswith(below)}
     frames = {manifest.objects[record.unique_key] for record in objects if record.unique_key in manifest.objects}
     frames |= looked.reads.frames() | set(checkpoint.unread)
     return _Report(
@@ -317,7 +321,7 @@ def _report(looked: Looked, wanted: Looked, exchange: Exchange, request: LoadReq
         if manifest.save_id is not None or manifest.objects or wanted.common
         else frozenset(),
         asked_keys.local_names(wanted.parts),
-        plain[0],
+        plain_missing,
     )
 
 

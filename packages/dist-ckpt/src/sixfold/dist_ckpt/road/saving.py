@@ -178,9 +178,8 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
             whole = report._replace(table=content.table)
             _, ticket = exchange.together(lambda: (None, whole), agree)
         if ticket.common_differs:
-            agreement.check(
-                exchange, agreement.digests(content.common, request.preprocess_common_before_consistancy_check)
-            )
+            common, preprocess = content.common, request.preprocess_common_before_consistancy_check
+            agreement.check(exchange, agreement.digests(common, preprocess), agreement.inner(common, preprocess))
     except BaseException:
         for save in begun:
             store.abandon(save)

@@ -211,9 +211,10 @@ class ByPointer(Store, ABC):
     def begin(
         self, save_id: str, nbytes: int, if_exists: str = "replace", owns_file: Callable[[str], bool] | None = None
     ) -> Save:
-        names = sorted(name for name in self.list_files() if not name.startswith(LOOKS))
+        found = self.list_files()
+        names = sorted(name for name in found if not name.startswith(LOOKS))
         owns = owns_file or is_checkpoint_file
-        check_names(self.name, names, if_exists, owns, lambda: self.read(POINTER))
+        check_names(self.name, names, if_exists, owns, functools.partial(self._head, found))
         number = 1 + max((rank_of(folder)[0] for folder in folders(names)), default=0)
         inside = f"save-{number:08d}-{save_id}/"
         return Save(save_id=save_id, target=self.name, inside=inside, if_exists=if_exists, owns_file=owns)
@@ -249,12 +250,16 @@ class ByPointer(Store, ABC):
         others = sorted(name for name in found if not name.startswith((save.inside, _board(save))))
         if save.if_exists == "error":  # of another save that goes on too, nothing is there yet
             others = [name for name in others if not FOLDER.match(name) or name.startswith(visible(found) or "\0")]
-        check_names(self.name, others, save.if_exists, save.owns_file, lambda: self.read(POINTER))
+        check_names(self.name, others, save.if_exists, save.owns_file, functools.partial(self._head, found))
         self._check_there(save, parts, found)
         if ".metadata" in found:
             tail = self.read(".metadata", max(0, found[".metadata"] - TAIL_BYTES), found[".metadata"])
             if b"sixfold_save_id" not in tail:
                 self._write(f"{_board(save)}over-{crc32(tail):08x}", b"")
+
+    def _head(self, sizes: Mapping[str, int], name: str, most: int) -> bytes:
+        """The first bytes of a file; a store may refuse a range of an empty one."""
+        return self.read(name, 0, min(most, sizes[name])) if sizes[name] else b""
 
     def _check_there(self, save: Save, files: Mapping[str, FileDigest], found: Mapping[str, int]) -> None:
         """StorageError unless the files of a save are among those ``found``, and whole."""

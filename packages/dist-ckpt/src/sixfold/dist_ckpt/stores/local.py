@@ -27,6 +27,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError, UnsafeError
@@ -47,6 +48,7 @@ from sixfold.dist_ckpt.stores.store import (
 )
 
 INNER = "checkpoint"  # see [Note: one level deeper]
+ENDS = r"[0-9a-f]{16}(?:(?:-gone)+|[a-z0-9_]{8})?"  # of the names of ``siblings``
 _MOUNTS = Path("/proc/self/mountinfo")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -239,7 +241,16 @@ def check_target(target: Path, if_exists: str, owns_file: Callable[[str], bool])
             errno.EBUSY,
         )
     names = sorted(_files(target)) if target.exists() else []
-    check_names(target, names, if_exists, owns_file, lambda: read_small(target / POINTER))
+    check_names(target, names, if_exists, owns_file, partial(_head, target))
+
+
+def _head(folder: Path, name: str, most: int) -> bytes:
+    """The first bytes of a file; none of what is no file."""
+    path = folder / name
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(most)
 
 
 def _files(folder: Path) -> Iterator[str]:
@@ -417,7 +428,7 @@ def siblings(target: Path, kind: str) -> list[Path]:
 
     What ``discard`` has moved aside has an end of its own, and so have the scratch folders of conversions.
     """
-    pattern = re.compile(re.escape(f".{target.name}.{kind}-") + r"[0-9a-f]{16}(-gone|[a-z0-9_]{8})?")
+    pattern = re.compile(re.escape(f".{target.name}.{kind}-") + ENDS)
     if not target.parent.is_dir():
         return []
     found = [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]

@@ -25,7 +25,8 @@ from sixfold.dist_ckpt.stores.stream import PartFile
 
 POINTER = "metadata.json"
 _OWN_FILES = frozenset([POINTER, "common.pt", ".metadata", ".metadata.tmp", compact.FILE_NAME, FILE_NAME])
-_SIGNS = frozenset([".metadata", ".metadata.tmp", compact.FILE_NAME, FILE_NAME])
+_DATA_FILE, _ZIP = re.compile(r"__\d+_\d+\.distcp"), b"PK\x03\x04"
+_HEAD_BYTES = 1 << 16
 #: In a store without rename: the folder of a save, and that in which its ranks leave word for each other.
 FOLDER = re.compile(r"(?:save|job)-(\d{8,})-([0-9a-f]{16})/")
 
@@ -190,25 +191,50 @@ def check_names(
     names: Sequence[str],
     if_exists: str,
     owns_file: Callable[[str], bool],
-    pointer: Callable[[], bytes],
+    head: Callable[[str, int], bytes],
 ) -> None:
     """StorageError for a target that a save must not touch.
 
     Args:
-        names: of what is there, sorted. pointer: reads its ``metadata.json``.
+        names: of what is there, sorted. head: reads the first bytes of one of them.
     """
     if names and if_exists == "error":
         raise StorageError(f"{place} is not empty ({_first(names)}) and if_exists is 'error'", errno.EEXIST)
     foreign = [name for name in names if not (is_checkpoint_file(name) or owns_file(name))]
-    # Data sets have a metadata.json, a shard_0.pt, a cats/0 too: such names alone are no sign of a checkpoint.
-    if not foreign and not any(name in _SIGNS or name.endswith(".distcp") or FOLDER.match(name) for name in names):
-        foreign = [] if POINTER in names and b"sharded_backend" in pointer() else list(names)
-    if foreign:
+    is_own = any(map(FOLDER.match, names)) or any(
+        _is_sign(name, head) for name in sorted(names, key=lambda name: name != POINTER)
+    )
+    if foreign and is_own:
+        raise StorageError(
+            f"{place} is a checkpoint with other files in it ({_first(foreign)}), which a save in its place would "
+            "delete; nothing was touched. Move them to another folder, or save to another folder",
+            errno.EEXIST,
+        )
+    if foreign or (names and not is_own):
+        foreign = foreign or list(names)
         raise StorageError(
             f"{place} holds files that are no part of a checkpoint ({_first(foreign)}); nothing was touched. "
             "Save into a folder of its own",
             errno.EEXIST,
         )
+
+
+def _is_sign(name: str, head: Callable[[str, int], bytes]) -> bool:
+    """Whether a file is one that a save of this package, of torch or of megatron-core has made.
+
+    Data sets have a metadata.json, a shard_0.pt, a cats/0 too, and anybody may have a .metadata: of a name that says
+    little the content is looked at.
+    """
+    if name == POINTER:
+        return b"sharded_backend" in head(name, _HEAD_BYTES)
+    if name in (".metadata", ".metadata.tmp"):
+        return b"torch.distributed.checkpoint" in head(name, _HEAD_BYTES)
+    if name == FILE_NAME:
+        return head(name, _HEAD_BYTES).startswith(b'{"algorithm":"')
+    if name == compact.FILE_NAME:
+        return head(name, len(compact.MAGIC)).startswith(compact.MAGIC[:-1])
+    # Of a save by torch that was cut short nothing but such files may be there.
+    return _DATA_FILE.fullmatch(name) is not None and head(name, 4) in (b"", _ZIP)
 
 
 def _first(names: Sequence[str]) -> str:

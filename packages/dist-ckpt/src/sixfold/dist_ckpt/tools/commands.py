@@ -131,7 +131,7 @@ def convert(
         paths.local(dst, f"{to} is written into a local folder; upload it")
     with probe.opened(src, whole=True) as source:
         wanted, objects = values.listed(source, keys)
-        plain = values.plain_tensors(source, keys) if to == "safetensors" else {}
+        plain = values.plain_tensors(source, keys, wanted) if to == "safetensors" else {}
         _check_matches(keys, src, [*wanted, *plain, *(objects if to != "safetensors" else ())])
         if to == "safetensors":
             target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, progress, plain)
@@ -139,7 +139,6 @@ def convert(
             target, files = typed(
                 lambda: conversion.to_checkpoint(source, dst, wanted, objects, to, progress, safe_globals)
             )
-        plain = {key: value for key, value in plain.items() if key not in wanted}
         name, nbytes = probe.name_of(src, source), sum(map(nbytes_of, wanted.values()))
         nbytes += sum(value.nbytes for value in plain.values())
     count = len(wanted) + len(plain)

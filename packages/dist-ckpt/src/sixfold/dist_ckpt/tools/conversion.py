@@ -181,10 +181,7 @@ def to_safetensors(
     """See ``tools.convert``. Returns the target and the names of its files. ``plain``: those of common data."""
     tensors = {**{key: _whole(key, value) for key, value in plain.items()}, **tensors}
     store = LocalStore(paths.local(destination, "safetensors are written into a local folder").resolve())
-    files, held = (
-        plan_files(tensors, max_shard_bytes),
-        {key: plain[key] for key in plain if tensors[key].data is not None},
-    )
+    files, held = plan_files(tensors, max_shard_bytes), plain
     nbytes = sum(map(nbytes_of, tensors.values()))
     meter = Meter(progress, lambda: nbytes)
 

@@ -107,14 +107,14 @@ def common_data(folder: Path) -> dict[Any, Any]:
     return serialization.load_common_state_dict(folder, safe_globals=_stand_ins(_pickles(folder, ())))
 
 
-def plain_tensors(folder: Path, keys: str) -> dict[str, torch.Tensor]:
-    """The tensors of common data whose place, joined by dots, matches a glob.
+def plain_tensors(folder: Path, keys: str, others: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors of common data whose place, joined by dots, matches a glob. ``others``: keys of sharded tensors.
 
     Raises:
-        CheckpointError: one of them has no dense form, as a sparse or a quantised tensor.
+        CheckpointError: one of them has no dense form, as a sparse or a quantised tensor; two have one name.
     """
-    found = serialization.plain_tensors_of(common_data(folder))
-    found = {key: value.detach() for key, value in found.items() if fnmatchcase(key, keys)}
+    plain = serialization.plain_tensors_of(common_data(folder), others, keys)
+    found = {key: value.detach() for key, value in plain.items()}
     for key, value in found.items():
         check_readable(key, value)
     return {key: value.resolve_conj().resolve_neg().contiguous() for key, value in found.items()}

@@ -3,7 +3,7 @@
 nox -s "tests(pipeline)" -- --mutants 2000
 nox -s "tests(pipeline)" -- --all-bubbles
 nox -s "ranks(pipeline)" -- --all-exports
-nox -s "tests(pipeline)" -- --random-runs 1000
+nox -s "tests(pipeline)" -- --random-runs 1000 --every-case
 nox -s "tests(pipeline)" -- --full-matrix
 nox -s "ranks(pipeline)" -- --debug-memory
 """

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sixfold.pipeline import PipelineRunner, ScheduleError, add_loss, one_f_one_b, stages_of_causal_lm
+from sixfold.pipeline import PipelineRunner, ScheduleError, add_loss, one_f_one_b, stages_of_causal_lm, zb_h1
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
 
@@ -148,4 +148,23 @@ def test_the_balance_of_each_layer_joins_by_add_loss_in_a_hook_as_the_error_says
         )
     PipelineRunner(one_f_one_b(2, M), stages_of_causal_lm(model, 2), None, lm_loss).step(ids, ids)
     for (key, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("program", [one_f_one_b(2, M), zb_h1(2, M)], ids=lambda program: program.name)
+def test_a_model_with_lora_is_cut_as_the_error_says_and_has_the_gradients_of_plain_torch(program):
+    peft = pytest.importorskip("peft", reason="needs peft, a peer that only tests use")
+    torch.manual_seed(3)
+    llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).train()
+    config = peft.LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(llama, config)
+    plain = copy.deepcopy(model)
+    with pytest.raises(ScheduleError, match=r"give its get_base_model\(\)"):
+        stages_of_causal_lm(model, 2)
+    ids = torch.randint(1, WORDS, (2 * M, LENGTH), generator=torch.Generator().manual_seed(5))
+    for x in ids.chunk(M):
+        (lm_loss(plain(x).logits, x) / M).backward()
+    PipelineRunner(program, stages_of_causal_lm(model.get_base_model(), 2), None, lm_loss).step(ids, ids)
+    for (key, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None) == ("lora" not in key), key
         torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, key=key: f"{key}: {text}")

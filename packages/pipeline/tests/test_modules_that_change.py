@@ -139,6 +139,7 @@ def check(change: Callable[[Part], None], program: Program, scale: str) -> Pipel
     return runner
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("scale", ["mean", "token"])
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)

@@ -85,6 +85,7 @@ def run_at_random(seed: int) -> None:
         assert equal_bits(gradients(mine), gradients(theirs)), name
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("part", range(RUNS // PER_TEST))
 def test_no_random_run_hangs(part, request):
     runs = request.config.getoption("--random-runs") * PER_TEST // RUNS

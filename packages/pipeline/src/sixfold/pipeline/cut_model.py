@@ -56,6 +56,11 @@ def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
         ScheduleError: the model has no such form, parameters that no stage or several would have, a ``forward`` that
             was set on it, a loss of its routers (``output_router_logits``), or fewer layers than stages.
     """
+    if callable(getattr(model, "get_base_model", None)):
+        raise ScheduleError(
+            f"the model is a {type(model).__name__}, around the model that has the layers; give its get_base_model(), "
+            "where adapters of layers (LoRA) lie: prompts that it adds in front are no part of stages"
+        )
     base: Any = getattr(model, "base_model", None)
     lists = [(n, m) for n, m in base.named_children() if isinstance(m, nn.ModuleList)] if base is not None else []
     asked = all(callable(getattr(model, name, None)) for name in ("get_input_embeddings", "get_output_embeddings"))

@@ -1,0 +1,78 @@
+"""Scaled losses under autocast over ranks: an overflow on one rank is one on all, as in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pipeline_helpers import batch, equal_bits, layers
+from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from ranktest import run_ranks
+from sixfold.pipeline import PipelineRunner, Stage, zb_h1
+
+M, STEPS, OVERFLOW = 4, 5, 2
+
+
+def overflow(first: nn.Module, step: int) -> None:
+    """In one step, in the first stage alone."""
+    if step == OVERFLOW:
+        for parameter in first.parameters():
+            parameter.grad.mul_(float("inf"))
+
+
+def mean(output: Tensor, target: Tensor) -> Tensor:
+    return ((output.float() - target) ** 2).mean()
+
+
+def scaled(rank: int, ranks: int) -> tuple[list[Tensor], float]:
+    module = layers(2)[rank]
+    scaler = ShardedGradScaler("cpu", init_scale=1024.0, growth_interval=2, process_group=dist.group.WORLD)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    runner = PipelineRunner(
+        zb_h1(2, M), Stage(module, rank), dist.group.WORLD, lambda o, t: scaler.scale(mean(o, t)), timeout_s=20
+    )
+    for step in range(STEPS):
+        with torch.autocast("cpu", torch.float16):
+            runner.step(*batch(2 * M, step))
+        if rank == 0:
+            overflow(module, step)
+            scaler.scale(torch.zeros(1))  # a scaler that scaled nothing has no scale yet
+        scaler.unscale_(optimizer)
+        runner.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return [p.detach() for p in module.parameters()], scaler.get_scale()
+
+
+def of_one_process() -> tuple[list[nn.Module], float]:
+    modules = layers(2)
+    parameters = [p for module in modules for p in module.parameters()]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    optimizer = torch.optim.AdamW(parameters, lr=0.1)
+    for step in range(STEPS):
+        for x, y in zip(*(part.chunk(M) for part in batch(2 * M, step)), strict=True):
+            with torch.autocast("cpu", torch.float16):
+                for module in modules:
+                    x = module(x)
+                loss = mean(x, y)
+            scaler.scale(loss / M).backward()
+        overflow(modules[0], step)
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    return modules, scaler.get_scale()
+
+
+def test_a_scaler_that_knows_the_group_skips_and_scales_as_in_one_process():
+    modules, scale = of_one_process()
+    found: list[Any] = run_ranks(scaled, 2)
+    for (weights, mine), module in zip(found, modules, strict=True):
+        assert mine == scale
+        for ours, theirs in zip(weights, module.parameters(), strict=True):
+            torch.testing.assert_close(ours, theirs.detach())

@@ -67,8 +67,9 @@ class PipelineRunner:
         store: for ranks to tell each other where they stand after a failure; None takes the group's.
         lookahead: compute actions by which a receive is posted before its place.
         profile: results hold when each action began and ended, of those calls that do not say ``profile=False``.
-        dynamic_shapes: shapes may differ in every step and microbatch without notice; "announced": only in a step that
-            all ranks call with ``new_shapes``, and then no host waits to hear whether they do.
+        dynamic_shapes: False: shapes may differ from a step to the next where stage 0's inputs or a rank's first output
+            do, whatever joins the ranks; True: in every step and microbatch without notice; "announced": only in a step
+            that all ranks call with ``new_shapes``, and then no host waits to hear whether they do.
         edges: ``edges(source, destination)`` makes the group of a directed edge; None makes an edge of shared
             memory where both ranks are on one host and have CPU tensors, else a communicator per edge, and
             "groups" always the latter. "host" is gloo's whatever the device, over host memory. "one" is a single

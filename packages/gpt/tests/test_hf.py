@@ -297,9 +297,14 @@ def test_a_runs_own_tokenizer_says_the_end_of_a_document(tmp_path):
     assert not (tmp_path / "without/tokenizer.json").exists()
 
 
-@pytest.mark.parametrize("beside", [False, True])
-def test_transformers_opens_a_runs_own_tokenizer_as_it_is(tmp_path, beside):
-    """A byte-level BPE under a Llama: the end of a document is known, and ids are those of the file."""
+@pytest.mark.parametrize(
+    ("beside", "model"), [(False, {}), (True, {}), (False, {"qkv_bias": True}), (False, {"qk_norm": True})]
+)
+def test_transformers_opens_a_runs_own_tokenizer_as_it_is(tmp_path, capsys, beside, model):
+    """A byte-level BPE under Llama, Qwen2, Qwen3: the end of a document is known, and ids are those of the file.
+
+    AutoTokenizer does not for Qwen2: that is told, and what the line says instead does.
+    """
     tokenizers = pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
     transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
     made = tokenizers.ByteLevelBPETokenizer()
@@ -311,9 +316,12 @@ def test_transformers_opens_a_runs_own_tokenizer_as_it_is(tmp_path, beside):
     if beside:
         text = '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|endoftext|>", "chat_template": "mine"}'
         (tmp_path / "own/tokenizer_config.json").write_text(text)
-    run = run_of(tmp_path / "run", GPTModel(small(vocab_size=290)), tokenizer=str(tmp_path / "own"))
+    run = run_of(tmp_path / "run", GPTModel(small(vocab_size=290, **model)), tokenizer=str(tmp_path / "own"))
     export_model(run, tmp_path / "out")
-    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    told = "transformers.PreTrainedTokenizerFast.from_pretrained(OUT_DIR)" in capsys.readouterr().err
+    assert told == ("qkv_bias" in model)
+    kind = transformers.PreTrainedTokenizerFast if told else transformers.AutoTokenizer
+    found = kind.from_pretrained(tmp_path / "out")
     for text in ("the quick  brown", " caf\u00e9\n", "\u6771"):
         ids = made.encode(text).ids
         assert found.encode(text) == ids and found.decode(ids) == text

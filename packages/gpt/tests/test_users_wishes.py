@@ -191,3 +191,29 @@ def test_a_hugging_face_folder_in_the_place_of_a_run_leads_to_import(tmp_path, c
         assert cli.main([how, str(tmp_path / "hf"), *(["out"] if how == "export" else [])]) == 2
         said = capsys.readouterr().err
     assert f"`sixfold import {tmp_path / 'hf'} RUN_DIR` makes a run folder of it" in said
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("model.n_head=4", "model.num_attention_heads"), ("model.d_model=64", "model.hidden_size"),
+        ("model.intermediate_size=64", "model.ffn_hidden_size"), ("train.dtype=bf16", "train.precision"),
+        ("checkpoint.save_interval=9", "checkpoint.every"), ("train.max_steps=9", "train.steps"),
+        ("model.rms_norm_eps=1e-5", "model.norm_eps"), ("train.lr=1", "optimizer.lr"),
+    ],
+)  # fmt: skip
+def test_a_key_by_another_programs_name_leads_to_ours(override, key):
+    with pytest.raises(ConfigError, match=f"the nearest is {key}$"):
+        config_with(override)
+
+
+def test_a_configuration_of_an_editor_that_puts_a_mark_before_it_is_read(tmp_path):
+    config = tiny_config(tmp_path)
+    (tmp_path / "marked.toml").write_bytes(b"\xef\xbb\xbf" + config.to_toml().replace("\n", "\r\n").encode())
+    assert TrainConfig.from_toml(tmp_path / "marked.toml") == config
+
+
+def test_a_configuration_printed_over_itself_is_told_as_what_the_shell_emptied(tmp_path, capsys):
+    (tmp_path / "own.toml").touch()
+    assert cli.main(["train", str(tmp_path / "own.toml"), "--print-config"]) == 2
+    assert "own.toml is empty; " in (said := capsys.readouterr().err) and "print to another file" in said

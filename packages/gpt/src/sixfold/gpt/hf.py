@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -59,6 +60,7 @@ CARRIED = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+_QWEN2 = "Qwen2Tokenizer"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -378,6 +380,8 @@ def _write_beside(draft: Path, folder: Path, config: GPTConfig, dtype: str) -> N
         tokens = {"eos_token_id": tokenizer.eod} if tokenizer.eod < config.vocab_size else {}
     if isinstance(tokenizer, FileTokenizer):
         _copy_tokenizer(tokenizer, draft)
+        if hf_config.architecture_of(config).model_type == "qwen2":
+            _tell_of_qwen2(draft)
     written = hf_config.write(config, max_positions=longest_row(folder), dtype=dtype, tokens=tokens)
     _write_json(draft / "config.json", written)
     if tokens and not (draft / "generation_config.json").exists():
@@ -397,6 +401,17 @@ def _copy_tokenizer(tokenizer: FileTokenizer, draft: Path) -> None:
         shutil.copyfile(beside, target)
     else:
         _write_json(target, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token})
+
+
+def _tell_of_qwen2(draft: Path) -> None:
+    """transformers 5 makes Qwen2's own tokenizer for model_type qwen2, whatever the files say."""
+    if str(_read_json(draft / "tokenizer_config.json").get("tokenizer_class", "")).removesuffix("Fast") != _QWEN2:
+        print(
+            "sixfold: AutoTokenizer of transformers 5 takes every tokenizer of a Qwen2 model for Qwen2's, and gives "
+            "other ids; open this one by transformers.PreTrainedTokenizerFast.from_pretrained(OUT_DIR)",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _own_tokenizer(folder: Path) -> Tokenizer | None:

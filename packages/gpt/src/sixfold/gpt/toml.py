@@ -27,7 +27,7 @@ def read_file(path: str | os.PathLike[str]) -> str:
         ConfigError: it cannot be read, or is not UTF-8.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # Windows' editors put a mark before the text
     except OSError as problem:
         raise ConfigError(f"{path}: {problem.strerror}; give the path of a TOML configuration") from problem
     except UnicodeDecodeError as problem:
@@ -51,6 +51,11 @@ def read_tables(text: str, overrides: Sequence[str], tables: Tables, source: str
         found = tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
         raise ConfigError(f"{source}: not TOML: {problem}") from problem
+    if not found and not overrides:
+        raise ConfigError(
+            f"{source} is empty; a configuration has tables such as [model]. A shell empties the FILE of "
+            "`--print-config > FILE` before the command reads it: print to another file"
+        )
     values: dict[str, dict[str, Any]] = {name: {} for name in tables}
     for name, table in found.items():
         if name not in tables and not isinstance(table, dict):
@@ -130,7 +135,25 @@ def _toml(value: Any) -> str:
     raise TypeError(f"{value!r} ({type(value).__name__}) has no TOML form")
 
 
+# Other programs' names of keys, where letters alone would lead to another key.
+_KNOWN_AS = {
+    "n_head": "model.num_attention_heads", "n_heads": "model.num_attention_heads",
+    "num_heads": "model.num_attention_heads",
+    "num_key_value_heads": "model.num_query_groups", "n_kv_heads": "model.num_query_groups",
+    "d_model": "model.hidden_size", "n_embd": "model.hidden_size", "dim": "model.hidden_size",
+    "intermediate_size": "model.ffn_hidden_size", "d_ff": "model.ffn_hidden_size",
+    "rms_norm_eps": "model.norm_eps", "tie_word_embeddings": "model.tie_embeddings",
+    "max_position_embeddings": "data.seq_length", "block_size": "data.seq_length", "context_length": "data.seq_length",
+    "dtype": "train.precision", "gradient_clipping": "train.clip_grad", "max_grad_norm": "train.clip_grad",
+    "save_interval": "checkpoint.every", "save_steps": "checkpoint.every", "train_iters": "train.steps",
+    "warmup_ratio": "schedule.warmup_steps", "gradient_accumulation_steps": "train.global_batch_size",
+    "grad_accum": "train.global_batch_size",
+}  # fmt: skip
+
+
 def _nearest_key(wanted: str, tables: Tables) -> str:
+    if meant := _KNOWN_AS.get(wanted.rpartition(".")[2].lower()):
+        return meant
     return nearest(wanted, [f"{table}.{known}" for table in tables for known in keys_of(tables[table])])
 
 

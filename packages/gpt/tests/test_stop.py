@@ -153,7 +153,7 @@ PHASES = {"first step": ("train_step", 1, 1), "a step": ("train_step", 2, 2), "a
           "an evaluation": ("evaluate", 1, 2)}  # fmt: skip
 OF = {
     "one SIGTERM": [signal.SIGTERM], "two SIGTERMs": [signal.SIGTERM] * 2, "three SIGTERMs": [signal.SIGTERM] * 3,
-    "a hang-up": [signal.SIGHUP], "a cluster's USR1": [signal.SIGUSR1], "and its USR2": [signal.SIGUSR2],
+    "a hang-up": [signal.SIGHUP], "a cluster's USR1 and USR2": [signal.SIGUSR1, signal.SIGUSR2],
     "Ctrl-C": [signal.SIGINT], "a double Ctrl-C": [signal.SIGINT] * 2,
     "a hang-up and SIGTERM": [signal.SIGHUP, signal.SIGTERM],
 }  # fmt: skip

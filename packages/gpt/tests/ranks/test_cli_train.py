@@ -80,11 +80,12 @@ KILLED = (
 )
 
 
+@pytest.mark.sampled(2)  # a killed rank and a stopped one
 @pytest.mark.parametrize(
     ("layout", "number", "seconds", "why"),
     [
-        ("parallel.pp=2", signal.SIGKILL, 120, KILLED),
         ("parallel.dp=2", signal.SIGKILL, 120, KILLED),
+        ("parallel.pp=2", signal.SIGKILL, 120, KILLED),
         ("parallel.pp=2", signal.SIGSTOP, 5, "rank 0 waits .* rank 1 did not answer: a signal had stopped its process"),
     ],
 )

@@ -129,7 +129,7 @@ def test_sigterm_before_the_ranks_can_save_is_143_too(tmp_path):
     "numbers",
     [
         (signal.SIGTERM, signal.SIGTERM), (signal.SIGINT, signal.SIGINT, signal.SIGTERM), (signal.SIGHUP,),
-        (signal.SIGUSR1,), (signal.SIGUSR2, signal.SIGTERM),
+        (signal.SIGUSR1, signal.SIGUSR2),
     ],
 )  # fmt: skip
 def test_signals_of_one_moment_are_one_and_every_rank_saves(tmp_path, numbers):

@@ -79,11 +79,11 @@ def check_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Itera
         raise MismatchError(_listed(f"{', '.join(kinds)}: {what} (strict={strict.value!r}); {remedy}", lines))
 
 
-def table_problems(table: Table, verb: str) -> list[str]:
+def table_problems(table: Table, verb: str, *, copies: bool = False) -> list[str]:
     """Everything wrong with the shards of all ranks together, one line each, in the order of the kinds.
 
     Per key: one dtype, one global shape, boxes inside it, and main replicas that cover each element
-    exactly once. ``verb`` is "saved" or "asked for".
+    exactly once. ``verb`` is "saved" or "asked for". ``copies``: several ranks may be main for the same box.
     Cost: linear in the rows, a few array operations; only keys that fail are looked at box by box.
     """
     fine = covered_once(table).tolist()
@@ -94,10 +94,10 @@ def table_problems(table: Table, verb: str) -> list[str]:
     for index in torch.isin(table.rows_NW[:, 0], numbers).nonzero().flatten().tolist() if bad else ():
         row = table.row(index)
         found[row.kind.key].append(row)
-    return [problem for rows in found.values() for problem in _key_problems(rows, verb)]
+    return [problem for rows in found.values() for problem in _key_problems(rows, verb, copies)]
 
 
-def _key_problems(rows: list[Row], verb: str) -> list[str]:
+def _key_problems(rows: list[Row], verb: str, copies: bool) -> list[str]:
     key, _, shape = rows[0].kind
     for label, number in (("dtype", 1), ("global shape", 2)):
         for row in rows:
@@ -115,6 +115,8 @@ def _key_problems(rows: list[Row], verb: str) -> list[str]:
     if outside:
         return outside
     owners = [row for row in full if row.main]
+    if copies:
+        owners = [*{row.box: row for row in reversed(owners)}.values()]
     boxes = [row.box for row in owners]
     problems = [_overlap(owners[a], owners[b], verb) for a, b in overlaps(boxes)]
     if left := holes(shape, boxes):

@@ -231,7 +231,7 @@ def samples(records: Sequence[ShardedTensor], rank: int) -> Samples:
     main = set[ShardId]()
     for record in chosen:
         assert record.data is not None, f"{record} was chosen for its data"
-        value, is_main = _of_tensor(_sample(record.data.detach())), is_main_replica(record.replica_id)
+        value, is_main = digest_of_sample(record.data), is_main_replica(record.replica_id)
         both = is_main and record.shard_id in main  # which is wrong whatever they hold: plans/validation.py tells it
         main |= {record.shard_id} if is_main else set()
         if found.setdefault((record.shard_id, record.local_shape), value) != value and not both:
@@ -240,6 +240,11 @@ def samples(records: Sequence[ShardedTensor], rank: int) -> Samples:
                 "Give one of them another key"
             )
     return found
+
+
+def digest_of_sample(data: torch.Tensor) -> int:
+    """Of a tensor, or of a part of its elements. See [Note: replicas that disagree]."""
+    return _of_tensor(_sample(data.detach()))
 
 
 def _sample(data: torch.Tensor) -> torch.Tensor:
@@ -252,16 +257,21 @@ def _sample(data: torch.Tensor) -> torch.Tensor:
 
 def replica_problems(by_rank: Sequence[Samples]) -> list[str]:
     """One line for each shard of which ranks hold different values."""
+    return [
+        f"{key} from {offset}: ranks {ranks} hold different values of one shard, and one of them is saved. "
+        "Broadcast it from the first of them, or pass validate_access_integrity=False to save that one"
+        for (key, offset, _), ranks in holders_that_differ(by_rank)
+    ]
+
+
+def holders_that_differ(by_rank: Sequence[Samples]) -> list[tuple[ShardId, str]]:
+    """The shards of which ranks hold different values, and those ranks, as ``[0, 1], [2]``."""
     holders: dict[tuple[ShardId, tuple[int, ...]], dict[int, list[int]]] = {}
     for rank, found in enumerate(by_rank):
         for shard, value in found.items():
             holders.setdefault(shard, {}).setdefault(value, []).append(rank)
     return [
-        f"{key} from {offset}: ranks {', '.join(map(_ranks, values.values()))} hold different values of one shard, and "
-        "one of them is saved. Broadcast it from the first of them, or pass validate_access_integrity=False to save "
-        "that one"
-        for ((key, offset, _), _), values in holders.items()
-        if len(values) > 1
+        (shard, ", ".join(map(_ranks, values.values()))) for (shard, _), values in holders.items() if len(values) > 1
     ]
 
 

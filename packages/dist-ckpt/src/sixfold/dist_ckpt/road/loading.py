@@ -68,6 +68,7 @@ class _Report(NamedTuple):
     owners: frozenset[str]  # see asked_keys.py
     local: frozenset[str]
     plain_missing: set[str]
+    has_slices: bool  # see ranks/copies.py
 
 
 class _Decision(NamedTuple):
@@ -322,6 +323,7 @@ def _report(looked: Looked, wanted: Looked, exchange: Exchange, request: LoadReq
         else frozenset(),
         asked_keys.local_names(wanted.parts),
         plain_missing,
+        any(record.is_on_slice for record in wanted.tensors),
     )
 
 
@@ -373,7 +375,8 @@ def _agree(reports: list[_Report], request: LoadRequest, seen: Seen) -> tuple[_D
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
     validation.raise_problems(mismatches, "asked for", MismatchError)
     if request.validate_access_integrity:
-        problems = validation.table_problems(table, "asked for")
+        copies = any(report.has_slices for report in reports)  # each rank is filled, whoever else holds a copy
+        problems = validation.table_problems(table, "asked for", copies=copies)
         problems += validation.object_problems([report.objects for report in reports], "asked for")
         validation.raise_problems(problems, "asked for", ShardingError)
     shares = seen.shares([report.touched for report in reports])

@@ -27,14 +27,21 @@ from sixfold.dist_ckpt.pause import collection_paused
 from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.ranks import agreement
+from sixfold.dist_ckpt.ranks import agreement, copies
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.road import transfer
 from sixfold.dist_ckpt.road.request import SaveRequest
 from sixfold.dist_ckpt.road.transfer import RankContent, Written
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.dense import check_readable, has_values
-from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, check_data, is_main_replica
+from sixfold.dist_ckpt.state.records import (
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardId,
+    check_data,
+    is_main_replica,
+)
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.stores.store import Content, Save, complete, pieces_of, write_small
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
@@ -68,6 +75,8 @@ class _Report(NamedTuple):
     common_digest: int
     target: str
     samples: agreement.Samples
+    has_slices: bool = False  # of which copies are to be compared; see copies.py
+    copies: agreement.Samples | None = None  # when the first rank has asked for them
 
 
 class Ticket(NamedTuple):
@@ -76,6 +85,8 @@ class Ticket(NamedTuple):
     save: Save
     common_differs: bool = False
     again: bool = False  # nothing is decided: the first rank asks for all tables
+    asks_copies: bool = False  # and for digests of what lies on slices of meshes
+    owners: Mapping[ShardId, int] | None = None  # and has those shards written by one rank each
 
 
 def save(request: SaveRequest) -> None:
@@ -160,7 +171,17 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
             kept = None
         if kept is None and any(report.table is None for report in reports):
             return Ticket(Save(save_id="", target=store.name), again=True)
-        kept = check_together(reports, kept)
+        nothing = Save(save_id="", target=store.name)
+        if asked := [report.copies for report in reports if report.copies is not None]:
+            validation.raise_problems(copies.problems(asked), "saved", ShardingError)
+            return Ticket(nothing, again=True, owners=copies.owners(asked))
+        try:
+            kept = check_together(reports, kept)
+        except ShardingError:
+            if any(report.has_slices for report in reports):
+                kept = None
+                return Ticket(nothing, again=True, asks_copies=True)
+            raise
         nbytes, differs = sum(report.nbytes for report in reports), len({r.common_digest for r in reports}) > 1
         save_id = secrets.token_hex(8)
         begin = partial(store.begin, save_id, nbytes, request.if_exists, owns_file)
@@ -174,9 +195,10 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
         if engine.arrange is not None:  # by an exchange of its own
             exchange.hear()
         (content, report, parts), ticket = exchange.together(described, agree)
-        if ticket.again:
-            whole = report._replace(table=content.table)
-            _, ticket = exchange.together(lambda: (None, whole), agree)
+        while ticket.again:
+            (content, report), ticket = exchange.together(
+                partial(_told_more, content, report, ticket, exchange.rank), agree
+            )
         if ticket.common_differs:
             common, preprocess = content.common, request.preprocess_common_before_consistancy_check
             agreement.check(exchange, agreement.digests(common, preprocess), agreement.inner(common, preprocess))
@@ -187,6 +209,24 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
     if engine.memory is not None:
         engine.memory["last"] = kept
     return Agreed(exchange, content, ticket, kept, parts.records, *later)
+
+
+def _told_more(
+    content: RankContent, report: _Report, ticket: Ticket, rank: int
+) -> tuple[tuple[RankContent, _Report], _Report]:
+    """What this rank saves and reports when the first one has asked for more, or has decided who writes copies."""
+    if ticket.asks_copies:
+        report = report._replace(copies=copies.on_slices(content.records))
+    if ticket.owners is not None:
+        before = plan.total_bytes(content.writes)
+        copies.settle(content.records, ticket.owners, rank)
+        table, pieces = tabulate(content.records)
+        writes, encoded = plan.plan_save(content.records, pieces), table.encode()
+        nbytes = content.nbytes - before + plan.total_bytes(writes)
+        content = replace(content, writes=writes, table=encoded, nbytes=nbytes)
+        report = report._replace(digest=encoded.digest, nbytes=nbytes, has_slices=False, copies=None)
+    report = report._replace(table=content.table)
+    return (content, report), report
 
 
 def check_together(reports: list[_Report], kept: Kept | None) -> Kept:
@@ -266,6 +306,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         agreement.summary(agreement.digests(common, request.preprocess_common_before_consistancy_check)),
         request.store.name,
         agreement.samples(tensors, rank) if request.validate_access_integrity else {},
+        request.validate_access_integrity and any(record.is_on_slice for record in tensors),
     )
     content = RankContent(
         request.store,

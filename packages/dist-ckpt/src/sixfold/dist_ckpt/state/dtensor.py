@@ -27,10 +27,12 @@ class Layout(NamedTuple):
 
     ``pairs`` are boxes of the global tensor with the equal boxes of the local one: one, unless a strided placement
     scatters the local rows; none for a tensor without elements. ``replica`` is all zeros on the rank that writes.
+    ``is_on_slice``: on a slice of a larger mesh, such as ``mesh["tp"]``, so that other slices may hold copies.
     """
 
     pairs: tuple[tuple[Box, Box], ...]
     replica: tuple[int, ...]
+    is_on_slice: bool = False
 
 
 def is_dtensor(leaf: object) -> bool:
@@ -79,7 +81,8 @@ def layout_of(key: str, dtensor: DTensor) -> Layout | None:
     for block in product(*starts):
         size = tuple(len(run) for run, _ in block)
         pairs.append((Box(tuple(run.start for run, _ in block), size), Box(tuple(at for _, at in block), size)))
-    return Layout(tuple(pairs), tuple(replica))
+    find = getattr(mesh, "_get_root_mesh", None)
+    return Layout(tuple(pairs), tuple(replica), find is not None and find().size() > mesh.size())
 
 
 def _length(runs: Runs) -> int:

@@ -94,6 +94,7 @@ class ShardedTensor(ShardedBase):
     prepend_axis_num: int = 0
     allow_shape_mismatch: bool = False
     flattened_range: slice | None = None
+    is_on_slice = False  # no field: of a DTensor on a slice of a mesh, of which other slices may hold a copy
 
     def __post_init__(self) -> None:
         _check_key(self.key)
@@ -225,7 +226,9 @@ class ShardedTensor(ShardedBase):
                 if local.size == whole.shape
                 else whole[tuple(slice(at, at + n) for at, n in zip(*local, strict=True))]
             )
-            found.append(cls(key, data, data.dtype, place.size, shape, place.offset, None, layout.replica))
+            record = cls(key, data, data.dtype, place.size, shape, place.offset, None, layout.replica)
+            record.is_on_slice = layout.is_on_slice
+            found.append(record)
         return found
 
     @property

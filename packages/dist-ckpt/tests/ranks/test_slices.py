@@ -1,0 +1,118 @@
+"""DTensors on slices of a mesh: DDP or FSDP with tensor parallelism as trainers write it, and stages of a pipeline."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import ShardedTensor, ShardingError
+from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
+
+
+class Block(nn.Module):
+    """What a layer of torchtitan has: linear layers that are cut, a norm that tensor parallelism leaves plain."""
+
+    def __init__(self, seed):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.norm, self.up, self.down = nn.RMSNorm(8), nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(self.norm(x))))
+
+
+def trained(kind, seed):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = Block(seed)
+    parallelize_module(model, mesh["tp"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    if kind == "fsdp":
+        fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, foreach=False)
+    model(torch.ones(3, 8)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def whole(state):
+    return {name: (value.full_tensor() if isinstance(value, DTensor) else value).tolist() for name, value in state}
+
+
+def of(model, optimizer):
+    moments = [(n, part["exp_avg"]) for n, part in optimizer.state_dict()["state"].items()]
+    return whole(model.state_dict().items()) | whole(moments)
+
+
+def saved_and_loaded(rank, ranks, folder, kind):
+    parallel = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy(), do_cache_distribution=True)
+    model, optimizer = trained(kind, 0)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    dist_ckpt.save(state, folder / "c")
+    for _ in range(2):
+        dist_ckpt.save(state, folder / "parallel", parallel)
+    expected, same = of(model, optimizer), []
+    for name in ("c", "parallel"):
+        model, optimizer = trained(kind, 1)
+        loaded = dist_ckpt.load(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, folder / name, strict="raise_all"
+        )
+        optimizer.load_state_dict(loaded["optimizer"])
+        same.append(of(model, optimizer) == expected)
+    return same, {name: value for name, value in expected.items() if isinstance(name, str)}
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+def test_tensor_parallelism_on_a_slice_of_the_mesh_is_saved_once_and_loads_again(tmp_path, kind):
+    found = run_ranks(saved_and_loaded, 4, tmp_path, kind)
+    assert found == [([True, True], found[0][1])] * 4
+    for name in ("c", "parallel"):
+        plain = {
+            key.removeprefix("model."): value for key, value in dist_ckpt.load_plain_tensors(tmp_path / name).items()
+        }
+        assert {key: plain[key].tolist() for key in found[0][1]} == found[0][1]
+        assert dist_ckpt.tools.verify(tmp_path / name)["problems"] == []
+
+
+def stages(rank, ranks, folder):
+    """A pipeline of two stages, whose optimizers count their parameters from 0."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    stage = rank // 2
+
+    def state(differing=True, names="same"):
+        prefix = "0" if names == "same" else f"stage{stage}"
+        values = torch.arange(8.0) + (stage if differing else 0)
+        many = {f"same{n}": distribute_tensor(torch.ones(4), mesh["tp"], [Shard(0)]) for n in range(80)}
+        return {"optim": {prefix: distribute_tensor(values, mesh["tp"], [Shard(0)])}, **many}
+
+    told = []
+    for options in ({}, {"validate_access_integrity": False}):
+        with pytest.raises(ShardingError) as caught:
+            dist_ckpt.save(state(), folder / "c", **options)
+        told.append(str(caught.value))
+    assert not (folder / "c").exists()
+    dist_ckpt.save(state(names="own"), folder / "c")
+    dist_ckpt.save(state(differing=False), folder / "d")
+    asked = state()["optim"]["0"]
+    by_hand = ShardedTensor.from_dtensor("optim.0", asked, replica_id=stage)
+    dist_ckpt.save({"by hand": by_hand}, folder / "e", validate_access_integrity=False)
+    return told
+
+
+def test_stages_whose_names_collide_are_an_error_and_with_names_of_their_own_all_is_saved(tmp_path):
+    told = run_ranks(stages, 4, tmp_path)
+    assert all(texts == told[0] for texts in told)
+    compared, unlooked = told[0]
+    assert "optim.0 from (0,): ranks [0], [2] of different slices of a mesh hold different values" in compared
+    assert "same" not in compared
+    assert "give each a name of its own" in compared
+    assert "overlap, and both are main replicas" in unlooked
+    plain = dist_ckpt.load_plain_tensors(tmp_path / "c")
+    assert plain["optim.stage0"].tolist() == [*range(8)]
+    assert plain["optim.stage1"].tolist() == [*range(1, 9)]
+    for name in ("d", "e"):
+        assert dist_ckpt.load_plain_tensors(tmp_path / name)["optim.0"].tolist() == [*range(8)]

@@ -10,7 +10,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import ShardedTensor, ShardingError
+from sixfold.dist_ckpt import ShardedTensor, ShardingError, dcp
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
@@ -116,3 +116,31 @@ def test_stages_whose_names_collide_are_an_error_and_with_names_of_their_own_all
     assert plain["optim.stage1"].tolist() == [*range(1, 9)]
     for name in ("d", "e"):
         assert dist_ckpt.load_plain_tensors(tmp_path / name)["optim.0"].tolist() == [*range(8)]
+
+
+def through_the_door(rank, ranks, folder):
+    torch.manual_seed(rank)
+    stage = nn.Linear(3, 2)
+    model, told = {f"stage{rank}": stage.state_dict()}, []
+    collides = {"model": model, "shared": torch.ones(2), "optim": {"state": {0: {"m": stage.weight}}}}
+    for save in (dcp.save, dcp.async_save):
+        with pytest.raises(ShardingError) as caught:
+            save(collides, checkpoint_id=folder / "c")
+        told.append(str(caught.value))
+    assert not (folder / "c").exists()
+    own = {"model": model, "optim": {f"stage{rank}": {"m": stage.weight.detach()}}, "shared": torch.ones(2)}
+    dcp.save(own, checkpoint_id=folder / "c")
+    asked = {"optim": {f"stage{rank}": {"m": torch.zeros(2, 3)}}}
+    dcp.load(asked, checkpoint_id=folder / "c")
+    assert torch.equal(asked["optim"][f"stage{rank}"]["m"], stage.weight)
+    planner = torch.distributed.checkpoint.DefaultSavePlanner()
+    dcp.save({"statistics": torch.full((2,), rank)}, checkpoint_id=folder / "d", planner=planner)
+    return told
+
+
+def test_plain_tensors_of_one_name_that_differ_are_an_error_through_the_door_and_its_remedies_work(tmp_path):
+    for told in run_ranks(through_the_door, 2, tmp_path):
+        assert told[0] == told[1]
+        assert "optim.state.0.m: ranks 0 and 1 hold different tensors" in told[0]
+        assert "shared" not in told[0]
+    assert dist_ckpt.load_plain_tensors(tmp_path / "d")["statistics"].shape == (2,)

@@ -22,6 +22,7 @@ from typing import Any
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 
+from sixfold.dist_ckpt.doors.dcp_names import same_names
 from sixfold.dist_ckpt.doors.dcp_read import Reader
 from sixfold.dist_ckpt.doors.dcp_write import Writer
 
@@ -33,7 +34,12 @@ Place = str | os.PathLike[str] | None
 def save(
     state_dict: dict[str, Any], *, checkpoint_id: Place = None, storage_writer: Any = None, **options: Any
 ) -> Metadata:
-    """``torch.distributed.checkpoint.save`` through a ``Writer`` to ``checkpoint_id``, unless a writer is given."""
+    """``torch.distributed.checkpoint.save`` through a ``Writer`` to ``checkpoint_id``, unless a writer is given.
+
+    Raises:
+        ShardingError: ranks hold different plain tensors under one name, of which torch saves one; see ``same_names``.
+    """
+    state_dict = same_names(state_dict, options)
     writer = storage_writer or Writer(checkpoint_id or "")
     metadata: Metadata = state_dict_saver.save(
         state_dict, checkpoint_id=checkpoint_id, storage_writer=writer, **options
@@ -44,7 +50,11 @@ def save(
 def async_save(
     state_dict: dict[str, Any], *, checkpoint_id: Place = None, storage_writer: Any = None, **options: Any
 ) -> Any:
-    """``torch.distributed.checkpoint.async_save`` through a ``Writer``, unless a writer is given."""
+    """``torch.distributed.checkpoint.async_save`` through a ``Writer``, unless a writer is given.
+
+    Raises: as ``save``.
+    """
+    state_dict = same_names(state_dict, options)
     writer = storage_writer or Writer(checkpoint_id or "")
     return state_dict_saver.async_save(state_dict, checkpoint_id=checkpoint_id, storage_writer=writer, **options)
 

@@ -40,7 +40,7 @@ def owners(by_rank: Sequence[Samples]) -> dict[ShardId, int]:
     return several
 
 
-def problems(by_rank: Sequence[Samples]) -> list[str]:
+def slice_problems(by_rank: Sequence[Samples]) -> list[str]:
     """One line for each shard of which slices hold different values."""
     return [
         f"{key} from {offset}: ranks {ranks} of different slices of a mesh hold different values under this name, and "

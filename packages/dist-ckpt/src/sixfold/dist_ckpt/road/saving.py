@@ -173,7 +173,7 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
             return Ticket(Save(save_id="", target=store.name), again=True)
         nothing = Save(save_id="", target=store.name)
         if asked := [report.copies for report in reports if report.copies is not None]:
-            validation.raise_problems(copies.problems(asked), "saved", ShardingError)
+            validation.raise_problems(copies.slice_problems(asked), "saved", ShardingError)
             return Ticket(nothing, again=True, owners=copies.owners(asked))
         try:
             kept = check_together(reports, kept)

@@ -1,0 +1,69 @@
+"""Plain tensors that torch's planner takes for copies: are they the same on all ranks?
+
+    state dict of each rank --> digests of plain tensors (this file) --> first rank: alike? --> torch's save
+
+torch saves one of the tensors that ranks have under one name. Stages of a pipeline whose optimizers count their
+parameters from 0 would lose all but one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from sixfold.dist_ckpt.errors import ShardingError
+from sixfold.dist_ckpt.ranks import agreement
+from sixfold.dist_ckpt.ranks.exchange import Exchange
+from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state.dense import has_values
+from sixfold.dist_ckpt.state.dtensor import is_dtensor
+
+_TIMEOUT_S, _MOST_SHOWN = 600.0, 10
+_Alike = dict[str, tuple[tuple[int, ...], int]]
+
+
+def same_names(state: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The state dict with the state dicts of its Stateful objects, as torch's save takes it.
+
+    Of a large tensor samples are compared. Not looked at where the caller brings a planner of his own or saves alone.
+
+    Args:
+        options: those of torch's save.
+    Raises:
+        ShardingError: plain tensors under one name differ. On every rank.
+    """
+    whole = {name: leaf.state_dict() if factory.is_stateful(leaf) else leaf for name, leaf in state.items()}
+    if options.get("planner") is not None or options.get("no_dist") or not options.get("use_collectives", True):
+        return whole
+    exchange = Exchange(options.get("process_group") or "world", _TIMEOUT_S)
+    if exchange.ranks > 1:
+        exchange.together(lambda: (None, _digests(whole)), _check)
+    return whole
+
+
+def _digests(state: Mapping[str, Any]) -> _Alike:
+    return {
+        tree.key_text(path): (tuple(leaf.shape), agreement.digest_of_sample(leaf))
+        for path, leaf in tree.leaves(state)
+        if type(leaf) in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(leaf) and has_values(leaf)
+    }
+
+
+def _check(by_rank: list[_Alike]) -> None:
+    first: dict[str, tuple[int, tuple[tuple[int, ...], int]]] = {}
+    lines: dict[str, str] = {}
+    for rank, found in enumerate(by_rank):
+        for name, value in found.items():
+            before, known = first.setdefault(name, (rank, value))
+            if known != value:
+                lines.setdefault(name, f"{name}: ranks {before} and {rank} hold different tensors")
+    if lines:
+        more = [f"and {len(lines) - _MOST_SHOWN} more"] * (len(lines) > _MOST_SHOWN)
+        raise ShardingError(
+            "plain tensors under one name differ between ranks, and torch's planner saves one of them:\n  "
+            + "\n  ".join([*[*lines.values()][:_MOST_SHOWN], *more])
+            + "\nGive each a name of its own, as {f'stage{pp_rank}': ...}. Where one is meant for all, pass "
+            "planner=torch.distributed.checkpoint.DefaultSavePlanner(), which saves it without this check"
+        )

@@ -9,6 +9,8 @@ from torch import nn
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 
+pytestmark = pytest.mark.usefixtures("as_sharded")
+
 
 @pytest.mark.parametrize(
     ("options", "says"),

@@ -17,6 +17,8 @@ from sixfold.fsdp.comm import Launches
 from sixfold.fsdp.faults import Faults
 from sixfold.fsdp.pulse import contradict
 
+pytestmark = pytest.mark.usefixtures("as_sharded")
+
 
 class FakeWork:
     def __init__(self, fails=None, done=False):

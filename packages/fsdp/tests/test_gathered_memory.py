@@ -15,6 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 from sixfold.fsdp.placement import double_ranges
 
+pytestmark = pytest.mark.usefixtures("as_sharded")
+
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 SCALAR_BYTES = 8  # divisors and step counters are not counted
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from sixfold.fsdp import BufferConfig, FsdpError, fully_shard, fully_shard_optimizer
 
+pytestmark = pytest.mark.usefixtures("as_sharded")
+
 WIDTH = 8
 SETTINGS = {
     "double": BufferConfig(fill_freed=True),

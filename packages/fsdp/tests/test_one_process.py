@@ -21,6 +21,8 @@ from sixfold.fsdp import (
     norms,
 )
 
+pytestmark = pytest.mark.usefixtures("as_sharded")
+
 STRATEGIES = [strategy.value for strategy in ShardingStrategy]
 
 

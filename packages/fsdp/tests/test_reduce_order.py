@@ -16,6 +16,8 @@ from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision,
 from sixfold.fsdp.comm import LocalComm, Ranks
 from sixfold.fsdp.sums import BackendSum
 
+pytestmark = pytest.mark.usefixtures("as_sharded")
+
 
 class Log:
     """A SideStream, and a group whose collectives and waits are written down where they are asked for."""

@@ -225,15 +225,10 @@ def test_full_state_dict_of_one_rank_and_another_device():
         model.full_state_dict(rank=1)
 
 
-def test_extra_state_cannot_be_streamed_and_says_so():
-    class Extra(nn.Linear):
-        def get_extra_state(self):
-            return {"a": 1}
-
-        def set_extra_state(self, state):
-            pass
-
-    model = FullyShardedDataParallel(Extra(2, 2))
-    assert model.full_state_dict()["_extra_state"] == {"a": 1}
-    with pytest.raises(FsdpError, match="_extra_state of the module's state dict is no parameter or buffer"):
+def test_an_entry_of_a_state_dict_hook_cannot_be_streamed_and_says_so():
+    net = nn.Linear(2, 2)
+    net.register_state_dict_post_hook(lambda module, state, prefix, local: state.update({"made": 1}))
+    model = FullyShardedDataParallel(net)
+    assert model.full_state_dict()["made"] == 1
+    with pytest.raises(FsdpError, match="made of the module's state dict is no parameter, buffer or extra state"):
         model.load_full_state_dict(model.full_state_dict())

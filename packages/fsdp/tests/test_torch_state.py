@@ -80,5 +80,5 @@ def test_options_of_torch_are_followed_or_refused():
     weights, state = torch_state.get_state_dict(model, optimizer, options=options)
     assert same(weights, model.full_state_dict()) == [] and state["state"]
     torch_state.set_model_state_dict(model, weights, options=StateDictOptions(broadcast_from_rank0=True))
-    with pytest.raises(FsdpError, match=r"StateDictOptions.strict is False; here it is True"):
-        torch_state.set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
+    with pytest.raises(FsdpError, match=r"StateDictOptions.dsd_fqn_modifiers is .*; here it is"):
+        torch_state.set_model_state_dict(model, weights, options=StateDictOptions(dsd_fqn_modifiers="other"))

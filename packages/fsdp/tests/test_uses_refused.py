@@ -21,6 +21,8 @@ from torch import nn
 
 from sixfold.fsdp import FsdpError, FullyShardedDataParallel, everywhere, fully_shard
 
+pytestmark = pytest.mark.usefixtures("as_sharded")
+
 
 def hand_tied_head(world):
     world.net.special = lambda net, x: F.linear(x, net.embedding.weight)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
+from fsdp_helpers import Block, batch, make_net
 from torch import nn
 
 from ranktest import run_ranks
-from sixfold.fsdp import FsdpError, fully_shard, fully_shard_optimizer
+from sixfold.fsdp import FsdpError, FullyShardedDataParallel, fully_shard, fully_shard_optimizer
 
 
 def without_a_group(rank, ranks):
@@ -74,3 +76,23 @@ def test_batch_statistics_of_each_rank_are_warned_of_and_can_be_those_of_the_fir
     (told, first, sent), (_, other, received) = run_ranks(statistics, 2)
     assert told == 1 and first != other
     assert first == sent == received
+
+
+def norms_of_gradients(rank, ranks):
+    net = make_net()
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block])
+    model(batch(0, 0, 0)).square().mean().backward()
+    gradients = [main.grad for _, main in model.main_parameters() if main.grad is not None]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.linalg.norm(torch.stack([one.norm(p=2) for one in gradients]))  # as recipes of SAM do
+    return [str(one.message) for one in caught], model.grad_square_sum().sqrt().item()
+
+
+def test_a_norm_of_one_rank_is_warned_of_and_the_call_that_it_names_gives_the_whole_one():
+    plain = make_net()
+    plain(batch(0, 0, 0)).square().mean().backward()
+    whole = torch.stack([one.grad.norm() for one in plain.parameters()]).norm()
+    for texts, norm in run_ranks(norms_of_gradients, 2):
+        assert texts and all("model.grad_square_sum().sqrt() is the norm over all ranks" in one for one in texts)
+        assert norm == pytest.approx(whole.item(), rel=1e-6)

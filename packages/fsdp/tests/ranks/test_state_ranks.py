@@ -178,3 +178,37 @@ def test_the_oracle_of_replicas_agrees_with_the_other_oracle_to_rounding():
     one = emulate(ranks=4, steps=2, accumulate=2, net_options={"tied": True}, per_microbatch=True)
     other = emulate_replicas(2, per_microbatch=True)
     assert all(torch.allclose(one[name], other[name], atol=1e-4) for name in one)
+
+
+class Counted(torch.nn.Linear):
+    """As TransformerEngine's layers: state that is neither a parameter nor a buffer."""
+
+    extra: object = None
+
+    def get_extra_state(self):
+        return self.extra
+
+    def set_extra_state(self, state):
+        self.extra = state
+
+
+def load_a_part(rank, ranks, givers):
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(Counted(3, 5), torch.nn.Linear(5, 2))
+    model = FullyShardedDataParallel(net, fsdp_unit_modules=[torch.nn.Linear])
+    given = {
+        "0.weight": torch.full((5, 3), 2.0),
+        "0._extra_state": {"amax": torch.tensor([1.0])},
+        "more": torch.ones(1),
+    }
+    left_out = model.load_full_state_dict(given if rank in givers else None, strict=False)
+    state = model.full_state_dict()
+    return tuple(left_out), state["0.weight"].unique().tolist(), net[0].extra["amax"].tolist(), state["1.bias"].tolist()
+
+
+def test_a_state_that_is_not_strict_and_extra_state_come_alike_from_one_rank_and_from_all():
+    one, all_of = run_ranks(load_a_part, 2, (1,)), run_ranks(load_a_part, 2, (0, 1))
+    assert one[0] == one[1] == all_of[0] == all_of[1]
+    (missing, unexpected), values, amax, _ = one[0]
+    assert (set(missing), unexpected) == ({"0.bias", "1.weight", "1.bias"}, ["more"])
+    assert (values, amax) == ([2.0], [1.0])

@@ -104,6 +104,11 @@ class Arena:
         self._own = {owner: torch.zeros(size, dtype=torch.uint8, device=device) for owner, size in sizes.items()}
 
     @property
+    def own_bytes(self) -> int:
+        """Of owners that lie ``apart``, beside ``nbytes``."""
+        return sum(one.nbytes for one in self._own.values())
+
+    @property
     def used_bytes(self) -> int:
         """Where the last range ends."""
         return max((start + size for start, size in self._ranges.values()), default=0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from sixfold.fsdp.accept import fp8_names_of, look_at
 from sixfold.fsdp.board import Boards, open_boards, tidy
 from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.comm import Launches, Ranks
+from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.control import Control, StoreControl, control_of, exchange, exchange_text
 from sixfold.fsdp.curtains import draw_curtains
 from sixfold.fsdp.engine import Engine
@@ -67,6 +68,7 @@ class Built:
 def build(module: nn.Module, options: Options) -> Built:
     """Wrap ``module``: everything but the hooks."""
     groups = _groups(options)
+    chosen, options = options, as_run(options, groups)
     real = [group for group in groups if group is not None]
     device = _device(module, real)
     boards = open_boards(
@@ -90,7 +92,7 @@ def build(module: nn.Module, options: Options) -> Built:
             "units": [_name_on_all_ranks(spec, meshes) for spec in specs],
             "fp8": [name for name in fp8_names_of(module, options) if name not in meshes.own],
         }
-        agree(module, {**options.settings(), **names}, problem, meshes, control, wait)
+        agree(module, {**chosen.settings(), **names}, problem, meshes, control, wait)
         if problem is not None:
             raise problem
         elsewhere = options.mesh_for is not None and agree_on_meshes(module, meshes, control, wait)
@@ -154,6 +156,7 @@ def build(module: nn.Module, options: Options) -> Built:
             signatures=Signatures(options.checks, units, ranks, control, waiting, used),
             control=control,
             elsewhere=elsewhere,
+            as_sharded=chosen.sharding.shards_params and not options.sharding.shards_params,
         )
         set_start_values(
             module,
@@ -172,6 +175,19 @@ def build(module: nn.Module, options: Options) -> Built:
         draw_curtains(engine)
         given_up.pop_all()
     return Built(engine, fp8, links)
+
+
+def as_run(options: Options, groups: Sequence[dist.ProcessGroup | None]) -> Options:
+    """One process has all of everything: unless it is told how much to gather, it runs as ``no_shard``.
+
+    Nothing is then gathered, copied or freed. ``fill_freed`` and ``always_communicate`` try what more ranks do.
+    """
+    buffers = options.buffers
+    several = any(group is not None and group.size() > 1 for group in groups)
+    tries = buffers.fill_freed or buffers.always_communicate or options.mesh_for is not None
+    if several or tries or buffers.gathered_bytes is not None:
+        return options
+    return replace(options, strategy=ShardingStrategy.no_shard)
 
 
 def _launches(control: Control) -> Launches | None:

@@ -86,7 +86,8 @@ class BufferConfig:
     """Where gathered weights and local gradients lie.
 
     Args:
-        gathered_bytes: ``"double"`` (the root and two slots, or the largest unit where that is more), ``"all"`` (a
+        gathered_bytes: None: ``"double"``, and in one process whatever costs least (it runs as ``no_shard``);
+            ``"double"`` (the root and two slots, or the largest unit where that is more), ``"all"`` (a
             buffer per unit, gathered once a step), or the bytes of gathered weights at most, prefetched ones and the
             root's included: from the second step on units lie where the recorded order gathers the fewest bytes.
         prefetch_bytes: how far gathers run ahead along the recorded order; None means one unit, 0 none. Under a byte
@@ -113,7 +114,7 @@ class BufferConfig:
         offload: optimizer state lives in host memory; a step brings it to the device unit by unit, two at a time.
     """
 
-    gathered_bytes: int | str = "double"
+    gathered_bytes: int | str | None = None
     prefetch_bytes: int | None = None
     reduce_buffers: int = 2
     align_bytes: int = 128
@@ -152,7 +153,9 @@ class BufferConfig:
 
     def _check_gathered_bytes(self) -> None:
         value = self.gathered_bytes
+        if value is None:
+            return
         if isinstance(value, bool) or not isinstance(value, int):
             one_of("gathered_bytes", value, ("double", "all"))
         elif value <= 0:
-            raise FsdpError(f"gathered_bytes is {value}; it is 'double', 'all' or a number of bytes > 0")
+            raise FsdpError(f"gathered_bytes is {value}; it is None, 'double', 'all' or a number of bytes > 0")

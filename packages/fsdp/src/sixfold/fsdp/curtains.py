@@ -23,7 +23,10 @@ def draw_curtains(engine: Engine) -> None:
         for stream in unit.streams:
             stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
     engine.curtains = [
-        Curtain([Guard(record, _reads(engine, unit), _owes_gradient(engine), engine.forget) for record in unit.records])
+        Curtain(
+            [Guard(record, _reads(engine, unit), _owes_gradient(engine), engine.forget) for record in unit.records],
+            as_sharded=engine.as_sharded,
+        )
         for unit in engine.units
     ]
     engine.gathering.versions = Versions(engine.units)
@@ -37,15 +40,18 @@ def draw_curtains(engine: Engine) -> None:
 
 def _reads(engine: Engine, unit: Unit) -> Callable[[], bool]:
     """Whether values of ``unit`` may be read now by code that is not of the unit's own call."""
-    always = all(stream.weights.whole_here for stream in unit.streams)
+    always = not engine.as_sharded and all(stream.weights.whole_here for stream in unit.streams)
 
     def readable() -> bool:
         if always or engine.state_dict_asked:
             return True
         if not engine.gathering.ready(unit):
             return False
-        # In shared memory they stay for the unit's call, and in a backward for the nodes that follow its gather.
-        return not unit.shares or unit in engine.running or in_backward() != -1
+        if in_backward() != -1:
+            return True  # they stay for the nodes that follow its gather
+        # Between calls never: whether they are here then depends on what ran before. In shared memory they stay for
+        # the unit's own call.
+        return engine.calls_run and (not unit.shares or unit in engine.running)
 
     return readable
 

@@ -24,7 +24,7 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.gradients import OPEN
-from sixfold.fsdp.guard import Curtain
+from sixfold.fsdp.guard import IN_CALL, Curtain, guard_of
 from sixfold.fsdp.mains import MainParameter, Mains
 from sixfold.fsdp.reduce import Reduction
 from sixfold.fsdp.saved import SavedWeights
@@ -50,11 +50,13 @@ class Engine:
         signatures: Signatures,
         control: Control,
         elsewhere: bool = False,
+        as_sharded: bool = False,
     ) -> None:
         self.units = units
         self.ranks = ranks
         self.elsewhere = elsewhere  # some rank has parameters on a mesh of their own
         self.strategy = strategy
+        self.as_sharded = as_sharded  # parameters are read as where weights are sharded, though all are here
         self._shards_grads = strategy.shards_grads
         self.gathering = gathering
         self._here = gathering.pipeline.ready
@@ -117,6 +119,11 @@ class Engine:
         if self._calls:
             self._take_turn()
             self._caller.release()
+        return bool(self._calls)
+
+    @property
+    def calls_run(self) -> bool:
+        """A root call runs, of whatever thread."""
         return bool(self._calls)
 
     def _take_turn(self) -> None:
@@ -445,8 +452,16 @@ class Engine:
         self._signatures.compare()
 
     def before_save(self) -> None:
-        """Collective: whole tensors are about to be read."""
+        """Collective: whole tensors are about to be read.
+
+        Raises:
+            FsdpError: a parameter was written to in a call of its unit, and the state would not show it.
+        """
         self.alive()
+        written = None if self.gathering.versions is None else self.gathering.versions.look()
+        guard = None if written is None else guard_of(written)
+        if guard is not None:
+            raise guard.error("it was written to in place", IN_CALL)
         self._signatures.before_save()
 
     def before_step(self, *, widen: bool) -> None:

@@ -199,8 +199,16 @@ class Gradients:
             if not self.mains.nbytes and self._home_in_own:
                 # The reduced gradient takes the place of its local sum: no memory of its own.
                 self.mains.lie_at(self._cut.part_of(self._own.flat))
-        elif self.mains.lie_in(self._own.flat) and self.mains.alive:
-            self.mains.leave()
+        elif self.mains.lie_in(self._own.flat):
+            alive = self.mains.alive
+            if self.mains.held_by_others(self._own.flat, *self._own.views):
+                self._own = None  # theirs: sums get other memory
+                if not alive:
+                    self.mains.part_from()
+                self.sum_in_own()
+                return
+            if alive:
+                self.mains.leave()
         self._sum, self.state = self._own, State.SUMMING
 
     def sum_in(self, memory: Tensor) -> None:
@@ -292,7 +300,10 @@ class Gradients:
             for view, filled in zip(self._sum.views, self._filled, strict=True):
                 if not filled:
                     view.zero_()
-        taken = Taken(None if self._sum is None else self._sum.flat, self._held, had, mine, fresh=not self.mains.alive)
+        fresh = not self.mains.alive
+        if fresh and not (self._own is not None and self.mains.lie_in(self._own.flat)) and self.mains.held_by_others():
+            self.mains.part_from()
+        taken = Taken(None if self._sum is None else self._sum.flat, self._held, had, mine, fresh=fresh)
         self._leave()
         for record in self._records:
             record.left_out = False

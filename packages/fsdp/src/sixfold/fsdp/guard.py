@@ -4,8 +4,11 @@
 
 A parameter's memory is its unit's for the length of a call and may hold another unit's weights after it.
 [Note: classes say who may read] Between calls the Parameter objects carry a class whose ``__torch_function__`` asks
-first; while their unit runs they carry their own, so a layer pays nothing. Assigning ``__class__`` costs 50 ns, and
-torch itself does so for lazy parameters. Knows no collective and no hook.
+first; while their unit runs they carry one that asks nobody, so a layer pays nothing. Assigning ``__class__`` costs
+50 ns, and torch itself does so for lazy parameters. Knows no collective and no hook.
+
+[Note: .data in a call] A write through ``.data`` moves no version. So in its unit's call a parameter knows that its
+``.data`` is taken: a digest is kept, and compared when the call ends. Who does not take it pays nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +21,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from sixfold.fsdp.checks import tensor_digest
+from sixfold.fsdp.eager import eager
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 
+_data: Any = torch._C.TensorBase.data
 _MARK = "_sixfold_fsdp_guard"  # in the Parameter's own __dict__
 
 # What tells of a tensor without reading an element, by name of the method, function or property.
@@ -34,7 +40,7 @@ _READS_NOTHING = frozenset({
     "register_hook", "register_post_accumulate_grad_hook", "is_same_size", "zeros_like", "ones_like", "empty_like",
     "full_like", "rand_like", "randn_like", "randint_like", "new_empty", "new_zeros", "new_ones", "new_full",
     "new_tensor", "__len__", "__hash__", "__dir__", "result_type", "can_cast", "is_tensor", "is_storage",
-    "get_gradient_edge", "backward", "_is_view",
+    "get_gradient_edge", "backward", "_is_view", "grad_dtype",
 })  # fmt: skip
 _SETS_ITEMS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 
@@ -49,7 +55,7 @@ class Guard:
         forget: ``.grad`` is set to None: so is that of its main parameter.
     """
 
-    __slots__ = ("forget", "gone", "owes_gradient", "own_class", "readable", "record")
+    __slots__ = ("forget", "gone", "owes_gradient", "own_class", "readable", "record", "taken")
 
     def __init__(
         self,
@@ -64,6 +70,7 @@ class Guard:
         self.owes_gradient = owes_gradient
         self.own_class = type(record.parameter)
         self.gone = False  # the model is no more
+        self.taken: int | None = None  # digest of the values when .data was taken in this call
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self.error("it is copied or pickled", READ)
@@ -110,9 +117,14 @@ class Guard:
 READ = (
     "read weights from model.full_state_dict() or model.state_records(). A module whose forward uses another module's "
     "weight needs both in one unit, or the parameter registered in both (it then belongs to the root unit); where no "
-    "fsdp_unit_modules entry named the unit, root_units=False leaves it with the root unit"
+    "fsdp_unit_modules entry named the unit, root_units=False leaves it with the root unit. A part of the model alone "
+    "is run by model.entry(child)(x)"
 )
 WRITE = "set weights before wrapping, or copy into model.state_records() and call model.refresh()"
+IN_CALL = (
+    "the next gather undoes that. Set it between calls, on all ranks: "
+    "model.load_full_state_dict({name: value}, strict=False)"
+)
 GRAD = (
     "gradients lie on model.main_parameters(). Clear them with optimizer.zero_grad() or model.zero_grad(), clip them "
     "with model.clip_grad_norm_()"
@@ -167,6 +179,40 @@ class GuardedParameter(nn.Parameter):
         return format(repr(self), spec)
 
 
+class ShownParameter(nn.Parameter):
+    """A parameter in a call of its unit, where main weights lie elsewhere. [Note: .data in a call]"""
+
+    @property
+    def data(self) -> Tensor:
+        """The value without a graph."""
+        if torch.compiler.is_compiling():  # a graph's writes to this move the version
+            return self.detach()
+        _note_taken(self)
+        value: Tensor = _data.__get__(self)
+        return value
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        _data.__set__(self, value)
+
+
+@eager
+def _note_taken(parameter: Tensor) -> None:
+    guard = parameter.__dict__[_MARK]
+    if guard.taken is None:
+        guard.taken = _digest(parameter)
+
+
+def _digest(parameter: Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return tensor_digest(_data.__get__(parameter))
+
+
+@cache
+def _shown_class(own: type) -> type:
+    return ShownParameter if own is nn.Parameter else type(own.__name__, (ShownParameter, own), {})
+
+
 @cache
 def _guarded_class(own: type) -> type:
     return GuardedParameter if own is nn.Parameter else type(own.__name__, (GuardedParameter, own), {})
@@ -175,22 +221,43 @@ def _guarded_class(own: type) -> type:
 class Curtain:
     """The parameters of one unit, shown to its layers and hidden from everyone else."""
 
-    def __init__(self, guards: Sequence[Guard]) -> None:
+    def __init__(self, guards: Sequence[Guard], *, as_sharded: bool = False) -> None:
         self.guards = tuple(guards)
-        self._swaps = [(one.record.parameter, one.own_class, _guarded_class(one.own_class)) for one in guards]
+        self._swaps = [
+            (
+                one.record.parameter,
+                one.own_class
+                if one.record.buffer.weights.whole_here and not as_sharded
+                else _shown_class(one.own_class),
+                _guarded_class(one.own_class),
+            )
+            for one in guards
+        ]
         for guard in guards:
             guard.record.parameter.__dict__[_MARK] = guard
         self.hide()
 
     def reveal(self) -> None:
         """The unit's call begins."""
-        for parameter, own, _ in self._swaps:
-            parameter.__class__ = own
+        for parameter, shown, _ in self._swaps:
+            parameter.__class__ = shown
 
     def hide(self) -> None:
         """The unit's call is over."""
         for parameter, _, guarded in self._swaps:
             parameter.__class__ = guarded
+
+    def refuse_written(self) -> None:
+        """The unit's call is over, without an error.
+
+        Raises:
+            FsdpError: a parameter was written to through ``.data``. [Note: .data in a call]
+        """
+        for guard in self.guards:
+            if guard.taken is not None:
+                taken, guard.taken = guard.taken, None
+                if _digest(guard.record.parameter) != taken:
+                    raise guard.error("it was written to through .data in a call of its unit", IN_CALL)
 
     def close(self) -> None:
         """The model is gone: its parameters hold nothing any more."""

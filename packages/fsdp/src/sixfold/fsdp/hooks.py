@@ -108,6 +108,8 @@ class _UnitCall(Hook):
             own = None if output is None else own_outputs(self._unit, output)
         finally:
             context = self.engine.after_forward(self._unit)
+        if output is not None:
+            self.engine.curtains[self._unit.index].refuse_written()
         if torch.is_grad_enabled() and self.engine.failed is None:
             watch_outputs(self.engine, self._unit, own, context)
         return None if own is output else own
@@ -139,12 +141,24 @@ def run_root(
     try:
         if cast_to is not None:
             args, kwargs = cast_floating(args, cast_to), cast_floating(kwargs, cast_to)
-        output = child(*args, **kwargs)
+        output = own_parameters(engine, child(*args, **kwargs))
     finally:
         engine.end_call()
+    engine.curtains[0].refuse_written()
     if torch.is_grad_enabled():
         watch_outputs(engine, engine.units[0], output, context)
     return output
+
+
+def own_parameters(engine: Engine, output: Any) -> Any:
+    """``output`` with copies of parameters: outside the call theirs are not read. The same object where it has none."""
+    if type(output) is Tensor or not any(isinstance(one, nn.Parameter) for one in tensors_in(output)):
+        return output
+
+    def copied(leaf: Any) -> Any:
+        return leaf.clone() if isinstance(leaf, nn.Parameter) and leaf in engine.records else leaf
+
+    return pytree.tree_map(copied, output)
 
 
 def cast_floating(values: Any, dtype: torch.dtype) -> Any:

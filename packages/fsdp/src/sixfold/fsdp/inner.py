@@ -20,8 +20,8 @@ from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.everywhere import watch
 from sixfold.fsdp.flat import ParamRecord
-from sixfold.fsdp.guard import guard_of
-from sixfold.fsdp.hooks import Hook, cast_floating, watch_outputs
+from sixfold.fsdp.guard import IN_CALL, guard_of
+from sixfold.fsdp.hooks import Hook, cast_floating, own_parameters, watch_outputs
 
 STATE = (
     "use the wrapper's full_state_dict() (collective) or state_records() (live aliases, no communication); "
@@ -51,13 +51,20 @@ class RootCall(Hook):
             return None
         return cast_floating(args, self._cast_to), cast_floating(kwargs, self._cast_to)
 
-    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """The call ended, also by an exception."""
         context = self._contexts.pop()
-        if context is not None:
+        if context is None:
+            return None
+        try:
+            own = None if output is None else own_parameters(self.engine, output)
+        finally:
             self.engine.end_call()
-            if torch.is_grad_enabled():
-                watch_outputs(self.engine, self.engine.units[0], output, context)
+        if own is not None:
+            self.engine.curtains[0].refuse_written()
+        if torch.is_grad_enabled():
+            watch_outputs(self.engine, self.engine.units[0], own, context)
+        return None if own is output else own
 
 
 class StateDict(Hook):
@@ -221,7 +228,7 @@ def refuse_changed_parameters(engine: Engine) -> None:
                     unit=record.buffer.unit,
                 )
             if parameter is written:
-                raise guard.error("it was written to in place", f"the next gather undoes that. {LOAD}")
+                raise guard.error("it was written to in place", IN_CALL)
             if parameter.data_ptr() != guard.record.compute.data_ptr():
                 raise guard.error("its .data was assigned in a call of its unit", f"gathers do not reach that. {LOAD}")
             if parameter.requires_grad != guard.record.wanted:

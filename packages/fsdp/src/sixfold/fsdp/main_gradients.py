@@ -8,10 +8,15 @@ Whether a main gradient is *alive* is no state of ours: ``main.grad`` is the use
 parameter's. Main gradients in a narrower ``grad_dtype`` lie so between the reduction and the step; while they step,
 main parameters have copies in main_dtype: one stream after the other (chunked.py), or all where the optimizer needs
 all. What a step does to the copies (GradScaler's unscaling) is gone after it.
+
+[Note: gradients that are held] ``g = main.grad``, kept over ``zero_grad()``, is the user's, as in plain torch: where
+somebody has such a tensor, or one on its storage, new gradients get new memory. Asked once per reduction; both counts
+are those of CPython and of torch's storage.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -19,6 +24,21 @@ from torch import Tensor
 
 from sixfold.fsdp.flat import Cut, ParamRecord
 from sixfold.fsdp.part import ShardGradient
+
+
+def _references(of: Sequence[Tensor | None]) -> int:
+    """The most that any has."""
+    return max((sys.getrefcount(one) for one in of if one is not None), default=0)
+
+
+_ALONE = _references([torch.empty(0)])  # of a tensor that is in a list and nowhere else
+
+
+def _on_storage(tensor: Tensor) -> int:
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+
+
+_ASKED = _on_storage(torch.empty(0)) - 1  # by asking
 
 
 class MainGradients:
@@ -115,6 +135,22 @@ class MainGradients:
                 if self.narrow_at_rest:
                     main.grad_dtype = None  # any; else torch refuses a gradient of another dtype
         return views
+
+    def held_by_others(self, *ours: Tensor) -> bool:
+        """Somebody else has a tensor in their memory; ``ours``: tensors there that are not main gradients.
+
+        [Note: gradients that are held]
+        """
+        if self._flat is None or self._views is None:
+            return False
+        if _references(self._views) > _ALONE:
+            return True
+        known = {id(one) for one in (self._flat, *self._views, *ours) if one is not None}
+        return _on_storage(self._flat) - _ASKED > len(known)
+
+    def part_from(self) -> None:
+        """Their memory is somebody else's now; none is alive."""
+        self._flat = self._views = None
 
     # ---- what main parameters have
 

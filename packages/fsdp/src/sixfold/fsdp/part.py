@@ -3,12 +3,14 @@
     gradients.py --> main.grad is a ShardGradient (this file) --> torch's clip_grad_norm_: FsdpError
 
 A norm over main gradients is one rank's part of a norm. Adding such norms up over ranks is right, so only torch's
-function that scales by one is refused. engine.py gives gradients Tensor's own class for the length of a step.
+function that scales by one is refused; any other norm is warned of (SAM's recipes scale by theirs). engine.py gives
+gradients Tensor's own class for the length of a step.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import torch
@@ -17,7 +19,11 @@ from torch import Tensor
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.torch_private import functions_of
 
-_NORMS = frozenset({"_foreach_norm", "linalg_vector_norm", "vector_norm", "norm"})
+_NORMS = frozenset({"_foreach_norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "norm"})
+_ONE_PART = (
+    "a norm of main.grad is that of this rank's part of the gradient: ranks that scale by it part. "
+    "model.grad_square_sum().sqrt() is the norm over all ranks. To add up parts over ranks yourself is right too"
+)
 
 
 class ShardGradient(Tensor):
@@ -28,13 +34,15 @@ class ShardGradient(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        asks = _torchs_norm() if getattr(func, "__name__", "") in _NORMS else None
-        if asks is not None:
-            raise FsdpError(
-                f"torch's {asks} is given main parameters of a sharded model, and would take the norm of this "
-                "rank's part alone; use model.clip_grad_norm_(), which sums over ranks",
-                op="reduce",
-            )
+        if getattr(func, "__name__", "") in _NORMS:
+            asks = _torchs_norm()
+            if asks is not None:
+                raise FsdpError(
+                    f"torch's {asks} is given main parameters of a sharded model, and would take the norm of this "
+                    "rank's part alone; use model.clip_grad_norm_(), which sums over ranks",
+                    op="reduce",
+                )
+            warnings.warn(_ONE_PART, UserWarning, stacklevel=3)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 

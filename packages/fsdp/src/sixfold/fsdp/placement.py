@@ -121,7 +121,7 @@ def _show(unit: Unit) -> None:
 def placement_of(
     units: Sequence[Unit],
     strategy: ShardingStrategy,
-    gathered_bytes: int | str,
+    gathered_bytes: int | str | None,
     *,
     align_bytes: int,
     device: torch.device,

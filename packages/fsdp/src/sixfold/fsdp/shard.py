@@ -317,7 +317,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         whole.stream(self.module, self._engine, consume)
 
-    def load_full_state_dict(self, source: streamed.Source) -> None:
+    def load_full_state_dict(self, source: streamed.Source, *, strict: bool = True) -> streamed.IncompatibleKeys:
         """Collective: main weights and buffers become those of ``source``, under the names of ``full_state_dict``.
 
         Args:
@@ -326,6 +326,9 @@ class FullyShardedDataParallel(nn.Module):
                 broadcast), or on every rank (nothing is sent; that all read the same is checked unless
                 ``initial="trust"``). A tied tensor comes under one of its names or under all. A narrower dtype is
                 widened. Each tensor must come within ``timeout_s``.
+            strict: False leaves out names that are missing or unexpected.
+        Returns:
+            ``missing_keys`` and ``unexpected_keys``, as torch's; both empty where ``strict``.
         Raises:
             FsdpError: on all ranks alike: missing, unexpected or doubled names, a shape that is not the parameter's, a
                 dtype that the kept one cannot hold exactly, a source that raised. A dict is checked before its first
@@ -333,7 +336,8 @@ class FullyShardedDataParallel(nn.Module):
                 were loaded before.
         Memory: the shards and one tensor. Optimizer state is not touched.
         """
-        streamed.load(self.module, self._engine, source, compare=self._options.initial != "trust")
+        compare = self._options.initial != "trust"
+        return streamed.load(self.module, self._engine, source, compare=compare, strict=strict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """In one process ``full_state_dict()``; with more, an error: half a dict must not be taken for a whole one."""

@@ -11,10 +11,13 @@ error: nobody waits for a collective that will not come.
 
 from __future__ import annotations
 
+import base64
+import io
+import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,18 +30,28 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.whole import entries, whole_dtensor
 
-Source = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None
+Source = Mapping[str, Any] | Iterable[tuple[str, Any]] | None
 
 _SHOWN = 5  # names in one list of an error
-_VALUE, _END, _PROBLEM = range(3)
+_VALUE, _END, _PROBLEM, _OBJECT = range(4)
+_NOTHING: Any = object()
+_EXTRA = "_extra_state"  # what torch calls it in a state dict
 _DTYPES = tuple(
     dict.fromkeys(one for one in (getattr(torch, name) for name in sorted(vars(torch))) if isinstance(one, torch.dtype))
 )  # a dtype travels as its place in this list, the same for all ranks of one torch
 
 
+class IncompatibleKeys(NamedTuple):
+    """What ``strict=False`` left out, on all ranks alike where one gave the state. Named as torch names it."""
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
 @dataclass(frozen=True, eq=False)
 class Target:
-    """Names of one tensor of the module's state dict and where its values go: a parameter's main weight or a buffer."""
+    """Names of one entry of the module's state dict and where its value goes: a parameter's main weight, a buffer, or
+    ``extra``, the module whose ``set_extra_state`` takes whatever ``get_extra_state`` gave."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
@@ -46,10 +59,13 @@ class Target:
     device: torch.device
     record: ParamRecord | None
     buffer: Tensor | None
+    extra: nn.Module | None = None
 
-    def store(self, value: Tensor) -> None:
+    def store(self, value: Any) -> None:
         """Keep this rank's part of ``value``, which is whole."""
-        if self.record is not None:
+        if self.extra is not None:
+            self.extra.set_extra_state(value)
+        elif self.record is not None:
             self.record.buffer.weights.store_main(self.record, value)
         elif self.buffer is not None:
             self.buffer.copy_(value)
@@ -64,19 +80,22 @@ class _Load:
     expected: Mapping[str, tuple[int, Target]]  # by name: the target and its place
     engine: Engine
     wait: Callable[[Any], None]
+    strict: bool = True
     loaded: set[int] = field(default_factory=set)  # places of targets that have their values
+    left_out: IncompatibleKeys = field(default_factory=lambda: IncompatibleKeys([], []))
 
 
 def targets_of(module: nn.Module, engine: Engine) -> list[Target]:
-    """Every tensor of ``module.state_dict()``: parameters unit by unit, then persistent buffers.
+    """Every entry of ``module.state_dict()``: parameters unit by unit, then persistent buffers and extra state.
 
     Raises:
-        FsdpError: an entry that is no tensor of the module's own (extra state, a hook's product).
+        FsdpError: an entry that is none of these (a hook's product).
     """
     names: dict[Any, list[str]] = {}
     for name, value in entries(module, engine).items():
         names.setdefault(value if isinstance(value, Tensor) else name, []).append(name)
     own = set(module.buffers())
+    extras = {f"{path}.{_EXTRA}" if path else _EXTRA: part for path, part in module.named_modules()}
     found = []
     for record in engine.records.values():
         if record.parameter in names:
@@ -84,21 +103,26 @@ def targets_of(module: nn.Module, engine: Engine) -> list[Target]:
             at = record.buffer.device
             found.append(Target(tuple(names.pop(record.parameter)), shape, dtype, at, record, None))
     for value, given in names.items():
+        extra = extras.get(given[0])
+        if extra is not None and type(extra).set_extra_state is not nn.Module.set_extra_state:
+            found.append(Target(tuple(given), (), torch.uint8, engine.units[0].device, None, None, extra))
+            continue
         if value not in own:
             raise FsdpError(
-                f"{given[0]} of the module's state dict is no parameter or buffer (extra state, or made by a state "
-                "dict hook), and cannot be streamed; load parameters through state_records() and this by the module",
+                f"{given[0]} of the module's state dict is no parameter, buffer or extra state (a state dict hook made "
+                "it), and cannot be streamed; load parameters through state_records() and this by the module",
                 op="load",
             )
         found.append(Target(tuple(given), tuple(value.shape), value.dtype, value.device, None, value))
     return found
 
 
-def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool) -> None:
+def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool, strict: bool = True) -> IncompatibleKeys:
     """Main weights and buffers become those of ``source``; gathered copies are stale afterwards. Collective.
 
     One rank gives a source and the others None (its values are broadcast), or every rank gives one and reads for
-    itself; ``compare`` then makes sure that all read the same.
+    itself; ``compare`` then makes sure that all read the same. Without ``strict`` names that are missing or unexpected
+    are left out, and returned.
 
     Raises:
         FsdpError: on all ranks alike. Of a dict everything is checked before the first value is written; of other
@@ -113,10 +137,12 @@ def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool) ->
     expected = {name: (at, target) for at, target in enumerate(targets) for name in target.names}
     givers = [rank for rank, row in enumerate(exchange(engine.control, [int(source is not None)], wait)) if row[0]]
     shared = len(givers) == 1 < engine.ranks.size
-    problem = _problem_of_givers(givers, targets, engine) or (None if source is None else _look(source, expected))
+    problem = _problem_of_givers(givers, targets, engine) or (
+        None if source is None else _look(source, expected, strict)
+    )
     _raise_alike(problem, engine, wait)
     engine.gathering.settle()
-    job = _Load(source, targets, expected, engine, wait)
+    job = _Load(source, targets, expected, engine, wait, strict)
     try:
         with torch.no_grad():
             if shared:
@@ -125,6 +151,10 @@ def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool) ->
                 _from_own(job, compare=compare)
     finally:
         engine.main_changed(frozen=True)
+    if strict or not shared:
+        return job.left_out
+    texts = exchange_text(engine.control, json.dumps(job.left_out), wait)
+    return IncompatibleKeys(*json.loads(texts[givers[0]]))
 
 
 def _pairs_of_file(source: Source) -> Source:
@@ -151,13 +181,18 @@ def _on_main(target: Target, engine: Engine) -> bool:
     return target.record is not None and target.record.buffer.ranks is engine.ranks
 
 
-def _look(source: Mapping[str, Tensor] | Iterable[Any], expected: Mapping[str, tuple[int, Target]]) -> str | None:
+def _look(
+    source: Mapping[str, Any] | Iterable[Any], expected: Mapping[str, tuple[int, Target]], strict: bool
+) -> str | None:
     """All that is wrong with a mapping, in one text: names, and of a dict shapes and dtypes too."""
     if not isinstance(source, Mapping):
         return None
-    found = [_list("unexpected", [name for name in source if name not in expected])]
-    missing = {target: target.names[0] for _, target in expected.values() if not any(n in source for n in target.names)}
-    found.append(_list("missing", list(missing.values())))
+    found = []
+    if strict:
+        found.append(_list("unexpected", [name for name in source if name not in expected]))
+        targets = dict.fromkeys(target for _, target in expected.values())
+        missing = [one.names[0] for one in targets if not any(name in source for name in one.names)]
+        found.append(_list("missing", missing))
     if isinstance(source, dict):  # values that are here cost nothing to look at
         wrong = (_misfit(name, value, expected[name][1]) for name, value in source.items() if name in expected)
         found.append(_list("unfit", [one for one in wrong if one is not None]))
@@ -171,6 +206,8 @@ def _list(what: str, names: Sequence[str]) -> str:
 
 
 def _misfit(name: str, value: Any, target: Target) -> str | None:
+    if target.extra is not None:
+        return None
     if not isinstance(value, Tensor):
         return f"{name} is a {type(value).__name__}, no tensor"
     if tuple(value.shape) != target.shape:
@@ -194,30 +231,31 @@ def _rounds(given: torch.dtype, kept: torch.dtype) -> bool:
         return True
 
 
-def _offers(
-    source: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
-    targets: Sequence[Target],
-    expected: Mapping[str, tuple[int, Target]],
-    engine: Engine | None,
-) -> Iterator[tuple[int, Tensor]]:
+def _offers(job: _Load, *, gathers: bool) -> Iterator[tuple[int, Any]]:
     """Checked values, each with its target's number; of a mapping in the order of units.
 
-    ``engine``: gathers DTensors, None where one rank reads alone.
+    ``gathers``: DTensors are, which takes all ranks; False where one rank reads alone.
 
     Raises:
         FsdpError: at the first that does not fit, and at the end for those that did not come.
     """
+    source, targets, expected, strict = job.source, job.targets, job.expected, job.strict
+    assert source is not None, "who reads has a source"
     if isinstance(source, Mapping):
-        pairs: Iterable[tuple[str, Tensor]] = (
+        pairs: Iterable[tuple[str, Any]] = (
             (name, source[name]) for target in targets for name in target.names if name in source
         )
+        job.left_out.unexpected_keys.extend(name for name in source if name not in expected)
     else:
         pairs = source
     came: set[str] = set()
     digests: dict[int, int] = {}  # of tied tensors, which may come under each of their names
     for name, value in pairs:
         if name not in expected:
-            raise FsdpError(f"unexpected: {name}")
+            if strict:
+                raise FsdpError(f"unexpected: {name}")
+            job.left_out.unexpected_keys.append(name)
+            continue
         if name in came:
             raise FsdpError(f"{name} came twice")
         at, target = expected[name]
@@ -225,11 +263,11 @@ def _offers(
         if misfit is not None:
             raise FsdpError(f"unfit: {misfit}")
         came.add(name)
-        if hasattr(value, "placements"):  # a DTensor
-            if engine is None:
+        if target.extra is None and hasattr(value, "placements"):  # a DTensor
+            if not gathers:
                 raise FsdpError(f"{name} is a DTensor, of which one rank has a part; give the state on all ranks")
-            value = whole_dtensor(name, value, engine)
-        if len(target.names) > 1:
+            value = whole_dtensor(name, value, job.engine)
+        if target.extra is None and len(target.names) > 1:
             digest = _digest(value, target.dtype)
             if digests.setdefault(at, digest) != digest:
                 raise FsdpError(f"{' and '.join(target.names)} are one tensor here, and came with different values")
@@ -238,21 +276,24 @@ def _offers(
         yield at, value
         del value  # the source may free it before it reads the next
     missing = [target.names[0] for target in targets if not any(name in came for name in target.names)]
-    if missing:
+    if missing and strict:
         raise FsdpError(_list("missing", missing))
+    job.left_out.missing_keys.extend(missing)
 
 
 def _from_one(job: _Load, giver: int) -> None:
     """One rank reads, all get each tensor and keep their part of it. [Note: told on all ranks]"""
     targets, engine, wait = job.targets, job.engine, job.wait
-    offers = None if job.source is None else _offers(job.source, targets, job.expected, None)
+    offers = None if job.source is None else _offers(job, gathers=False)
     room: dict[torch.device, Tensor] = {}  # where others receive: one tensor's memory for all
     while True:
-        row, value, error = [_END, 0, 0], None, None
+        row, value, error = [_END, 0, 0], _NOTHING, None
         if offers is not None:
             try:
-                at, value = next(offers, (-1, None))
-                if value is not None:
+                at, value = next(offers, (-1, _NOTHING))
+                if value is not _NOTHING and targets[at].extra is not None:
+                    row, text = [_OBJECT, at, 0], _packed(value)
+                elif value is not _NOTHING:
                     row = [_VALUE, at, _DTYPES.index(value.dtype)]
             except Exception as raised:  # whatever the source does wrong is told to those who wait
                 row, error = [_PROBLEM, 0, 0], raised
@@ -263,12 +304,28 @@ def _from_one(job: _Load, giver: int) -> None:
         if kind == _END:
             return
         target = targets[at]
-        if value is None:
+        if kind == _OBJECT:
+            packed = exchange_text(engine.control, text if offers is not None else "", wait)[giver]
+            target.store(value if offers is not None else _unpacked(packed))
+            job.loaded.add(at)
+            continue
+        if value is _NOTHING:
             value = _room_for(target, _DTYPES[dtype], targets, room)
         value = value.detach().to(target.device).resolve_conj().resolve_neg().contiguous()
         _broadcast(value, giver, engine.ranks, wait)
         target.store(value)
         job.loaded.add(at)
+
+
+def _packed(value: Any) -> str:
+    """Extra state is whatever a module gave: as torch saves it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _unpacked(text: str) -> Any:
+    return torch.load(io.BytesIO(base64.b64decode(text)), weights_only=False)  # of a rank of this job
 
 
 def _room_for(
@@ -299,7 +356,7 @@ def _from_own(job: _Load, *, compare: bool) -> None:
     several = compare and engine.ranks.size > 1
     digests = dict.fromkeys((at for at, one in enumerate(targets) if several and _on_main(one, engine)), 0)
     try:
-        for at, value in _offers(job.source, targets, job.expected, engine):
+        for at, value in _offers(job, gathers=True):
             target = targets[at]
             target.store(value)
             loaded.add(at)

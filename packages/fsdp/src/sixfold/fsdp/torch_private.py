@@ -43,6 +43,7 @@ PRIVATE = {
     "_C._distributed_c10d.ReduceScatterOptions": "as above, for reduce_scatter_tensor",
     "_C._distributed_c10d.PrefixStore": "torch.distributed.PrefixStore, the same class, untyped",
     "_C._distributed_c10d.Store": "torch.distributed.Store, the same class, untyped",
+    "_C._storage_Use_Count": "nothing public tells whether a user's tensor lies on a storage",
     "_guards.CompileContext.current_compile_id": "torch.compiler.is_compiling is False where it asks a tensor class",
     "_scaled_mm": "torch.nn.functional.scaled_mm names its recipes by private enums",
     "autograd.Variable._execution_engine.queue_callback": "no public callback at the end of a backward (DDP's too)",

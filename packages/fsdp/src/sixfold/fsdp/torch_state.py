@@ -28,6 +28,7 @@ from sixfold.fsdp.control import exchange, exchange_text
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.shard import FullyShardedDataParallel
+from sixfold.fsdp.streamed import IncompatibleKeys
 
 Described = dict[str, dict[str, Any]]  # name -> {"group": number, "state": {key: what}}
 
@@ -68,7 +69,11 @@ def get_model_state_dict(model: FullyShardedDataParallel, *, options: StateDictO
     cut: dict[Any, Any] = {}
     whole.visit_whole(model._engine, lambda record, value: cut.__setitem__(record.parameter, place(record, value)))
     found = {
-        name: cut[value] if value in cut else value.detach().clone() if isinstance(value, Tensor) else value
+        name: cut[value]
+        if isinstance(value, Tensor) and value in cut
+        else value.detach().clone()
+        if isinstance(value, Tensor)
+        else value
         for name, value in whole.entries(model.module, model._engine).items()
     }
     return _moved(found, asked)
@@ -76,17 +81,19 @@ def get_model_state_dict(model: FullyShardedDataParallel, *, options: StateDictO
 
 def set_model_state_dict(
     model: FullyShardedDataParallel, state: Mapping[str, Any], *, options: StateDictOptions | None = None
-) -> None:
+) -> IncompatibleKeys:
     """Main weights and buffers become those of ``state``, which is the same on all ranks; then they are gathered anew.
 
-    With ``broadcast_from_rank0`` it is the first rank's, and what others give is not looked at.
+    With ``broadcast_from_rank0`` it is the first rank's, and what others give is not looked at. Without ``strict``
+    names that are missing or unexpected are left out, and returned.
 
     Raises:
         FsdpError: as ``load_full_state_dict``; an option that is not taken.
     """
-    asked = _asked(options, "set_model_state_dict")
+    asked = _asked(options, "set_model_state_dict", also="strict")
     several = asked.broadcast_from_rank0 and model._engine.ranks.size > 1
-    model.load_full_state_dict(None if several and model._engine.ranks.rank else dict(state))
+    given = None if several and model._engine.ranks.rank else dict(state)
+    return model.load_full_state_dict(given, strict=asked.strict)
 
 
 def get_optimizer_state_dict(
@@ -170,12 +177,12 @@ def set_optimizer_state_dict(
 _TAKEN = ("full_state_dict", "cpu_offload", "broadcast_from_rank0")
 
 
-def _asked(options: StateDictOptions | None, call: str, *, but: str = "") -> StateDictOptions:
+def _asked(options: StateDictOptions | None, call: str, *, but: str = "", also: str = "") -> StateDictOptions:
     """Options that can be followed. Raises: FsdpError: another than ``_TAKEN`` is not at its default."""
     usual, asked = StateDictOptions(), options or StateDictOptions()
     for field in fields(usual):
         other = getattr(asked, field.name) != getattr(usual, field.name)
-        if other and (field.name not in _TAKEN or field.name == but):
+        if other and (field.name not in (*_TAKEN, also) or field.name == but):
             raise FsdpError(
                 f"{call}: StateDictOptions.{field.name} is {getattr(asked, field.name)!r}; here it is "
                 f"{getattr(usual, field.name)!r}. Change names, or leave out entries, in the dict itself"

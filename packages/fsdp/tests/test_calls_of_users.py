@@ -1,0 +1,206 @@
+"""Weights written to or read in a unit's call by ways that torch tells nobody of, and states that hold less or more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from fsdp_helpers import Block, batch, make_net, same
+from torch import Tensor, nn
+
+from sixfold.fsdp import BufferConfig, FsdpError, fully_shard, fully_shard_optimizer
+from sixfold.fsdp.torch_state import StateDictOptions, set_model_state_dict
+
+TURNS = BufferConfig(gathered_bytes="double")
+
+
+class Teacher(nn.Module):
+    """A unit that follows another one's weight in its own forward, as ``way`` writes it."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        self.requires_grad_(False)
+        self.way = way
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.way == ".data":
+            self.line.weight.data.mul_(0.5)
+        elif self.way == "no_grad":
+            with torch.no_grad():
+                self.line.weight.mul_(0.5)
+        elif self.way == "detach":
+            self.line.weight.detach().mul_(0.5)
+        elif self.way == "reads":
+            assert self.line.weight.data.isfinite().all(), "start values are"
+        return self.line(x)
+
+
+class Pupil(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.lines = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.teacher = Teacher(way)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.teacher(x)
+        for line in self.lines:
+            x = line(x)
+        return x + y
+
+
+@pytest.mark.parametrize("units", [[Teacher], []], ids=["a unit", "the root"])
+@pytest.mark.parametrize("way", [".data", "no_grad", "detach"])
+def test_a_write_in_the_parameters_own_unit_raises_before_a_state_is_read(way, units):
+    model = fully_shard(Pupil(way), fsdp_unit_modules=units, buffers=TURNS)
+    with pytest.raises(FsdpError, match=r"teacher.line.weight: it was written to .*load_full_state_dict"):
+        model(torch.ones(2, 4))
+        model.full_state_dict()
+
+
+def test_reading_data_in_the_parameters_own_unit_is_no_write():
+    model = fully_shard(Pupil("reads"), fsdp_unit_modules=[Teacher], buffers=TURNS)
+    model(torch.ones(2, 4)).sum().backward()
+    model.full_state_dict()
+
+
+def test_what_the_refusal_of_a_write_says_sets_the_weight():
+    model = fully_shard(Pupil(".data"), fsdp_unit_modules=[Teacher], buffers=TURNS)
+    name, value = "teacher.line.weight", torch.full((4, 4), 3.0)
+    with pytest.raises(FsdpError, match=r"load_full_state_dict\(\{name: value\}, strict=False\)"):
+        model(torch.ones(2, 4))
+    before = model.full_state_dict()
+    missing, unexpected = model.load_full_state_dict({name: value}, strict=False)
+    after = model.full_state_dict()
+    assert same(before, after) == [name] and torch.equal(after[name], value)
+    assert set(missing) == before.keys() - {name} and unexpected == []
+
+
+@pytest.mark.parametrize("gathered", ["double", "all"])
+def test_a_part_of_the_root_called_by_itself_is_refused_at_every_moment(gathered):
+    net = make_net()
+    buffers = BufferConfig(gathered_bytes=gathered)
+    model = fully_shard(net, fsdp_unit_modules=[Block], root_units=False, buffers=buffers)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), model)
+    hidden = torch.ones(2, 13)
+
+    def refused() -> None:
+        with pytest.raises(FsdpError, match=r"head.weight: linear\(\) reads .*model.entry\(child\)\(x\)"):
+            net.head(hidden)
+
+    refused()
+    model(batch(0, 0, 0)).sum().backward()
+    refused()
+    optimizer.step()
+    refused()
+    with torch.no_grad():
+        model(batch(0, 0, 0))
+    refused()
+    expected = nn.functional.linear(hidden, model.full_state_dict()["head.weight"])
+    assert torch.equal(model.entry(net.head)(hidden), expected)
+
+
+class Counted(nn.Module):
+    """As TransformerEngine's layers: state that is neither a parameter nor a buffer."""
+
+    def __init__(self, extra: object) -> None:
+        super().__init__()
+        self.line = nn.Linear(3, 3)
+        self.extra = extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.line(x)
+
+    def get_extra_state(self) -> object:
+        return self.extra
+
+    def set_extra_state(self, state: object) -> None:
+        self.extra = state
+
+
+@pytest.mark.parametrize("extra", [{"amax": [1.0, 2.0]}, torch.arange(5, dtype=torch.uint8), None])
+def test_extra_state_is_saved_and_loaded_as_torch_does(extra):
+    torch.manual_seed(0)
+    saved = fully_shard(nn.Sequential(Counted(extra), Counted(7)), fsdp_unit_modules=[Counted]).full_state_dict()
+    assert saved["1._extra_state"] == 7
+    net, plain = (nn.Sequential(Counted("old"), Counted("old")) for _ in range(2))
+    plain.load_state_dict(saved)
+    model = fully_shard(net, fsdp_unit_modules=[Counted])
+    assert model.load_full_state_dict(saved) == ([], [])
+    for module in (net, plain):
+        assert type(module[0].extra) is type(extra) and module[1].extra == 7
+        assert torch.equal(module[0].extra, extra) if isinstance(extra, Tensor) else module[0].extra == extra
+
+
+@pytest.mark.parametrize("form", ["a dict", "pairs", "torch_state"])
+def test_a_state_that_is_not_strict_gives_what_torch_gives(form):
+    torch.manual_seed(1)
+    plain, net = make_net(), make_net()
+    given = {"head.weight": torch.ones(17, 13), "nobody": torch.ones(2)}
+    expected = plain.load_state_dict(given, strict=False)
+    model = fully_shard(net, fsdp_unit_modules=[Block])
+    if form == "torch_state":
+        found = set_model_state_dict(model, given, options=StateDictOptions(strict=False))
+    else:
+        found = model.load_full_state_dict(given if form == "a dict" else given.items(), strict=False)
+    assert set(found.missing_keys) == set(expected.missing_keys)
+    assert found.unexpected_keys == expected.unexpected_keys == ["nobody"]
+    assert same(plain.state_dict(), model.full_state_dict()) == []
+
+
+def test_a_shape_is_refused_without_strict_too():
+    model = fully_shard(make_net(), fsdp_unit_modules=[Block])
+    with pytest.raises(FsdpError, match=r"unfit: head.weight has shape \(3,\)"):
+        model.load_full_state_dict({"head.weight": torch.ones(3)}, strict=False)
+
+
+HOLDS = {
+    "itself": lambda grad: grad,
+    "detached": lambda grad: grad.detach(),
+    ".data": lambda grad: grad.data,
+    "a view": lambda grad: grad.view(-1)[1:],
+}
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("hold", HOLDS)
+def test_a_gradient_that_is_held_keeps_its_values_as_in_plain_torch(hold, strategy):
+    net, plain = make_net(), make_net()
+    model = fully_shard(net, fsdp_unit_modules=[Block], strategy=strategy, buffers=TURNS)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), model)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    held: list[list[Tensor]] = [[], []]
+    for step in range(4):
+        for call, own, stepper, kept in (
+            (model, [main for _, main in model.main_parameters()], optimizer, held[0]),
+            (plain, list(plain.parameters()), other, held[1]),
+        ):
+            for _ in range(2 if step == 2 else 1):  # also gradients that are added to
+                call(batch(step, 0, 0)).square().mean().backward()
+                if step % 2 == 0:
+                    kept += [HOLDS[hold](one.grad) for one in own]
+            stepper.step()
+            stepper.zero_grad()
+    ours, theirs = ({tuple(one.flatten().tolist()) for one in kept} for kept in held)
+    assert len(held[0]) == len(held[1]) and ours == theirs
+    assert same(plain.state_dict(), model.full_state_dict()) == []
+
+
+def test_one_process_gathers_nothing_unless_it_is_told_how_much_and_refuses_what_more_ranks_refuse():
+    def trained(**options: object) -> tuple[dict[str, object], dict[str, Tensor], object]:
+        net = make_net()
+        model = fully_shard(net, fsdp_unit_modules=[Block], **options)
+        optimizer = fully_shard_optimizer(torch.optim.AdamW(net.parameters(), lr=1e-2), model)
+        for step in range(2):
+            for part in range(2):
+                model(batch(step, part, 0)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return model.report(), model.full_state_dict(), net
+
+    (report, weights, net), (kept, same_weights, _) = trained(), trained(strategy="no_shard")
+    turns, other_weights, _ = trained(buffers=TURNS)
+    assert same(weights, same_weights) == same(weights, other_weights) == []
+    assert report["bytes"] == kept["bytes"] and report["strategy"] == "optim_grads_params"
+    assert report["bytes"]["gather_arena"] == report["bytes"]["gather_source"] == 0 < turns["bytes"]["gather_arena"]
+    with pytest.raises(FsdpError, match=r"head.weight: sum\(\) reads its values outside a call of its unit"):
+        net.head.weight.sum()

@@ -55,7 +55,7 @@ CASES = {
     "compiled, ep": (2, ("parallel.ep=2", "train.compile=true"), EXPERTS),
 }  # fmt: skip
 
-SAMPLE = ("hsdp, ep", "split backwards, cp, ep", "ramp and evaluation, cp, tp", "versions of weights, cp")
+SAMPLE = ("split backwards, cp, ep", "ramp and evaluation, cp, tp")
 
 
 def train_compiled_eagerly(rank: int, ranks: int, texts: list[str]) -> None:

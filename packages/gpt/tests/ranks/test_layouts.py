@@ -66,7 +66,7 @@ def trained(tmp_path_factory, chosen):
     return found
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS, ids=lambda v: ",".join(v) if isinstance(v, tuple) else str(v))
 def test_losses_and_norms_do_not_depend_on_the_layout(trained, ranks, overrides):
     config = trained[ranks, overrides]
@@ -144,7 +144,7 @@ def whole_and_cut(tmp_path_factory, chosen):
     return dict(zip(layouts, zip(wholes, cuts, strict=True), strict=True))
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "overrides"), RESUMED, ids=lambda v: ",".join(v) if isinstance(v, tuple) else str(v))
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(whole_and_cut, ranks, overrides):
     whole, cut = whole_and_cut[ranks, overrides]

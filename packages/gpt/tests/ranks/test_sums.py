@@ -147,6 +147,7 @@ def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
     return [f"{key} by {by:.1e}" for key, by in off.items() if not by < SAME]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "layout", "wrongs"), CASES, ids=lambda v: ",".join(v) if isinstance(v, tuple) else v)
 def test_a_sum_that_is_left_out_or_done_twice_is_seen(tmp_path, ranks, layout, wrongs):
     configs = {how: tiny_config(tmp_path, *SMALL, *layout, run=how.replace(" ", "-")) for how in ("right", *wrongs)}

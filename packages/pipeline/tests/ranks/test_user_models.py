@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ranktest import run_ranks
-from sixfold.pipeline import PipelineRunner, Stage, interleaved, one_f_one_b, stages_of_causal_lm, stages_of_sequential
+from sixfold.pipeline import (
+    PipelineRunner,
+    Stage,
+    interleaved,
+    one_f_one_b,
+    stages_of_causal_lm,
+    stages_of_sequential,
+    zb_v,
+)
 
 RANKS_IMPORT = ("transformers.models.llama.modeling_llama", "transformers.models.gpt2.modeling_gpt2")
 M, ROWS, LENGTH, WORDS = 4, 8, 6, 64
@@ -164,3 +172,84 @@ def test_a_sequential_is_cut_into_stages():
     for key, gradient in (first | second).items():
         assert torch.equal(gradient, dict(model.named_parameters())[key].grad)
     assert set(first | second) == {n for n, _ in model.named_parameters()}
+
+
+def test_a_layer_that_stands_several_times_in_a_sequential_runs_as_often():
+    act, (model, x) = nn.ReLU(), (sequential(), torch.arange(64.0).reshape(8, 8) / 64)
+    model[1] = model[3] = act
+    for stages in (1, 2, 3):
+        runner = PipelineRunner(one_f_one_b(stages, 2), stages_of_sequential(model, stages), None, functional.mse_loss)
+        assert torch.equal(torch.cat(runner.forward(x).outputs), model(x))
+
+
+class Shares(nn.Module):
+    """Words, layers of which two are one, and an output of the words' own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        words, twice, head = nn.Embedding(WORDS, 8), nn.Linear(8, 8), nn.Linear(8, WORDS)
+        head.weight = words.weight
+        self.all = nn.Sequential(words, twice, nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), twice, head)
+
+
+def train_shared(rank: int, ranks: int) -> tuple[dict[str, Tensor], float, dict[str, Tensor]]:
+    model = Shares()
+    program = zb_v(ranks, M)
+    stages = stages_of_sequential(model.all, program.stages)
+    mine = [stages[index] for index in program.stages_of(rank)]
+    runner = PipelineRunner(program, mine, dist.group.WORLD, lm_loss)
+    ids, targets, _ = batch()
+    runner.step(ids, targets)
+    norm = float(runner.clip_grad_norm_(100.0))
+    found = parameters_of(model, mine)
+    torch.optim.SGD(dict.fromkeys(p for stage in mine for p in stage.parameters()), lr=0.5).step()
+    return found, norm, {n: p.detach() for n, p in model.named_parameters() if n in found}
+
+
+def test_parameters_that_layers_of_a_sequential_share_have_one_gradient_on_all_ranks():
+    model = Shares()
+    ids, targets, _ = batch()
+    for x, y in zip(ids.chunk(M), targets.chunk(M), strict=True):
+        (lm_loss(model.all(x), y) / M).backward()
+    norm = float(nn.utils.clip_grad_norm_(model.parameters(), 100.0))
+    plain = {n: p.grad for n, p in model.named_parameters()}
+    torch.optim.SGD(model.parameters(), lr=0.5).step()
+    after = dict(model.named_parameters())
+    found = run_ranks(train_shared, 2)
+    assert {n for ours, _, _ in found for n in ours} == set(plain)
+    for ours, total, values in found:
+        assert total == pytest.approx(norm, rel=1e-5)
+        for key, gradient in ours.items():
+            torch.testing.assert_close(gradient, plain[key], msg=lambda text, key=key: f"{key}: {text}")
+            torch.testing.assert_close(values[key], after[key].detach())
+
+
+def train_repeated(rank: int, ranks: int) -> dict[str, Tensor]:
+    model = repeated()
+    stages = [stages_of_causal_lm(model, ranks)[rank]]
+    runner = PipelineRunner(one_f_one_b(ranks, M), stages, dist.group.WORLD, lm_loss)
+    ids, targets, mask = batch()
+    runner.step(ids, targets, kwargs={"attention_mask": mask})
+    return parameters_of(model, stages)
+
+
+def repeated() -> Any:
+    """A model whose last layer is its first again."""
+    model = model_of("llama", 0.0)
+    model.model.layers[-1] = model.model.layers[0]
+    return model
+
+
+def test_a_layer_that_a_language_model_runs_twice_has_one_gradient_on_both_ranks():
+    model = repeated()
+    ids, targets, mask = batch()
+    for k in range(M):
+        rows = slice(2 * k, 2 * k + 2)
+        (lm_loss(model(ids[rows], attention_mask=mask[rows], use_cache=False).logits, targets[rows]) / M).backward()
+    plain = {n: p.grad for n, p in model.named_parameters()}
+    found = run_ranks(train_repeated, 2)
+    assert {n for ours in found for n in ours} == set(plain)
+    for ours in found:
+        for key, gradient in ours.items():
+            torch.testing.assert_close(gradient, plain[key], msg=lambda text, key=key: f"{key}: {text}")

@@ -25,22 +25,42 @@ __all__ = ["stages_of_causal_lm", "stages_of_sequential"]
 def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
     """``model`` cut between its layers, so that the largest part has few parameters; all parts share its parameters.
 
-    Take those of a rank: ``[made[i] for i in program.stages_of(rank)]``.
+    Take those of a rank: ``[made[i] for i in program.stages_of(rank)]``. A parameter that several stages have, of a
+    layer that stands in the model twice or of tied weights, is tied (``Stage(tied=)``).
 
     Raises:
         ScheduleError: it is no nn.Sequential, or has fewer layers than stages.
     """
     if not isinstance(model, nn.Sequential):
         raise ScheduleError(f"the model is a {type(model).__name__}; stages_of_sequential cuts an nn.Sequential")
-    layers = list(model.named_children())
+    layers: Any = list(model._modules.items())  # named_children leaves out what stands there again
     sizes = _cut(layers, [layer for _, layer in layers], stages)
-    found, begin = [], 0
-    for index, size in enumerate(sizes):
+    parts, begin = [], 0
+    for size in sizes:
         part = nn.Sequential()
         for name, layer in layers[begin : begin + size]:
             part.add_module(name, layer)  # under its own name, so that state dicts fit
-        found.append(Stage(part, index))
+        parts.append(part)
         begin += size
+    return [
+        Stage(part, index, tied=shared) for index, (part, shared) in enumerate(zip(parts, _shared(parts), strict=True))
+    ]
+
+
+def _shared(parts: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:
+    """Of each part the parameters that another part has too, by a name of all of them.
+
+    In one process they are one object; on several ranks each has its own, which would get a part of the gradient.
+    """
+    holders: dict[nn.Parameter, dict[int, str]] = {}
+    for at, part in enumerate(parts):
+        for name, parameter in part.named_parameters():
+            if parameter.is_floating_point() or parameter.is_complex():
+                holders.setdefault(parameter, {})[at] = f"{name} of stage {at}"
+    found: list[dict[str, nn.Parameter]] = [{} for _ in parts]
+    for parameter, names in holders.items():
+        for at in names if len(names) > 1 else ():
+            found[at][next(iter(names.values()))] = parameter
     return found
 
 
@@ -49,8 +69,8 @@ def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
 
     The first takes token ids, the last gives logits, with what the model does to them (a soft cap, a scale). ``kwargs``
     of a step reach every stage: ``attention_mask``, ``position_ids``. Stages share the model's parameters, but for an
-    output embedding that is tied: it becomes a copy, tied between the first stage and the last. Take those of a rank:
-    ``[made[i] for i in program.stages_of(rank)]``.
+    output embedding that is tied: it becomes a copy, tied between the first stage and the last. Parameters of layers
+    that several stages have are tied too. Take those of a rank: ``[made[i] for i in program.stages_of(rank)]``.
 
     Raises:
         ScheduleError: the model has no such form, parameters that no stage or several would have, a ``forward`` that
@@ -75,18 +95,18 @@ def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
     _check_routers(model, {})
     tied = head.weight is embedding.weight
     sizes = _cut(list(layers), list(layers), stages)
-    found, begin = [], 0
+    parts: list[_Part] = []
+    begin = 0
     for index, size in enumerate(sizes):
         first, last = index == 0, index == stages - 1
         part = _part(base, name, range(begin, begin + size), embedding, first, last)
         own = copy.deepcopy(head) if last and tied and stages > 1 else head
-        module = _Part(part, own if last else None, first, name, model)
-        ends = (
-            {"embedding": embedding.weight if first else own.weight} if tied and stages > 1 and first | last else None
-        )
-        found.append(Stage(module, index, tied=ends))
+        parts.append(_Part(part, own if last else None, first, name, model))
         begin += size
-    return found
+    ties: list[dict[str, nn.Parameter]] = _shared(parts)
+    if tied and stages > 1:
+        ties[0]["embedding"], ties[-1]["embedding"] = embedding.weight, own.weight
+    return [Stage(part, index, tied=ends) for index, (part, ends) in enumerate(zip(parts, ties, strict=True))]
 
 
 def _check_form(model: Any, base: Any, name: str, embedding: nn.Module, head: nn.Module) -> None:

@@ -155,6 +155,23 @@ def test_damage_that_one_rank_reads_is_raised_on_all_without_waiting(tmp_path):
     assert run_ranks(one_rank_reads_damage, 3, tmp_path / "c", timeout=60.0) == [True] * 3
 
 
+def one_replica_has_drifted(rank, ranks, folder):
+    told = []
+    for key in ("big", "half"):  # the first is cut, and each rank writes a part of it
+        state = replicated(rank, fill=True)
+        state["model"][key].data.add_(rank == ranks - 1)
+        with pytest.raises(ShardingError) as caught:
+            dist_ckpt.save(state, folder, FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy()))
+        told.append(str(caught.value))
+    return told
+
+
+def test_replicas_that_disagree_are_an_error_also_where_their_ranks_write_parts(tmp_path):
+    for told in run_ranks(one_replica_has_drifted, 3, tmp_path / "c"):
+        assert "big from (0, 0): ranks [0, 1], [2] hold different values of one shard" in told[0]
+        assert "half from (0, 0): ranks [0, 1], [2] hold different values of one shard" in told[1]
+
+
 def two_main_replicas(rank, ranks, folder):
     saver = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy())
     with pytest.raises(ShardingError, match="overlap"):

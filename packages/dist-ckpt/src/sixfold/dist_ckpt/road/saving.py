@@ -262,6 +262,8 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
     records = own_records() if engine.arrange is None else engine.arrange(own_records, exchange)
     parts, rank = sorted_out[0], exchange.rank
     tensors = [record for record in records if isinstance(record, ShardedTensor)]
+    # Compared as they were before ``arrange`` cut them: two ranks that write parts of one shard share none.
+    whole = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
     objects = [record for record in records if isinstance(record, ShardedObject)]
     with collection_paused():
         table, pieces = tabulate(tensors)
@@ -305,7 +307,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         nbytes,
         agreement.summary(agreement.digests(common, request.preprocess_common_before_consistancy_check)),
         request.store.name,
-        agreement.samples(tensors, rank) if request.validate_access_integrity else {},
+        agreement.samples(whole, rank) if request.validate_access_integrity else {},
         request.validate_access_integrity and any(record.is_on_slice for record in tensors),
     )
     content = RankContent(

@@ -452,6 +452,17 @@ def test_diff_tells_a_float_from_one_of_numpy(tmp_path):
     assert tools.diff(tmp_path / "b", tmp_path / "a")["common_differs"] == ["lr"]
 
 
+def test_diff_tells_apart_integers_that_are_one_number_as_float64(tmp_path):
+    most = {torch.int64: 2**53 + 1, torch.uint64: 2**64 - 1}
+    for name, less in (("a", 0), ("b", 1)):
+        numbers = {str(kind): torch.tensor([5, number - less], dtype=kind) for kind, number in most.items()}
+        sharded = {key: ShardedTensor.from_rank_offsets(key, number) for key, number in numbers.items()}
+        dist_ckpt.save(sharded, tmp_path / name, group=None)
+    found = tools.diff(tmp_path / "a", tmp_path / "b")
+    assert [(entry["count"], entry["max_abs"]) for entry in found["different"]] == [(1, 1.0)] * 2
+    assert tools.diff(tmp_path / "a", tmp_path / "b", rtol=1e-12)["equal"]
+
+
 def test_diff_compares_tensors_of_every_layout(tmp_path):
     def saved(name, last):
         whole = torch.tensor([[1.0, 0.0], [0.0, last]])

@@ -250,6 +250,8 @@ def _compare(x: torch.Tensor, y: torch.Tensor, rtol: float) -> tuple[int, float]
     p, q = x[differs].to(kind), y[differs].to(kind)
     gap = (p - q).abs()
     gap[torch.isnan(gap)] = torch.inf  # one of the two is NaN
+    if not (x.is_floating_point() or x.is_complex()):
+        gap = gap.clamp(min=1.0)  # of integers that float64 does not tell apart
     far = gap[~(gap <= rtol * q.abs())]
     return far.numel(), float(far.max()) if far.numel() else 0.0
 

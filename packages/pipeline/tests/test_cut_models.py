@@ -34,12 +34,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "Granite": {"embedding_multiplier": 3.0, "logits_scaling": 4.0},
     # a norm in front of the layers, which return tuples
     "Bloom": {"n_layer": 4, "n_head": 2},
+    # layers_block_type by a layer's place, a property that counts from num_hidden_layers
+    "Bamba": {"attn_layer_indices": [1, 3], "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 4},
 }
 MORE: dict[str, dict[str, Any]] = {
     "Qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
     "NanoChat": {"final_logit_softcapping": 2.0},
     "Cohere": {"logit_scale": 0.25},
     "Gemma": {},
+    "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "use_mamba_kernels": False},
 }
 
 

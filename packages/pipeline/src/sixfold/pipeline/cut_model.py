@@ -265,11 +265,25 @@ def _part(base: nn.Module, name: str, mine: range, embedding: nn.Module, first: 
             part._modules[other] = module if (last if seen else first) else nn.Identity()
     _cut_lists(vars(part), len(layers), mine)
     if hasattr(base, "config"):
-        config: Any = copy.copy(base.config)
-        _cut_lists(vars(config), len(layers), mine)
-        config.num_hidden_layers = len(mine)
-        part.config = config
+        part.config = _config(base.config, len(layers), mine)
     return part
+
+
+def _config(whole: Any, count: int, mine: range) -> Any:
+    """The configuration of ``count`` layers, for some of them."""
+    config = copy.copy(whole)
+    _cut_lists(vars(config), count, mine)
+    # Lists by property would count from the first layer again, up to the number that is set below.
+    properties = {n for kind in type(whole).__mro__ for n, value in vars(kind).items() if isinstance(value, property)}
+    lists = {name: getattr(whole, name, None) for name in sorted(properties) if "layer" in name}
+    lists = {name: value for name, value in lists.items() if type(value) in (list, tuple)}
+    before = dict(lists)
+    _cut_lists(lists, count, mine)
+    lists = {name: value for name, value in lists.items() if value is not before[name]}
+    if lists:
+        config.__class__ = type(type(whole).__name__, (type(whole),), lists)
+    config.num_hidden_layers = len(mine)
+    return config
 
 
 def _cut_lists(attributes: dict[str, Any], count: int, mine: range) -> None:

@@ -43,6 +43,25 @@ MORE: dict[str, dict[str, Any]] = {
     "Cohere": {"logit_scale": 0.25},
     "Gemma": {},
     "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "use_mamba_kernels": False},
+    # positions are embedded with keyword arguments
+    "BioGpt": {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    # num_hidden_layers, by which its layers are cut, counts each twice
+    "LongcatFlash": {
+        "num_layers": 4,
+        "ffn_hidden_size": 24,
+        "expert_ffn_hidden_size": 8,
+        "n_routed_experts": 4,
+        "zero_expert_num": 2,
+        "moe_topk": 2,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_rope_head_dim": 4,
+        "qk_nope_head_dim": 4,
+        "v_head_dim": 8,
+        "head_dim": 4,
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 8,
+    },
 }
 
 
@@ -50,7 +69,7 @@ def model_of(name: str) -> Any:
     given = MODELS.get(name, MORE.get(name))
     sizes = {"vocab_size": WORDS, "hidden_size": 16, "pad_token_id": 0} if name == "Bloom" else SIZES
     torch.manual_seed(3)
-    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes, **given))
+    model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, f"{name}Config")(**sizes | given))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.3)
     return model.train()

@@ -241,7 +241,7 @@ class _Border(nn.Module):
 class _Zeros(nn.Module):
     """In the place of positions that the first stage has added."""
 
-    def forward(self, positions: Tensor) -> Tensor:
+    def forward(self, positions: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.zeros((), device=positions.device)
 
 
@@ -282,7 +282,7 @@ def _config(whole: Any, count: int, mine: range) -> Any:
     lists = {name: value for name, value in lists.items() if value is not before[name]}
     if lists:
         config.__class__ = type(type(whole).__name__, (type(whole),), lists)
-    config.num_hidden_layers = len(mine)
+    config.num_hidden_layers = whole.num_hidden_layers * len(mine) // count  # LongCat's layers count as two each
     return config
 
 

@@ -10,7 +10,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from sixfold.pipeline import PipelineRunner, ScheduleError, add_loss, one_f_one_b, stages_of_causal_lm, zb_h1
+from sixfold.pipeline import (
+    PipelineRunner,
+    ScheduleError,
+    add_loss,
+    one_f_one_b,
+    stages_of_causal_lm,
+    stages_of_sequential,
+    zb_h1,
+)
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
 
@@ -190,3 +198,47 @@ def test_a_model_with_lora_is_cut_as_the_error_says_and_has_the_gradients_of_pla
     for (key, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None) == ("lora" not in key), key
         torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, key=key: f"{key}: {text}")
+
+
+class Residual(nn.Sequential):
+    """Adds its input, which no stage has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + super().forward(x)
+
+
+def hooked() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.register_forward_hook(lambda module, args, output: 2 * output)
+    return model
+
+
+def patched() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model.forward = lambda x: x  # type: ignore[method-assign]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (Residual(nn.Linear(4, 4), nn.Linear(4, 4)), "a forward of its own"),
+        (patched(), "a forward of its own"),
+        (hooked(), "hooks of its own"),
+    ],
+)
+def test_a_sequential_that_does_more_than_its_layers_is_refused_until_it_is_a_layer(model, what):
+    with pytest.raises(ScheduleError, match=f"has {what}, which no stage would run"):
+        stages_of_sequential(model, 2)
+    x = torch.randn(2, 4)
+    stages = stages_of_sequential(nn.Sequential(model, nn.Linear(4, 4)), 2)
+    assert torch.equal(stages[0].module(x), model(x))
+
+
+def test_a_sequential_of_another_name_is_cut():
+    class Mine(nn.Sequential):
+        pass
+
+    model, x = Mine(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
+    runner = PipelineRunner(one_f_one_b(2, 1), stages_of_sequential(model, 2), None, functional.mse_loss)
+    assert torch.equal(runner.forward(x).outputs[0], model(x))

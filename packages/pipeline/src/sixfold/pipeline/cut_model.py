@@ -29,10 +29,19 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
     layer that stands in the model twice or of tied weights, is tied (``Stage(tied=)``).
 
     Raises:
-        ScheduleError: it is no nn.Sequential, or has fewer layers than stages.
+        ScheduleError: it is no nn.Sequential, does more than its layers do (a forward or hooks of its own), or has
+            fewer layers than stages.
     """
     if not isinstance(model, nn.Sequential):
         raise ScheduleError(f"the model is a {type(model).__name__}; stages_of_sequential cuts an nn.Sequential")
+    own = "a forward" if "forward" in vars(model) or type(model).forward is not nn.Sequential.forward else ""
+    hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+    own = own or ("hooks" if any(hooks) else "")
+    if own:
+        raise ScheduleError(
+            f"the model is a {type(model).__name__} that has {own} of its own, which no stage would run; "
+            "stages_of_sequential cuts between layers: put it in an nn.Sequential as a layer"
+        )
     layers: Any = list(model._modules.items())  # named_children leaves out what stands there again
     sizes = _cut(layers, [layer for _, layer in layers], stages)
     parts, begin = [], 0

@@ -452,6 +452,21 @@ def test_diff_tells_a_float_from_one_of_numpy(tmp_path):
     assert tools.diff(tmp_path / "b", tmp_path / "a")["common_differs"] == ["lr"]
 
 
+def test_classes_in_common_data_and_objects_are_converted_when_they_are_passed_as_the_error_says(tmp_path):
+    with torch.serialization.safe_globals([Fraction]):
+        state = {"w": one("w", torch.ones(3)), "x": one("x", torch.ones(2)), "share": Fraction(1, 3)}
+        state["o"] = ShardedObject("o", {"share": Fraction(2, 3)}, (1,), (0,))
+        dist_ckpt.save(state, tmp_path / "c", group=None)
+    with pytest.raises(CheckpointError, match="pass the class in safe_globals"):
+        tools.convert(tmp_path / "c", tmp_path / "d", to="torch_dist")
+    tools.convert(tmp_path / "c", tmp_path / "d", to="torch_dist", safe_globals=[Fraction])
+    dist_ckpt.remove_sharded_tensors(tmp_path / "d", "x", safe_globals=[Fraction])
+    assert Fraction not in torch.serialization.get_safe_globals()
+    loaded = dist_ckpt.load({"o": state["o"].without_data()}, tmp_path / "d", group=None, safe_globals=[Fraction])
+    assert (loaded["share"], loaded["o"]) == (Fraction(1, 3), {"share": Fraction(2, 3)})
+    assert list(dist_ckpt.load_tensors_metadata(tmp_path / "d")) == ["w"]
+
+
 def test_diff_tells_apart_integers_that_are_one_number_as_float64(tmp_path):
     most = {torch.int64: 2**53 + 1, torch.uint64: 2**64 - 1}
     for name, less in (("a", 0), ("b", 1)):

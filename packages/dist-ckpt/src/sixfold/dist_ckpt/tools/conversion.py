@@ -88,7 +88,8 @@ def to_checkpoint(
                 found[f"sixfold.object.{key}"] = replace(cell, data=value)
         if clashes := found.keys() & state.keys():
             raise CheckpointError(f"the common data has the keys {sorted(clashes)[:3]}, which the conversion needs")
-        serialization.save(state | found, store, (to, 1), group=None, if_exists=if_exists, progress=meter.rest())
+        with torch.serialization.safe_globals([*safe_globals]):  # what was let in may go out
+            serialization.save(state | found, store, (to, 1), group=None, if_exists=if_exists, progress=meter.rest())
     return store.name if target is None else str(target), sorted(store.list_files())
 
 

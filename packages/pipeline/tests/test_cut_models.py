@@ -242,3 +242,24 @@ def test_a_sequential_of_another_name_is_cut():
     model, x = Mine(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(2, 4)
     runner = PipelineRunner(one_f_one_b(2, 1), stages_of_sequential(model, 2), None, functional.mse_loss)
     assert torch.equal(runner.forward(x).outputs[0], model(x))
+
+
+@pytest.mark.parametrize("how", ["model", "stages"])
+def test_eval_and_train_of_a_model_or_of_its_stages_hold_for_what_it_does_beside_its_layers(how):
+    torch.manual_seed(3)
+    config = transformers.BioGptConfig(**SIZES, hidden_dropout_prob=0.5, attention_probs_dropout_prob=0.0)
+    model = transformers.BioGptForCausalLM(config).train()
+    for layer in model.base_model.layers:
+        layer.dropout = 0.0
+    plain = copy.deepcopy(model)
+    ids = torch.randint(1, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    stages = stages_of_causal_lm(model, 2)
+    runner = PipelineRunner(one_f_one_b(2, 1), stages, None, lm_loss)
+    for mode in (False, True):
+        for module in [model] if how == "model" else [stage.module for stage in stages]:
+            module.train(mode)
+        plain.train(mode)
+        torch.manual_seed(7)
+        found = runner.forward(ids).outputs[0]
+        torch.manual_seed(7)
+        torch.testing.assert_close(found, plain(ids, use_cache=False).logits.detach())

@@ -197,10 +197,11 @@ class _Part(nn.Module):
         for run in self._whole:
             _check_routers(run, kwargs)
             run._modules.update({name: getattr(self, mine) for name, mine in self._ends.items()})
-            run.training = self.training
         held: Any = getattr(self.base, self._layers)._modules  # of a list that is this stage's own
         layers = dict(held)
         names = list(layers)
+        # The model's train() and eval() reach the layers, and not what is this stage's own.
+        self.base.training = run.training = any(layer.training for layer in layers.values())
         enter = leave = _Border(layers[names[0]], None if self.first else x)
         if len(names) > 1:
             leave = _Border(layers[names[-1]], None)

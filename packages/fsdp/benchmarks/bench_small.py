@@ -18,10 +18,11 @@ from torch import nn
 from ranktest import run_ranks
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 
-KINDS: dict[str, tuple[list[type | str | nn.Module], int | None]] = {
-    "linear units": ([nn.Linear, nn.LayerNorm], None),
+KINDS: dict[str, tuple[list[type | str | nn.Module], int | str | None]] = {
+    "linear units": ([nn.Linear, nn.LayerNorm], "auto"),
+    "linear units, apart": ([nn.Linear, nn.LayerNorm], None),
     "linear units, merged": ([nn.Linear, nn.LayerNorm], MERGED_BYTES),
-    "block units": ([Block], None),
+    "block units": ([Block], "auto"),
 }
 
 

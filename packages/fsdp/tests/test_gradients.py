@@ -370,7 +370,10 @@ def test_a_step_widens_the_narrow_gradients_of_one_unit_after_the_other(make, al
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(5, 5) for _ in range(3)))
     model = FullyShardedDataParallel(
-        net, fsdp_unit_modules=[nn.Linear], mixed_precision=MixedPrecision(grad_dtype=torch.bfloat16)
+        net,
+        fsdp_unit_modules=[nn.Linear],
+        mixed_precision=MixedPrecision(grad_dtype=torch.bfloat16),
+        buffers=BufferConfig(merge_bytes=None),
     )
     optimizer = fully_shard_optimizer(make(net.parameters()), model)
     mains = [main for _, main in model.main_parameters()]

@@ -322,7 +322,7 @@ def test_a_weight_kept_in_a_context_of_a_function_is_read_where_it_is_or_refused
 
     torch.manual_seed(0)
     net = nn.Sequential(*(Custom() for _ in range(5)))
-    call = fully_shard(net, fsdp_unit_modules=[Custom])
+    call = fully_shard(net, fsdp_unit_modules=[Custom], buffers=BufferConfig(merge_bytes=None))
     x = x_of(0, grad=True)
     call(x).sum().backward()
     call(x)
@@ -345,7 +345,8 @@ def test_weights_of_another_unit_that_are_read_unseen_are_nan_in_the_debug_mode(
 
     lender: list[Any] = []
     net = nn.Sequential(*(Lends(lender) for _ in range(4)))
-    call = fully_shard(net, fsdp_unit_modules=[Lends], buffers=BufferConfig(prefetch_bytes=0, fill_freed=fill))
+    buffers = BufferConfig(prefetch_bytes=0, merge_bytes=None, fill_freed=fill)
+    call = fully_shard(net, fsdp_unit_modules=[Lends], buffers=buffers)
     with torch.no_grad():
         assert bool(call(x_of(0)).isnan().all()) is fill
 

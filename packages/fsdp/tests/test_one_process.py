@@ -427,7 +427,8 @@ def test_a_checkpoint_over_several_units_and_a_unit_called_twice_give_the_plain_
     net = Chain(recompute)
     torch.manual_seed(0)
     twin = Chain(recompute)
-    model = FullyShardedDataParallel(net, strategy=strategy, fsdp_unit_modules=[nn.Linear])
+    apart = BufferConfig(merge_bytes=None)
+    model = FullyShardedDataParallel(net, strategy=strategy, fsdp_unit_modules=[nn.Linear], buffers=apart)
     for turn in range(3):
         x = torch.randn(3, 6, requires_grad=True)
         y = x.detach().clone().requires_grad_()

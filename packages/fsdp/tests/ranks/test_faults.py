@@ -197,6 +197,7 @@ def different_order(rank, ranks):
         process_group=dist.group.WORLD,
         strategy="optim",
         fsdp_unit_modules=[nn.Linear],
+        buffers=BufferConfig(merge_bytes=None),
     )
     optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
 
@@ -244,7 +245,9 @@ def other_units(rank, ranks, then):
         net,
         process_group=dist.group.WORLD,
         fsdp_unit_modules=[nn.Linear],
-        buffers=BufferConfig(prefetch_bytes=0),  # a gather ahead, along the recorded order, would be one more
+        buffers=BufferConfig(
+            prefetch_bytes=0, merge_bytes=None
+        ),  # a gather ahead, along the recorded order, would be one more
     )
     optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_count_helpers import Traffic, fake_world
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same, train_steps
 from torch import Tensor, nn
@@ -118,8 +119,82 @@ def test_a_stage_that_holds_a_part_of_a_merged_unit_is_refused() -> None:
         model.stage_handle(net[0], fused=True)
 
 
+class Nested(nn.Module):
+    """A block with a layer of its own, and layers in a list inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(self.norm(x))
+
+
+def small_layers(blocks: int = 2) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), *(Nested() for _ in range(blocks)), nn.Linear(4, 4), nn.Linear(4, 4))
+
+
+def test_single_layers_of_a_block_are_merged_unasked_and_nothing_that_was_named_or_limited() -> None:
+    def units(selectors: list[Any], **buffers: Any) -> list[str]:
+        net = small_layers()
+        chosen = [net[one] if isinstance(one, int) else one for one in selectors]
+        model = FullyShardedDataParallel(
+            net, process_group=None, fsdp_unit_modules=chosen, buffers=BufferConfig(**buffers)
+        )
+        return list(model.units)
+
+    classes = [nn.Linear, nn.LayerNorm]
+    apart = ["", "0", "1.norm", "1.mlp.0", "1.mlp.2", "2.norm", "2.mlp.0", "2.mlp.2", "3", "4"]
+    assert units(classes) == ["", "0", "1.norm to 1.mlp.2", "2.norm to 2.mlp.2", "3 to 4"]
+    assert units(classes, merge_bytes=None) == units(classes, gathered_bytes=10**6) == apart
+    assert units([Nested]) == ["", "1", "2"]
+    assert units([*classes, 3])[-2:] == ["3", "4"]
+
+
+def test_single_layers_larger_than_four_mebibytes_together_stay_apart() -> None:
+    net = nn.Sequential(*(nn.Linear(700, 700, bias=False) for _ in range(4)))
+    model = FullyShardedDataParallel(net, process_group=None, fsdp_unit_modules=[nn.Linear])
+    assert model.units == ("", "0 to 1", "2 to 3")
+    found = model.report()["units"]
+    assert max(one["gathered_bytes"] for one in found.values()) <= 4 << 20
+
+
+def train_layers(rank: int, ranks: int) -> list[dict[str, Tensor]]:
+    found = []
+    for merge_bytes in ("auto", None):
+        torch.manual_seed(0)
+        net = small_layers()
+        model = FullyShardedDataParallel(
+            net,
+            process_group=dist.group.WORLD,
+            fsdp_unit_modules=[nn.Linear, nn.LayerNorm],
+            buffers=BufferConfig(merge_bytes=merge_bytes),
+        )
+        optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+        for step in range(3):
+            torch.manual_seed(10 * step + rank)
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.full_state_dict())
+    return found
+
+
+def test_layers_merged_unasked_train_to_the_bits_of_layers_apart_on_two_ranks() -> None:
+    for together, apart in run_ranks(train_layers, 2):
+        assert same(together, apart) == []
+
+
+def test_a_stage_of_whole_blocks_parts_nothing_that_was_merged_unasked() -> None:
+    net = small_layers()
+    model = FullyShardedDataParallel(net, process_group=None, fsdp_unit_modules=[nn.Linear, nn.LayerNorm])
+    for block in net[1:3]:
+        assert model.stage_handle(block, fused=True) is not None
+
+
 def test_options_that_cannot_merge_are_refused() -> None:
-    with pytest.raises(FsdpError, match="merge_bytes is 0; it is >= 1 or None"):
+    with pytest.raises(FsdpError, match="merge_bytes is 0; it is >= 1, 'auto' or None"):
         BufferConfig(merge_bytes=0)
     with pytest.raises(FsdpError, match=r"merge_bytes is 5 and mesh_for is set.*leave merge_bytes None"):
         FullyShardedDataParallel(row(3), mesh_for=lambda name: None, buffers=BufferConfig(merge_bytes=5))

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranktest import run_ranks
-from sixfold.fsdp import FsdpError, FullyShardedDataParallel, torch_state
+from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, torch_state
 
 
 def make(**options):
@@ -127,7 +127,9 @@ class Wide(nn.Module):
 
 
 def peaks(rank, ranks):
-    model = FullyShardedDataParallel(Wide(), process_group=dist.group.WORLD, fsdp_unit_modules=[nn.Linear])
+    buffers = BufferConfig(merge_bytes=None)
+    group = dist.group.WORLD
+    model = FullyShardedDataParallel(Wide(), process_group=group, fsdp_unit_modules=[nn.Linear], buffers=buffers)
     mapped = torch.full((4, 512, 512), 1.5)  # as a mapped file: reading takes no memory of its own
 
     def pairs():

@@ -142,6 +142,7 @@ CASES: list[tuple[str, int, dict[str, Any]]] = [
     *((way, 1, {"checks": checks}) for way in ("each", "in step") for checks in ("off", "unit")),
     ("each", 2, {"fsdp_unit_modules": [nn.Linear], "buffers": BufferConfig(merge_bytes=10**6)}),
     ("each", 2, {"fsdp_unit_modules": [nn.Linear]}),
+    ("each", 2, {"fsdp_unit_modules": [nn.Linear], "buffers": BufferConfig(merge_bytes=None)}),
     ("last", 2, {"granularity": lambda name, parameter: "tensor"}),
 ]
 

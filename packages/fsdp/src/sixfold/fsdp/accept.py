@@ -12,12 +12,13 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from sixfold.fsdp.config import MERGE_BYTES
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.guard import guard_of
 from sixfold.fsdp.meshes import Meshes, own_meshes
 from sixfold.fsdp.options import Options
 from sixfold.fsdp.scaled import Fp8Matmul, fault_of
-from sixfold.fsdp.units import UnitSpec, find_units, merge_neighbours
+from sixfold.fsdp.units import UnitSpec, find_units, merge_neighbours, single_layers
 
 
 def look_at(
@@ -37,12 +38,21 @@ def look_at(
         if unfit is not None:
             raise FsdpError(unfit)
         specs = find_units(module, options.fsdp_unit_modules, root_units=options.root_units)
-        if options.buffers.merge_bytes is not None:
-            itemsize = options.mixed_precision.main_dtype.itemsize
-            specs = merge_neighbours(specs, options.buffers.merge_bytes, itemsize)
+        specs = _merged(module, specs, options)
         return None, specs, own_meshes(module, options.mesh, options.group, options.mesh_for)
     except FsdpError as error:
         return error, [], Meshes()
+
+
+def _merged(module: nn.Module, specs: list[UnitSpec], options: Options) -> list[UnitSpec]:
+    """Small units together, as asked; unasked where no number of bytes for gathered weights was given."""
+    given, itemsize = options.buffers.merge_bytes, options.mixed_precision.main_dtype.itemsize
+    if isinstance(given, int):
+        return merge_neighbours(specs, given, itemsize)
+    if given is None or options.mesh_for is not None or isinstance(options.buffers.gathered_bytes, int):
+        return specs
+    layers = single_layers(module, options.fsdp_unit_modules, specs)
+    return merge_neighbours(specs, MERGE_BYTES, itemsize, layers=layers)
 
 
 def _refuse_shared_memory(module: nn.Module) -> None:

@@ -17,6 +17,8 @@ from sixfold.fsdp.strategy import ShardingStrategy, one_of
 
 __all__ = ["BufferConfig", "MixedPrecision", "ShardingStrategy", "one_of"]
 
+MERGE_BYTES = 4 << 20  # of single layers that are merged unasked; docs/decisions/2026-11-26-fsdp-small-units.md
+
 
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
@@ -102,8 +104,9 @@ class BufferConfig:
             largest unit whose class occurs more than once, and at least a sixteenth of the largest unit.
         merge_bytes: neighbouring units (same units around them, none inside) are one unit while their elements take at
             most so many bytes of main_dtype: fewer and larger collectives, and gathered memory for all of them at
-            once; ``checks="order"`` does not compare the order of modules inside a merged unit. None: one collective
-            per unit (and piece).
+            once; ``checks="order"`` does not compare the order of modules inside a merged unit. ``"auto"``: only units
+            that are single layers of one block (an element of a list) and were named by class, up to 4 MiB; none with
+            ``mesh_for`` or with a number for ``gathered_bytes``. None: one collective per unit (and piece).
         nccl_min_ctas, nccl_max_ctas: fewest and most thread blocks of a collective, on the NCCL groups made here.
         always_communicate: a group of one goes through its back end too (one GPU then tests NCCL).
         share_communicator: gathers and reductions on the given group itself, for few file descriptors; else each has
@@ -120,7 +123,7 @@ class BufferConfig:
     align_bytes: int = 128
     user_buffers: str = "auto"
     bucket_bytes: int | None = None
-    merge_bytes: int | None = None
+    merge_bytes: int | str | None = "auto"
     nccl_min_ctas: int | None = None
     nccl_max_ctas: int | None = None
     always_communicate: bool = False
@@ -135,8 +138,10 @@ class BufferConfig:
             raise FsdpError(f"prefetch_bytes is {self.prefetch_bytes}; it is >= 0 or None (one unit)")
         if self.bucket_bytes is not None and self.bucket_bytes < 1:
             raise FsdpError(f"bucket_bytes is {self.bucket_bytes}; it is >= 1 or None (the largest repeated unit)")
-        if self.merge_bytes is not None and self.merge_bytes < 1:
-            raise FsdpError(f"merge_bytes is {self.merge_bytes}; it is >= 1 or None (no unit is merged)")
+        if isinstance(self.merge_bytes, str):
+            one_of("merge_bytes", self.merge_bytes, ("auto",))
+        elif self.merge_bytes is not None and self.merge_bytes < 1:
+            raise FsdpError(f"merge_bytes is {self.merge_bytes}; it is >= 1, 'auto' or None (no unit is merged)")
         if self.reduce_buffers < 1:
             raise FsdpError(f"reduce_buffers is {self.reduce_buffers}; it is >= 1")
         if self.align_bytes < 16 or self.align_bytes & (self.align_bytes - 1):

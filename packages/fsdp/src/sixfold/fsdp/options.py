@@ -64,7 +64,7 @@ class Options:
         one_of("grad_reduce", self.grad_reduce, ("auto", "last", "microbatch"))
         one_of("initial", self.initial, ("check", "broadcast", "trust"))
         one_of("checks", self.checks, ("off", "order", "unit"))
-        if self.mesh_for is not None and self.buffers.merge_bytes is not None:
+        if self.mesh_for is not None and isinstance(self.buffers.merge_bytes, int):
             raise FsdpError(
                 f"merge_bytes is {self.buffers.merge_bytes} and mesh_for is set: ranks with experts of other sizes "
                 "would merge other units; leave merge_bytes None, or name larger modules in fsdp_unit_modules"

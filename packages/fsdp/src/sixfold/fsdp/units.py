@@ -8,7 +8,7 @@ Reads the module tree and nothing else.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -130,7 +130,13 @@ def large_modules(module: nn.Module, units: Sequence[UnitSpec]) -> list[nn.Modul
     return chosen
 
 
-def merge_neighbours(specs: Sequence[UnitSpec], merge_bytes: int, itemsize: int) -> list[UnitSpec]:
+def merge_neighbours(
+    specs: Sequence[UnitSpec],
+    merge_bytes: int,
+    itemsize: int,
+    *,
+    layers: Mapping[str, nn.Module | None] | None = None,
+) -> list[UnitSpec]:
     """Units that follow each other, with the same units around them and none inside, become one while they are small.
 
     The modules of such a unit are gathered at the call of the first and reduced after the backward of the last; the
@@ -138,24 +144,53 @@ def merge_neighbours(specs: Sequence[UnitSpec], merge_bytes: int, itemsize: int)
 
     Args:
         merge_bytes: the most that a merged unit's elements take at ``itemsize`` bytes each.
+        layers: by name, the units that may be merged, each with others of the same block; None: all.
     """
     holds_units = {name for spec in specs for name in spec.around}
     found: list[UnitSpec] = []
     runs: list[tuple[UnitSpec, int]] = []  # that the last unit of ``found`` is made of, and their bytes
 
     def mergeable(spec: UnitSpec) -> bool:
-        return bool(spec.around) and spec.name not in holds_units
+        return bool(spec.around) and spec.name not in holds_units and (layers is None or spec.name in layers)
+
+    def beside(one: UnitSpec, other: UnitSpec) -> bool:
+        in_one_block = layers is None or layers.get(one.name) is layers.get(other.name)
+        return mergeable(one) and mergeable(other) and one.around == other.around and in_one_block
 
     for spec in specs:
         nbytes = itemsize * sum(parameter.numel() for _, parameter in spec.parameters)
-        last = runs[-1][0] if runs else spec
-        together = mergeable(spec) and mergeable(last) and spec.around == last.around
-        if runs and together and sum(size for _, size in runs) + nbytes <= merge_bytes:
+        if runs and beside(runs[-1][0], spec) and sum(size for _, size in runs) + nbytes <= merge_bytes:
             runs.append((spec, nbytes))
             found[-1] = _merged([one for one, _ in runs])
         else:
             runs = [(spec, nbytes)]
             found.append(spec)
+    return found
+
+
+def single_layers(
+    module: nn.Module, selectors: Sequence[Selector], specs: Sequence[UnitSpec]
+) -> dict[str, nn.Module | None]:
+    """Units that are merged unasked: layers without a module inside, and the block that each is part of.
+
+    A block is the innermost module around the layer that is an element of a list, else the outermost one below
+    ``module``. Stages of a pipeline hold whole blocks, so none parts what was merged. Modules that a selector names one
+    by one, and those that ``large_modules`` chose, stay as they are.
+    """
+    named = [one for one in selectors if isinstance(one, nn.Module)]
+    found: dict[str, nn.Module | None] = {}
+    for spec in specs:
+        chosen = spec.large or any(spec.module is one for one in named)
+        if not spec.name or chosen or any(True for _ in spec.module.children()):
+            continue
+        block: nn.Module | None = None
+        here = module
+        for part in spec.name.split(".")[:-1]:
+            inside = here.get_submodule(part)
+            if block is None or isinstance(here, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
+                block = inside
+            here = inside
+        found[spec.name] = block
     return found
 
 

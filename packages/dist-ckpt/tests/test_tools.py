@@ -467,6 +467,25 @@ def test_classes_in_common_data_and_objects_are_converted_when_they_are_passed_a
     assert list(dist_ckpt.load_tensors_metadata(tmp_path / "d")) == ["w"]
 
 
+def test_a_nested_state_of_dcp_loads_from_the_converted_checkpoint_as_from_its_own(tmp_path):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.AdamW([{"params": [weight], "lr": 0.25, "name": "a.b"}])
+    weight.sum().backward()
+    optimizer.step()
+    groups = optimizer.state_dict()["param_groups"]
+    dcp.save({"optim": optimizer.state_dict(), "step": 2}, checkpoint_id=str(tmp_path / "c"))
+    tools.convert(tmp_path / "c", tmp_path / "d", to="torch_dist")
+    other = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(3))], "lr": 9.0, "name": "c"}])
+    asked = other.state_dict() | {
+        "state": {0: {key: torch.zeros_like(x) for key, x in optimizer.state[weight].items()}}
+    }
+    loaded = dist_ckpt.load({"optim": asked, "step": 0}, tmp_path / "d", group=None)
+    assert loaded["step"] == 2
+    assert loaded["optim"]["param_groups"] == groups
+    assert all(torch.equal(loaded["optim"]["state"][0][key], x) for key, x in optimizer.state[weight].items())
+    assert not any("." in key for key in loaded)
+
+
 def test_diff_tells_apart_integers_that_are_one_number_as_float64(tmp_path):
     most = {torch.int64: 2**53 + 1, torch.uint64: 2**64 - 1}
     for name, less in (("a", 0), ("b", 1)):

@@ -58,8 +58,8 @@ def to_checkpoint(
 ) -> tuple[str, list[str]]:
     """See ``tools.convert``. Returns the target and the names of its files, relative.
 
-    ``in_place``: the target may be the source, and bytes of plain DCP, which have no grid, stay under their own keys;
-    else they become common data.
+    ``in_place``: the target may be the source, and bytes of plain DCP, which have no grid, stay under their own keys.
+    Else those without a dot become common data, and in zarr all: with a dot, only the name tells where they belong.
     """
     store, if_exists = store_at(destination), "replace" if in_place else "error"
     target = store.local_folder
@@ -82,7 +82,7 @@ def to_checkpoint(
         for (key, cell), value in zip(
             objects.items(), values.read(source, objects.values(), safe_globals), strict=True
         ):
-            if isinstance(cell, PlainObject) and not in_place:
+            if isinstance(cell, PlainObject) and not in_place and (to == "zarr" or "." not in key):
                 state[key] = value
             else:
                 found[f"sixfold.object.{key}"] = replace(cell, data=value)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 import warnings
 
 import pytest
@@ -31,6 +33,23 @@ def test_a_wrap_without_a_group_trains_all_ranks_together_and_none_is_one_proces
     for shared, alone, weights in run_ranks(without_a_group, 2):
         assert (shared, alone) == (2, 1)
         torch.testing.assert_close(torch.tensor(weights), expected)
+
+
+def destroyed_groups(rank, ranks):
+    raised, before = [], threading.excepthook
+    threading.excepthook = lambda args: raised.append(repr(args.exc_value))
+    group = dist.new_group([0, 1])
+    model = fully_shard(nn.Linear(3, 3), process_group=group)
+    dist.barrier()
+    dist.destroy_process_group(group)
+    time.sleep(0.4)  # the thread looks every 0.25 s
+    threading.excepthook = before
+    return model is not None, raised
+
+
+def test_a_group_destroyed_before_its_model_ends_no_thread_with_an_error():
+    """As every recipe of torch ends: destroy_process_group(), and then the process."""
+    assert run_ranks(destroyed_groups, 2) == [(True, [])] * 2
 
 
 class Rotary(nn.Module):

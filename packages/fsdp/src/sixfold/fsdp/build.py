@@ -76,7 +76,7 @@ def build(module: nn.Module, options: Options) -> Built:
     )
     links = Links(boards.messages, device, options.buffers, options.longest_s)
     control = control_of(real, boards.messages, boards.rank, boards.size)
-    faults = _faults(boards, options, links, device, partial(links.launched, groups[-1], _launches(control)))
+    faults = _faults(boards, options, links, device, _launched(links, groups[-1], control))
     _end_with_faults(faults, control, links, boards)
 
     with contextlib.ExitStack() as given_up:
@@ -188,6 +188,12 @@ def as_run(options: Options, groups: Sequence[dist.ProcessGroup | None]) -> Opti
     if several or tries or buffers.gathered_bytes is not None:
         return options
     return replace(options, strategy=ShardingStrategy.no_shard)
+
+
+def _launched(links: Links, group: dist.ProcessGroup | None, control: Control) -> Callable[[], Launched]:
+    """What this rank launched, asked by a thread: also when the user has destroyed the group, so by its ranks."""
+    ranks: Sequence[int] = dist.get_process_group_ranks(group) if group is not None else ()
+    return partial(links.launched, ranks, _launches(control) if ranks else None)
 
 
 def _launches(control: Control) -> Launches | None:

@@ -68,13 +68,9 @@ class Links:
         """What was made."""
         return self._made
 
-    def launched(self, group: dist.ProcessGroup | None = None, control: Launches | None = None) -> Launched:
-        """Of each communicator: how many collectives, and the last signatures; of ``control`` as one of ``group``'s."""
-        own = (
-            {}
-            if group is None or control is None
-            else {f"{_key(dist.get_process_group_ranks(group))} control": control.last()}
-        )
+    def launched(self, ranks: Sequence[int] = (), control: Launches | None = None) -> Launched:
+        """Of each communicator: how many collectives, and the last signatures; of ``control`` under ``ranks``."""
+        own = {} if control is None else {f"{_key(ranks)} control": control.last()}
         return own | {
             f"{_key(members)} {role}": one.last()
             for members, comm in list(self._comms.items())

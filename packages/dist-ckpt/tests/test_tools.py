@@ -452,51 +452,6 @@ def test_diff_tells_a_float_from_one_of_numpy(tmp_path):
     assert tools.diff(tmp_path / "b", tmp_path / "a")["common_differs"] == ["lr"]
 
 
-def test_classes_in_common_data_and_objects_are_converted_when_they_are_passed_as_the_error_says(tmp_path):
-    with torch.serialization.safe_globals([Fraction]):
-        state = {"w": one("w", torch.ones(3)), "x": one("x", torch.ones(2)), "share": Fraction(1, 3)}
-        state["o"] = ShardedObject("o", {"share": Fraction(2, 3)}, (1,), (0,))
-        dist_ckpt.save(state, tmp_path / "c", group=None)
-    with pytest.raises(CheckpointError, match="pass the class in safe_globals"):
-        tools.convert(tmp_path / "c", tmp_path / "d", to="torch_dist")
-    tools.convert(tmp_path / "c", tmp_path / "d", to="torch_dist", safe_globals=[Fraction])
-    dist_ckpt.remove_sharded_tensors(tmp_path / "d", "x", safe_globals=[Fraction])
-    assert Fraction not in torch.serialization.get_safe_globals()
-    loaded = dist_ckpt.load({"o": state["o"].without_data()}, tmp_path / "d", group=None, safe_globals=[Fraction])
-    assert (loaded["share"], loaded["o"]) == (Fraction(1, 3), {"share": Fraction(2, 3)})
-    assert list(dist_ckpt.load_tensors_metadata(tmp_path / "d")) == ["w"]
-
-
-def test_a_nested_state_of_dcp_loads_from_the_converted_checkpoint_as_from_its_own(tmp_path):
-    weight = torch.nn.Parameter(torch.ones(3))
-    optimizer = torch.optim.AdamW([{"params": [weight], "lr": 0.25, "name": "a.b"}])
-    weight.sum().backward()
-    optimizer.step()
-    groups = optimizer.state_dict()["param_groups"]
-    dcp.save({"optim": optimizer.state_dict(), "step": 2}, checkpoint_id=str(tmp_path / "c"))
-    tools.convert(tmp_path / "c", tmp_path / "d", to="torch_dist")
-    other = torch.optim.AdamW([{"params": [torch.nn.Parameter(torch.ones(3))], "lr": 9.0, "name": "c"}])
-    asked = other.state_dict() | {
-        "state": {0: {key: torch.zeros_like(x) for key, x in optimizer.state[weight].items()}}
-    }
-    loaded = dist_ckpt.load({"optim": asked, "step": 0}, tmp_path / "d", group=None)
-    assert loaded["step"] == 2
-    assert loaded["optim"]["param_groups"] == groups
-    assert all(torch.equal(loaded["optim"]["state"][0][key], x) for key, x in optimizer.state[weight].items())
-    assert not any("." in key for key in loaded)
-
-
-def test_diff_tells_apart_integers_that_are_one_number_as_float64(tmp_path):
-    most = {torch.int64: 2**53 + 1, torch.uint64: 2**64 - 1}
-    for name, less in (("a", 0), ("b", 1)):
-        numbers = {str(kind): torch.tensor([5, number - less], dtype=kind) for kind, number in most.items()}
-        sharded = {key: ShardedTensor.from_rank_offsets(key, number) for key, number in numbers.items()}
-        dist_ckpt.save(sharded, tmp_path / name, group=None)
-    found = tools.diff(tmp_path / "a", tmp_path / "b")
-    assert [(entry["count"], entry["max_abs"]) for entry in found["different"]] == [(1, 1.0)] * 2
-    assert tools.diff(tmp_path / "a", tmp_path / "b", rtol=1e-12)["equal"]
-
-
 def test_diff_compares_tensors_of_every_layout(tmp_path):
     def saved(name, last):
         whole = torch.tensor([[1.0, 0.0], [0.0, last]])

@@ -31,6 +31,7 @@ from sixfold.fsdp.saved import SavedWeights
 from sixfold.fsdp.signatures import Signatures
 from sixfold.fsdp.torch_private import calling_frame, in_backward
 from sixfold.fsdp.units import Unit
+from sixfold.fsdp.views import LeftViews, SavedViews
 from sixfold.fsdp.waiting import Waiting
 
 
@@ -94,7 +95,9 @@ class Engine:
         self.mains = Mains(self.numbered)
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose steps are ours
         self.curtains: list[Curtain] = []  # by unit, once its start values are there
-        self._saved = [SavedWeights(unit, self._saved_needed, self._old_graph) for unit in units]
+        self._saved_views = SavedViews()
+        self._views = [LeftViews(unit, self._saved_views) for unit in units]
+        self._saved = [SavedWeights(unit, self._saved_needed, self._old_graph, self._saved_views) for unit in units]
         self._saving: list[SavedWeights] = []  # of calls that run, the innermost last
 
     @property
@@ -184,6 +187,8 @@ class Engine:
             self.running.clear()
             while self._saving:
                 self._saving.pop().pop()
+            for views in self._views:
+                views.clear()
         self._caller.release()
 
     def _next_step(self) -> None:
@@ -194,6 +199,7 @@ class Engine:
             self.weights += 1
         for saved in self._saved:
             saved.next_step()
+        self._saved_views.clear()
         self._signatures.next_step()
 
     def before_forward(self, unit: Unit) -> None:
@@ -215,6 +221,8 @@ class Engine:
         self._use(unit, self._calls[-1].training)
         self.curtains[unit.index].reveal()
         saved = self._saved[unit.index]
+        if unit.shares:
+            self._views[unit.index].begin(saved.learns)
         if unit.shares and saved.wanted and torch.is_grad_enabled() and saved.push():
             self._saving.append(saved)
 
@@ -227,6 +235,8 @@ class Engine:
             self._saving.pop().pop()
         if self.running and self.running[-1] is unit:
             self.running.pop()
+            if unit.shares:
+                self._views[unit.index].end(self.curtains[unit.index].guards)
         return self._calls[-1] if self._calls else None
 
     def _use(self, unit: Unit, record: bool) -> None:

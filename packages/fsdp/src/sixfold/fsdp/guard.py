@@ -97,6 +97,11 @@ class Guard:
         elif _writes(name, parameter, args, kwargs):
             raise self.error(f"{name}() writes to it, and the next gather would undo that", WRITE)
 
+    def ask_view(self, name: str) -> None:
+        """Raise unless a view of the parameter may be read now by ``name``."""
+        if self.gone or not self.readable():
+            raise self.error(f"{name}() reads a view of it that a call of its unit left behind", VIEW)
+
     def _set_wanted(self, wanted: bool) -> None:
         if wanted and not self.record.buffer.trainable:
             raise self.error("requires_grad was False when it was wrapped and is set to True", UNFREEZE)
@@ -121,6 +126,7 @@ READ = (
     "is run by model.entry(child)(x)"
 )
 WRITE = "set weights before wrapping, or copy into model.state_records() and call model.refresh()"
+VIEW = "after the call its memory may hold other weights. Keep a clone() of the view, or let one unit hold both modules"
 IN_CALL = (
     "the next gather undoes that. Set it between calls, on all ranks: "
     "model.load_full_state_dict({name: value}, strict=False)"
@@ -164,6 +170,8 @@ class GuardedParameter(nn.Parameter):
         if (sets or name not in _READS_NOTHING) and func is not torch.autograd.grad:
             for guard in _guards((args, kwargs)):
                 guard.ask(name, sets, args, kwargs)
+        if LentView in types:
+            return LentView.__torch_function__(func, types, args, kwargs)
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # its own class's
 
     def as_subclass(self, cls: type) -> Any:  # torch asks no class for it
@@ -179,17 +187,44 @@ class GuardedParameter(nn.Parameter):
         return format(repr(self), spec)
 
 
+class LentView(Tensor):
+    """A view of a parameter that a call of its unit left behind: read while the unit's weights are here."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, sets = _named(func)
+        if name not in _READS_NOTHING and name not in ("grad", "requires_grad"):
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                if isinstance(leaf, LentView):
+                    leaf.__dict__[_MARK].ask_view(name)
+                elif isinstance(leaf, GuardedParameter):
+                    leaf.__dict__[_MARK].ask(name, sets, args, kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
+def lend(tensor: Tensor, guards: Sequence[Guard]) -> None:
+    """``tensor`` shows one of the ``guards``' parameters, and asks from now on."""
+    at = tensor.data_ptr()
+    for guard in guards:
+        with torch._C.DisableTorchFunctionSubclass():
+            low = guard.record.parameter.data_ptr()
+        if low <= at < low + guard.record.parameter.nbytes:
+            tensor.__class__ = LentView  # type: ignore[assignment]  # as torch's lazy parameters do
+            tensor.__dict__[_MARK] = guard
+            return
+
+
 class ShownParameter(nn.Parameter):
     """A parameter in a call of its unit, where main weights lie elsewhere. [Note: .data in a call]"""
 
     @property
     def data(self) -> Tensor:
         """The value without a graph."""
-        if torch.compiler.is_compiling():  # a graph's writes to this move the version
-            return self.detach()
-        _note_taken(self)
-        value: Tensor = _data.__get__(self)
-        return value
+        if not torch.compiler.is_compiling():  # a graph's writes to this move the version
+            _note_taken(self)
+        return self.detach()  # shares the version, by which views of it are known  [Note: views left behind]
 
     @data.setter
     def data(self, value: Tensor) -> None:

@@ -31,6 +31,7 @@ from sixfold.fsdp.eager import eager
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.units import Unit
+from sixfold.fsdp.views import SavedViews
 
 _DEEP = 6  # objects inside objects of an output that are looked at
 _PLAIN = (int, float, str, bytes, type, FunctionType, BuiltinFunctionType, nn.Module, torch.dtype, torch.device)
@@ -142,15 +143,23 @@ class SavedWeights:
     Args:
         needed: is told of a unit whose saved weights are about to be used; gathers it.
         stale: the error for weights that have changed since.
+        views: is told of what is kept of gathered memory in the first step.
     """
 
-    def __init__(self, unit: Unit, needed: Callable[[Unit], None], stale: Callable[[Unit], FsdpError]) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        needed: Callable[[Unit], None],
+        stale: Callable[[Unit], FsdpError],
+        views: SavedViews,
+    ) -> None:
         self._unit = unit
+        self._views = views
         self._units = [one for one in (unit, *unit.around) if one.streams]
         self._needed, self._stale = needed, stale
         self.found = False  # a gradient entered otherwise than through outputs
         self.entered = -1  # autograd's task that came through outputs last
-        self._learns, self._began = True, False
+        self.learns, self._began = True, False
         own = set(unit.modules)
         self._inside = [part._forward_hooks for module in unit.modules for part in module.modules() if part not in own]
         self._first: int | None = None  # hooks inside that are ours: of units inside
@@ -162,12 +171,12 @@ class SavedWeights:
         hooks = sum(map(len, self._inside))
         if self._first is None:
             self._first = hooks
-        return self._learns or self.found or hooks != self._first
+        return self.learns or self.found or hooks != self._first
 
     @eager
     def next_step(self) -> None:
         """A step ended: what a unit's first one did not show is not looked for."""
-        self._learns = self._learns and not self._began
+        self.learns = self.learns and not self._began
 
     @eager
     def push(self) -> bool:
@@ -190,6 +199,8 @@ class SavedWeights:
         version, kept = tensor._version, tensor.detach()  # detached: an output would hold its own node
         for unit in self._units:
             if lies_in(kept, unit):
+                if self.learns:
+                    self._views.add(kept)
                 return _Kept(kept, version, unit)
         return _Kept(kept, version, None)
 

@@ -368,6 +368,7 @@ def stashing(place: str, view: Any) -> nn.Sequential:
     )
 
 
+APART = BufferConfig(merge_bytes=None)
 VIEWS = {
     "slice": lambda w: w[:3],
     "detached": lambda w: w.detach(),
@@ -382,7 +383,7 @@ VIEWS = {
 ])  # fmt: skip
 def test_a_view_left_behind_by_one_unit_is_refused_in_another(place, view, graph):
     torch.manual_seed(0)
-    call = fully_shard(stashing(place, VIEWS[view]), fsdp_unit_modules=[Stash])
+    call = fully_shard(stashing(place, VIEWS[view]), fsdp_unit_modules=[Stash], buffers=APART)
     with torch.set_grad_enabled(graph), pytest.raises(FsdpError, match=r"0.weight: sum\(\) reads a view of it that"):
         call(x_of(0))
 
@@ -396,7 +397,7 @@ def test_a_clone_left_behind_by_one_unit_trains_another_as_in_the_plain_module()
             loss.backward()
             return [loss.detach()]
 
-        found = both(lambda where=place: stashing(where, lambda w: w[:3].clone()), run, BufferConfig(), [Stash])
+        found = both(lambda where=place: stashing(where, lambda w: w[:3].clone()), run, APART, [Stash])
         assert agree(found), place
 
 
@@ -415,7 +416,7 @@ def test_a_view_that_a_unit_keeps_for_itself_is_read_in_its_own_calls():
         loss.backward()
         return [*seen, loss.detach()]
 
-    assert agree(both(make, run, BufferConfig(), [Stash], steps=3))
+    assert agree(both(make, run, APART, [Stash], steps=3))
 
 
 def test_models_that_leave_no_view_are_never_searched_for_one(monkeypatch):

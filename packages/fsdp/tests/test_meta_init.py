@@ -15,7 +15,7 @@ from fsdp_memory_helpers import peak_bytes
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sixfold.fsdp import FsdpError, FullyShardedDataParallel
+from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel
 
 LAYERS = {
     "linear": lambda: nn.Linear(5, 7),
@@ -145,7 +145,8 @@ def test_one_module_at_a_time_is_whole_while_a_model_is_made():
     with fake_rank(1, 4) as group:
         with torch.device("meta"):
             net = Wide()
-        options = {"process_group": group, "fsdp_unit_modules": [nn.Linear], "initial": "trust"}
+        shared = BufferConfig(fill_freed=False)  # which takes memory for each unit
+        options = {"process_group": group, "fsdp_unit_modules": [nn.Linear], "initial": "trust", "buffers": shared}
         made = []
         peak = peak_bytes(lambda: made.append(FullyShardedDataParallel(net, **options)))
         kept = sum(made.pop().report()["bytes"].values())

@@ -27,6 +27,7 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 
 _data: Any = torch._C.TensorBase.data
+_set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 _MARK = "_sixfold_fsdp_guard"  # in the Parameter's own __dict__
 
 # What tells of a tensor without reading an element, by name of the method, function or property.
@@ -70,7 +71,7 @@ class Guard:
         self.owes_gradient = owes_gradient
         self.own_class = type(record.parameter)
         self.gone = False  # the model is no more
-        self.taken: int | None = None  # digest of the values when .data was taken in this call
+        self.taken: tuple[int, int] | None = None  # version and digest of the values when .data was taken in this call
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self.error("it is copied or pickled", READ)
@@ -211,7 +212,7 @@ def lend(tensor: Tensor, guards: Sequence[Guard]) -> None:
         with torch._C.DisableTorchFunctionSubclass():
             low = guard.record.parameter.data_ptr()
         if low <= at < low + guard.record.parameter.nbytes:
-            tensor.__class__ = LentView  # type: ignore[assignment]  # as torch's lazy parameters do
+            tensor.__class__ = LentView  # as torch's lazy parameters do
             tensor.__dict__[_MARK] = guard
             return
 
@@ -235,7 +236,7 @@ class ShownParameter(nn.Parameter):
 def _note_taken(parameter: Tensor) -> None:
     guard = parameter.__dict__[_MARK]
     if guard.taken is None:
-        guard.taken = _digest(parameter)
+        guard.taken = parameter._version, _digest(parameter)
 
 
 def _digest(parameter: Tensor) -> int:
@@ -290,8 +291,9 @@ class Curtain:
         """
         for guard in self.guards:
             if guard.taken is not None:
-                taken, guard.taken = guard.taken, None
+                (version, taken), guard.taken = guard.taken, None
                 if _digest(guard.record.parameter) != taken:
+                    _set_versions((guard.record.parameter,), (version,))  # told here, and not once more
                     raise guard.error("it was written to through .data in a call of its unit", IN_CALL)
 
     def close(self) -> None:

@@ -26,7 +26,7 @@ from sixfold.fsdp.units import Unit
 _CALLS = 2  # without a graph, that are looked at
 _SCANS = 8  # of one model that find nothing, at most
 _MARK = 2**31 + 6  # a version that no tensor has
-_use_count: Callable[[int], int] = torch._C._storage_Use_Count  # type: ignore[attr-defined]  # not in its stub
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 
 

@@ -9,8 +9,6 @@ from torch import nn
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 
-pytestmark = pytest.mark.usefixtures("as_sharded")
-
 
 @pytest.mark.parametrize(
     ("options", "says"),
@@ -92,6 +90,7 @@ def test_integer_parameters_and_meta_modules_without_an_initialiser_are_refused(
         FullyShardedDataParallel(Odd(device="meta"))
 
 
+@pytest.mark.usefixtures("as_sharded")
 def test_an_output_that_hides_its_tensors_is_an_error_not_a_wrong_gradient():
     """From the second step on; in the first every saved tensor is looked at (test_leaving_tensors.py)."""
 

@@ -21,8 +21,6 @@ from sixfold.fsdp import (
     norms,
 )
 
-pytestmark = pytest.mark.usefixtures("as_sharded")
-
 STRATEGIES = [strategy.value for strategy in ShardingStrategy]
 
 
@@ -303,6 +301,7 @@ def test_from_the_second_step_on_the_next_unit_is_gathered_before_this_one_is_wa
     assert forwards[1] == ["gather ", "gather 0", "wait ", "gather 1", "wait 0", "gather 2", "wait 1", "wait 2"]
 
 
+@pytest.mark.usefixtures("as_sharded")
 @pytest.mark.parametrize("part", [100, 1 << 16])
 def test_the_norm_is_that_of_float64_and_makes_no_copy_of_a_gradient(part, monkeypatch):
     from torch.profiler import ProfilerActivity, profile

@@ -31,6 +31,24 @@ def test_a_buffer_over_a_weight_is_refused_and_parts_of_one_memory_are_not():
     fully_shard(parts)
 
 
+@pytest.mark.parametrize("form", [lambda view: view, lambda view: [view], lambda view: {"first": view}])
+def test_a_view_of_a_weight_in_an_attribute_is_refused_since_it_would_keep_start_values(form):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    net[1].shown = form(net[0].weight[1:])
+    with pytest.raises(FsdpError, match=r"attribute 1.shown lies in the memory of 0.weight"):
+        fully_shard(net)
+    net[1].shown = form(net[0].weight[1:].clone())  # the remedy
+    fully_shard(net)
+
+
+def test_a_view_that_a_hook_sets_before_each_forward_is_as_in_the_plain_module():
+    torch.manual_seed(0)
+    net = nn.utils.spectral_norm(nn.Linear(4, 4))  # its weight is an attribute, a view until the first forward
+    plain, x = nn.utils.spectral_norm(nn.Linear(4, 4)), torch.randn(3, 4)
+    plain.load_state_dict(net.state_dict())
+    assert torch.equal(fully_shard(net)(x), plain(x))
+
+
 class Rotary(nn.Module):
     """As transformers' rotary embeddings: frequencies that no state dict holds."""
 

@@ -7,8 +7,10 @@ Reads the module; sends nothing and changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, ValuesView
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -56,9 +58,17 @@ def _merged(module: nn.Module, specs: list[UnitSpec], options: Options) -> list[
 
 
 def _refuse_shared_memory(module: nn.Module) -> None:
-    """Two Parameter objects over one memory would part: each gets a place of its own. So would a buffer and one."""
+    """Two Parameter objects over one memory would part: each gets a place of its own. So would a buffer and one.
+
+    And a view in an attribute, which would keep start values.
+    """
     ranges = []
-    for kind, named in (("", module.named_parameters()), ("buffer ", module.named_buffers())):
+    named_tensors = (
+        ("", module.named_parameters()),
+        ("buffer ", module.named_buffers()),
+        ("attribute ", _named_attributes(module)),
+    )
+    for kind, named in named_tensors:
         for name, tensor in named:
             if not tensor.is_meta and tensor.layout is torch.strided and tensor.numel():
                 last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -73,6 +83,20 @@ def _refuse_shared_memory(module: nn.Module) -> None:
             )
         if stop > end:
             end, before, before_kind = stop, name, kind
+
+
+def _named_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Tensors in plain attributes and in lists and dicts there.
+
+    Left out are those of modules with hooks before their forward, which may set them anew (``spectral_norm`` does).
+    """
+    for path, part in module.named_modules():
+        for name, value in [] if part._forward_pre_hooks else vars(part).items():
+            if name not in ("_parameters", "_buffers", "_modules"):
+                items = value.values() if isinstance(value, dict) else value
+                for one in items if isinstance(items, (list, tuple, ValuesView)) else [value]:
+                    if type(one) is Tensor:
+                        yield f"{path}.{name}".removeprefix("."), one
 
 
 def fp8_names_of(module: nn.Module, options: Options) -> list[str]:

@@ -80,7 +80,6 @@ plan_seconds = 5.0
 main_dtype = "float32"
 grad_sum = "backend"
 cast_inputs = true
-gathered_bytes = "double"
 reduce_buffers = 2
 align_bytes = 128
 user_buffers = "auto"
@@ -138,7 +137,17 @@ timeline_steps = []
 device = "auto"
 timeout_seconds = 600.0
 """
-ABSENT = {"fsdp": {"reduce_dtype", "grad_dtype", "prefetch_bytes", "bucket_bytes", "nccl_min_ctas", "nccl_max_ctas"}}
+ABSENT = {
+    "fsdp": {
+        "reduce_dtype",
+        "grad_dtype",
+        "prefetch_bytes",
+        "bucket_bytes",
+        "gathered_bytes",
+        "nccl_min_ctas",
+        "nccl_max_ctas",
+    }
+}
 REQUIRED = {
     "model": {"num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size"},
     "data": {"blend", "seq_length"},

@@ -181,7 +181,7 @@ class FsdpConfig(Table):
     grad_sum: Literal["backend", "rank_order"] = "backend"
     grad_dtype: DTypeName | None = None
     cast_inputs: bool = True
-    gathered_bytes: Literal["double", "all"] | Positive = "double"
+    gathered_bytes: Literal["double", "all"] | Positive | None = None
     prefetch_bytes: Count | None = None
     reduce_buffers: Positive = 2
     align_bytes: Positive = 128

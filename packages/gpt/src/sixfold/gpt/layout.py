@@ -79,7 +79,9 @@ class Layout:
         """Gradients are reduced in every backward; the only one of a step is its last."""
         if self.microbatches == 1 and not self.split:
             return True
-        return reduces_per_microbatch(self.config, stages=self.parallel.stages_per_rank, split=self.split)
+        return reduces_per_microbatch(
+            self.config, self.parallel, stages=self.parallel.stages_per_rank, split=self.split
+        )
 
     def is_last(self, stage: int) -> bool:
         """Has the head."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 _SCHEDULES = {entry.name for entry in registered()}  # "plan" is another one's base
+_SHARDED_GRADS = ("optim_grads", "optim_grads_params")
 _POOL_ALIGN = 128  # of what one reduction needs, in sixfold.fsdp's ways.py
 _MOST_PIECES = 16  # likewise
 _MIXED_NUMEL, _NORM_BYTES = 2**13, 2**16  # likewise, in reduce.py
@@ -38,6 +39,13 @@ def ranks_of(parallel: ParallelConfig, *, experts: bool) -> tuple[int, int]:
     return parallel.dp * parallel.cp // parallel.dp_replicate, parallel.dp_replicate
 
 
+def run_sharding(config: TrainConfig, parallel: ParallelConfig) -> str:
+    """``parallel.sharding``, but where no other rank has the same weights fsdp keeps them whole, unless it is told how
+    much to gather."""
+    alone = parallel.dp * parallel.cp == 1
+    return "no_shard" if alone and config.fsdp.gathered_bytes is None else parallel.sharding
+
+
 @dataclass(frozen=True, kw_only=True)
 class Formats:
     """Bytes of an element of each kind, and how memory for temporaries is asked for."""
@@ -47,7 +55,7 @@ class Formats:
     grad: int
     reduce: int
     align: int
-    gathered_bytes: int | str
+    gathered_bytes: int | str | None
     reduce_buffers: int
     bucket_bytes: int | None
     rank_order: bool
@@ -228,7 +236,7 @@ def stored(
         gloo: what travels between ranks goes over it (CPU tensors).
         rank: among dp x cp; the first holds the most.
     """
-    formats, strategy = Formats.of(config, gloo=gloo), ShardingStrategy(parallel.sharding)
+    formats, strategy = Formats.of(config, gloo=gloo), ShardingStrategy(run_sharding(config, parallel))
     each: dict[Stream, Cut] = {}  # layers are alike: worked out once
     states: dict[Stream, int] = {}
     for stream in (stream for unit in units for stream in unit.streams if stream not in each):
@@ -274,12 +282,12 @@ def wire_bytes(stream: Stream, formats: Formats) -> int:
     return (stream.numel - narrow) * formats.compute + narrow
 
 
-def reduces_per_microbatch(config: TrainConfig, *, stages: int, split: bool) -> bool:
+def reduces_per_microbatch(config: TrainConfig, parallel: ParallelConfig, *, stages: int, split: bool) -> bool:
     """Whether ``fsdp.grad_reduce`` reduces gradients in every backward of a rank of so many stages."""
     asked = config.fsdp.grad_reduce
     if asked != "auto":
         return asked == "microbatch"
-    return config.parallel.sharding in ("optim_grads", "optim_grads_params") and stages == 1 and not split
+    return run_sharding(config, parallel) in _SHARDED_GRADS and stages == 1 and not split
 
 
 def held_gradients(unit: Unit, config: TrainConfig, parallel: ParallelConfig, *, per_microbatch: bool) -> int:
@@ -289,7 +297,7 @@ def held_gradients(unit: Unit, config: TrainConfig, parallel: ParallelConfig, *,
     """
     narrow = Formats.of(config).reduce != Formats.of(config).main
     sums = len(unit.streams) == 1 and not narrow and unit.kind != "root"
-    if sums or not per_microbatch or parallel.sharding not in ("optim_grads", "optim_grads_params"):
+    if sums or not per_microbatch or run_sharding(config, parallel) not in _SHARDED_GRADS:
         return max(unit.tensors, default=0)
     return unit.numel
 

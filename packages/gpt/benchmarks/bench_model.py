@@ -120,11 +120,11 @@ run = {{dir = "unused", device = "cpu"}}
 """
 
 
-def sixfold_update(config: GPTConfig, b: int, sharding: str, tokens: Tensor) -> Callable[[], object]:
+def sixfold_update(config: GPTConfig, b: int, sharding: str, tokens: Tensor, *overrides: str) -> Callable[[], object]:
     """One update of the train loop in one process: runner, fsdp, norm, clip, AdamW."""
     text = CONFIG.format(c=config, b=b, sharding=sharding)
     world = World(rank=0, size=1, local_rank=0, store=None, device=torch.device("cpu"))
-    train_config = TrainConfig.from_text(text)
+    train_config = TrainConfig.from_text(text, overrides)
     rank = build_rank(train_config, make_mesh(train_config.parallel, world, world.device, 60.0), world)
     cu = torch.arange(0, b * SEQ + 1, SEQ, dtype=torch.int32)
     kwargs = {

@@ -13,7 +13,8 @@ import time
 import torch
 from bench_model import SEQ, SHAPES, plain_update, sixfold_update
 
-WHO = ("plain autocast", "sixfold no_shard", "sixfold zero3")
+WHO = ("plain autocast", "sixfold no_shard", "sixfold default", "sixfold zero3")
+GATHERS = "fsdp.gathered_bytes=double"  # as on several ranks
 
 
 def main(rounds: int) -> None:
@@ -24,6 +25,7 @@ def main(rounds: int) -> None:
             WHO[0]: plain_update(config, tokens),
             WHO[1]: sixfold_update(config, b, "no_shard", tokens),
             WHO[2]: sixfold_update(config, b, "optim_grads_params", tokens),
+            WHO[3]: sixfold_update(config, b, "optim_grads_params", tokens, GATHERS),
         }
         for update in updates.values():  # what is made once; zero-3 records its order in the first
             update()

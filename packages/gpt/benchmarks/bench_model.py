@@ -165,6 +165,7 @@ def test_update(benchmark, who, shape):
     if who == "plain autocast":
         update = plain_update(config, tokens)
     else:
-        update = sixfold_update(config, b, "no_shard" if who.endswith("no_shard") else "optim_grads_params", tokens)
+        sharding = "no_shard" if who.endswith("no_shard") else "optim_grads_params"
+        update = sixfold_update(config, b, sharding, tokens, "fsdp.gathered_bytes=double")
     benchmark.extra_info.update(tokens=b * SEQ, parameters=config.num_parameters)
     benchmark(update)

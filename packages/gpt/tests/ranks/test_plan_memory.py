@@ -160,7 +160,8 @@ def test_memory_of_a_plan_is_what_a_run_holds(measured, ranks, case):
     for held in measured[ranks, case]:
         stages = layout.stages_of(held["pp_rank"])
         plan = layout.stored(stages, held["data_rank"])
-        sharded = config.parallel.sharding == "optim_grads_params"
+        alone = layout.parallel.dp * layout.parallel.cp == 1 and config.fsdp.gathered_bytes is None  # whole weights
+        sharded = config.parallel.sharding == "optim_grads_params" and not alone
         fp32 = config.train.precision == "fp32"
         gathered = held["kept_gathered"] + held["gather_arena"]
         main = held["main_weights"]

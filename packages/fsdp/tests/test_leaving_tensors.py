@@ -437,6 +437,8 @@ def test_models_that_leave_no_view_are_never_searched_for_one(monkeypatch):
 
 
 def test_an_array_of_a_weight_that_is_read_unseen_is_nan_in_the_debug_mode():
+    pytest.importorskip("numpy", reason="needs numpy, whose array it is")
+
     class Lends(nn.Module):
         def __init__(self, lender: list[Any]) -> None:
             super().__init__()

@@ -145,7 +145,7 @@ def test_one_module_at_a_time_is_whole_while_a_model_is_made():
     with fake_rank(1, 4) as group:
         with torch.device("meta"):
             net = Wide()
-        shared = BufferConfig(fill_freed=False)  # which takes memory for each unit
+        shared = BufferConfig(fill_freed=False, merge_bytes=None)  # it takes memory for each unit; a unit is one module
         options = {"process_group": group, "fsdp_unit_modules": [nn.Linear], "initial": "trust", "buffers": shared}
         made = []
         peak = peak_bytes(lambda: made.append(FullyShardedDataParallel(net, **options)))

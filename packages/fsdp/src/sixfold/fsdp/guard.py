@@ -225,6 +225,9 @@ class ShownParameter(nn.Parameter):
         """The value without a graph."""
         if not torch.compiler.is_compiling():  # a graph's writes to this move the version
             _note_taken(self)
+        if type(self).__torch_function__ is not nn.Parameter.__torch_function__:
+            value: Tensor = _data.__get__(self)  # by that class's own rule, as it refuses a read of fp8
+            return value
         return self.detach()  # shares the version, by which views of it are known  [Note: views left behind]
 
     @data.setter

@@ -263,3 +263,55 @@ def test_eval_and_train_of_a_model_or_of_its_stages_hold_for_what_it_does_beside
         found = runner.forward(ids).outputs[0]
         torch.manual_seed(7)
         torch.testing.assert_close(found, plain(ids, use_cache=False).logits.detach())
+
+
+@pytest.mark.parametrize(("made", "wanted"), [("sdpa", "eager"), ("eager", "sdpa")])
+def test_what_the_models_configuration_is_told_after_the_cut_holds_in_its_stages(made, wanted):
+    sizes = SIZES | {"layer_types": ["sliding_attention", "full_attention"] * 2, "use_sliding_window": True}
+    config = transformers.Qwen2Config(**sizes, sliding_window=3, attn_implementation=made)
+    model = transformers.Qwen2ForCausalLM(config).eval()
+    plain = copy.deepcopy(model)
+    ids = torch.randint(1, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    runner = PipelineRunner(one_f_one_b(3, 1), stages_of_causal_lm(model, 3), None, lm_loss)
+    for _ in range(2):
+        torch.testing.assert_close(runner.forward(ids).outputs[0], plain(ids, use_cache=False).logits.detach())
+        for it in (model, plain):
+            it.set_attn_implementation(wanted)  # masks of one kind mean nothing to layers of the other
+
+
+@pytest.mark.parametrize("when", ["before", "behind"])
+def test_a_hook_in_front_of_the_model_is_refused_which_the_last_stage_alone_would_run(when):
+    model = model_of("Gemma2")
+    ids = torch.ones(M, LENGTH, dtype=torch.long)
+    flipped = torch.arange(LENGTH).flip(0)[None]
+
+    def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return args, kwargs | {"position_ids": flipped}
+
+    if when == "before":
+        model.register_forward_pre_hook(hook, with_kwargs=True)
+        with pytest.raises(ScheduleError, match="hook in front of its forward"):
+            stages_of_causal_lm(model, 2)
+        return
+    runner = PipelineRunner(one_f_one_b(2, M), stages_of_causal_lm(model, 2), None, lm_loss)
+    handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+    with pytest.raises(ScheduleError, match="hook in front of its forward"):
+        runner.forward(ids)
+    expected = model(ids, use_cache=False).logits.detach()
+    handle.remove()  # and, as the error says, what it made as kwargs
+    runner = PipelineRunner(one_f_one_b(2, M), stages_of_causal_lm(model, 2), None, lm_loss)
+    found = runner.forward(ids, kwargs={"position_ids": flipped.expand(M, -1)}).outputs
+    torch.testing.assert_close(torch.cat(found), expected)
+
+
+def test_a_stage_of_two_layers_knows_its_dtype_and_its_parameters_in_the_models_forward():
+    # OpenAI-GPT casts the mask to the dtype of its first parameter; a stage between the ends has those of layers alone.
+    sizes = {"vocab_size": WORDS, "n_positions": 32, "n_embd": 16, "n_layer": 4, "n_head": 2}
+    rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    model = transformers.OpenAIGPTLMHeadModel(transformers.OpenAIGPTConfig(**sizes, **rates))
+    ids = torch.randint(1, WORDS, (M, LENGTH), generator=torch.Generator().manual_seed(5))
+    mask = torch.ones_like(ids)
+    mask[0, -3:] = 0
+    runner = PipelineRunner(one_f_one_b(4, M), stages_of_causal_lm(model, 4), None, lm_loss)
+    found = runner.forward(ids, kwargs={"attention_mask": mask}).outputs
+    torch.testing.assert_close(torch.cat(found), model(ids, attention_mask=mask).logits.detach())

@@ -83,7 +83,8 @@ def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
 
     Raises:
         ScheduleError: the model has no such form, parameters that no stage or several would have, a ``forward`` that
-            was set on it, a loss of its routers (``output_router_logits``), or fewer layers than stages.
+            was set on it, a hook in front of its forward, a loss of its routers (``output_router_logits``), or fewer
+            layers than stages.
     """
     if callable(getattr(model, "get_base_model", None)):
         raise ScheduleError(
@@ -102,15 +103,17 @@ def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
     embedding = model.get_input_embeddings()
     _check_form(model, base, name, embedding, head)
     _check_routers(model, {})
+    _check_hooks(model)
     tied = head.weight is embedding.weight
     sizes = _cut(list(layers), list(layers), stages)
     parts: list[_Part] = []
     begin = 0
     for index, size in enumerate(sizes):
         first, last = index == 0, index == stages - 1
-        part = _part(base, name, range(begin, begin + size), embedding, first, last)
+        mine = range(begin, begin + size)
+        part = _part(base, name, mine, embedding, first, last)
         own = copy.deepcopy(head) if last and tied and stages > 1 else head
-        parts.append(_Part(part, own if last else None, first, name, model))
+        parts.append(_Part(part, own if last else None, first, name, model, mine))
         begin += size
     ties: list[dict[str, nn.Parameter]] = _shared(parts)
     if tied and stages > 1:
@@ -159,6 +162,14 @@ def _check_routers(model: Any, kwargs: Mapping[str, Any]) -> None:
         )
 
 
+def _check_hooks(model: Any) -> None:
+    if model._forward_pre_hooks:
+        raise ScheduleError(
+            f"the model is a {type(model).__name__} with a hook in front of its forward, which the last stage alone "
+            "would run; remove it, and give what it makes of the arguments as inputs and kwargs of the step"
+        )
+
+
 def _trained(module: nn.Module | None) -> bool:
     return module is not None and any(True for _ in module.parameters())
 
@@ -176,14 +187,20 @@ class _Part(nn.Module):
         first: takes ids.
         layers: name of the layers in ``base``.
         model: whose forward the last stage runs, around ``base`` and ``head``.
+        mine: the layers' places in the model.
     """
 
-    def __init__(self, base: nn.Module, head: nn.Module | None, first: bool, layers: str, model: Any) -> None:
+    def __init__(
+        self, base: nn.Module, head: nn.Module | None, first: bool, layers: str, model: Any, mine: range
+    ) -> None:
         super().__init__()
         self.base, self.head, self.first = base, head, first
         self._layers = layers
         self._ends: dict[str, str] = {}  # names that base and head have in the model
         self._whole: list[nn.Module] = []  # no part of this module: it has the same parameters
+        self._config: Any = getattr(model.base_model, "config", None)
+        self._mine, self._count = mine, len(getattr(model.base_model, layers))
+        self._follow()
         if head is not None:
             whole = copy.copy(model)
             whole._modules = dict(model._modules)
@@ -192,10 +209,13 @@ class _Part(nn.Module):
             self._whole = [whole]
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        if self._config is not None and vars(self._config) != self._told:
+            self._follow()
         run: Any = self.base
         _check_routers(run, kwargs)
         for run in self._whole:
             _check_routers(run, kwargs)
+            _check_hooks(run)
             run._modules.update({name: getattr(self, mine) for name, mine in self._ends.items()})
         held: Any = getattr(self.base, self._layers)._modules  # of a list that is this stage's own
         layers = dict(held)
@@ -208,11 +228,17 @@ class _Part(nn.Module):
         given = {"input_ids" if self.first else "inputs_embeds": x}
         held[names[0]], held[names[-1]] = enter, leave
         try:
-            made = run(**given, **kwargs, use_cache=False, return_dict=True)
+            made = run(**given, **kwargs | {"use_cache": False, "return_dict": True})
         finally:
             held.update(layers)
         found: Tensor = leave.output if self.head is None else made.logits
         return found
+
+    def _follow(self) -> None:
+        """``base`` has what the model's configuration says now: another attention may be set after the cut."""
+        if self._config is not None:
+            self._told = dict(vars(self._config))
+            self.base.config = _config(self._config, self._count, self._mine)
 
 
 class _Border(nn.Module):
@@ -227,6 +253,8 @@ class _Border(nn.Module):
     def __init__(self, layer: nn.Module, x: Tensor | None) -> None:
         super().__init__()
         self.__dict__.update(layer=layer, x=x, output=None)  # no parts of this module
+        # The model's forward may ask for the dtype of its first parameter, which may be the layer's.
+        self.__dict__.update({name: vars(layer)[name] for name in ("_parameters", "_buffers", "_modules")})
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["layer"], name)
@@ -274,8 +302,6 @@ def _part(base: nn.Module, name: str, mine: range, embedding: nn.Module, first: 
         elif _trained(module):  # a norm of the embedding, or the last one
             part._modules[other] = module if (last if seen else first) else nn.Identity()
     _cut_lists(vars(part), len(layers), mine)
-    if hasattr(base, "config"):
-        part.config = _config(base.config, len(layers), mine)
     return part
 
 

@@ -315,3 +315,83 @@ def test_a_stage_of_two_layers_knows_its_dtype_and_its_parameters_in_the_models_
     runner = PipelineRunner(one_f_one_b(4, M), stages_of_causal_lm(model, 4), None, lm_loss)
     found = runner.forward(ids, kwargs={"attention_mask": mask}).outputs
     torch.testing.assert_close(torch.cat(found), model(ids, attention_mask=mask).logits.detach())
+
+
+@pytest.mark.parametrize("what", ["bias", "adapter"])
+def test_what_a_tied_head_has_besides_its_weight_is_the_models_own(what):
+    if what == "bias":
+        model = transformers.PhiForCausalLM(transformers.PhiConfig(**SIZES, tie_word_embeddings=True))
+        nn.init.normal_(model.lm_head.bias)
+    else:
+        peft = pytest.importorskip("peft", reason="needs peft, a peer that only tests use")
+        llama = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True))
+        adapters = peft.LoraConfig(r=2, target_modules=["lm_head"], init_lora_weights=False)
+        model = peft.get_peft_model(llama, adapters).get_base_model()
+    plain = copy.deepcopy(model)
+    ids = torch.randint(1, WORDS, (2, LENGTH), generator=torch.Generator().manual_seed(5))
+    lm_loss(plain(ids, use_cache=False).logits, ids).backward()
+    PipelineRunner(one_f_one_b(2, 1), stages_of_causal_lm(model, 2), None, lm_loss).step(ids, ids)
+    own = [name for name, p in model.lm_head.named_parameters() if p.requires_grad and "base_layer" not in name]
+    assert len(own) == 2, own  # the weight and the bias; or the adapter's two
+    for name in own:
+        torch.testing.assert_close(
+            model.lm_head.get_parameter(name).grad, plain.lm_head.get_parameter(name).grad, msg=name
+        )
+
+
+class Inside(nn.Linear):
+    """Returns its output in a container, as layers of transformers' older models do."""
+
+    def __init__(self, kind: type, sides: int) -> None:
+        super().__init__(4, 4)
+        self.kind, self.sides = kind, sides
+
+    def forward(self, x: Tensor | tuple[Tensor, ...]) -> Any:
+        first, *sides = x if isinstance(x, self.kind) else (x,)
+        return self.kind([super().forward(first), *sides, *(first for _ in range(self.sides - len(sides)))])
+
+
+class First(nn.Module):
+    def forward(self, x: tuple[Tensor, ...]) -> Tensor:
+        return x[0] + sum(x[1:])
+
+
+@pytest.mark.parametrize("sides", [0, 1])
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_layers_of_a_sequential_that_hand_on_a_tuple_or_a_list_do_so_from_stage_to_stage(kind, sides):
+    torch.manual_seed(3)
+    model = nn.Sequential(Inside(kind, sides), Inside(kind, sides), First())
+    plain, x = copy.deepcopy(model), torch.randn(4, 4)
+    expected = plain(x)
+    expected.square().mean().backward()
+    runner = PipelineRunner(one_f_one_b(3, 2), stages_of_sequential(model, 3), None, lambda y, _: y.square().mean())
+    found = torch.cat(runner.step(x, keep_outputs=True).outputs)
+    torch.testing.assert_close(found, expected.detach())
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_a_sequential_whose_last_layer_returns_a_tuple_of_one_gives_it_to_the_loss():
+    model = nn.Sequential(nn.Linear(4, 4), Inside(tuple, 0))
+    runner = PipelineRunner(one_f_one_b(2, 1), stages_of_sequential(model, 2), None, lambda y, _: y[0].sum())
+    x = torch.randn(3, 4)
+    assert runner.step(x).losses[0].item() == pytest.approx(model(x)[0].sum().item())
+
+
+def test_layers_that_are_rescaled_by_their_place_in_eval_mode_have_the_models_logits():
+    sizes = {"vocab_size": WORDS, "hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 8}
+    torch.manual_seed(3)
+    model = transformers.RwkvForCausalLM(transformers.RwkvConfig(**sizes, context_length=32, rescale_every=2))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    plain, ids = copy.deepcopy(model).train(), torch.arange(LENGTH)[None]
+    model.eval()
+    stages = stages_of_causal_lm(model, 2)
+    found = PipelineRunner(one_f_one_b(2, 1), stages, None, lm_loss).forward(ids).outputs[0]
+    torch.testing.assert_close(found, plain(ids, use_cache=False).logits.detach())  # no dropout
+    model(ids)
+    with pytest.raises(ScheduleError, match="has layers that its evaluation rescaled"):
+        stages_of_causal_lm(model, 2)
+    model.train()(ids, use_cache=False)  # as the error says
+    found = PipelineRunner(one_f_one_b(2, 1), stages_of_causal_lm(model, 2), None, lm_loss).forward(ids).outputs[0]
+    torch.testing.assert_close(found, plain(ids, use_cache=False).logits.detach())

@@ -46,7 +46,7 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
     sizes = _cut(layers, [layer for _, layer in layers], stages)
     parts, begin = [], 0
     for size in sizes:
-        part = nn.Sequential()
+        part = _Layers(first=begin == 0, last=begin + size == len(layers))
         for name, layer in layers[begin : begin + size]:
             part.add_module(name, layer)  # under its own name, so that state dicts fit
         parts.append(part)
@@ -54,6 +54,26 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
     return [
         Stage(part, index, tied=shared) for index, (part, shared) in enumerate(zip(parts, _shared(parts), strict=True))
     ]
+
+
+class _Layers(nn.Sequential):
+    """Some layers of an nn.Sequential. What they hand on is one value, and reaches the next stage as it was.
+
+    Messages hold tensors side by side: a tuple or a list is sent as its parts, and a number behind them says which.
+    """
+
+    def __init__(self, *layers: Any, first: bool = True, last: bool = True) -> None:
+        super().__init__(*layers)  # as nn.Sequential's own slices make it
+        self._first, self._last = first, last
+
+    def forward(self, *parts: Any) -> Any:
+        value: Any = parts[0] if len(parts) == 1 else parts
+        if len(parts) > 1 and not self._first:
+            value = list(parts[:-1]) if parts[-1] else parts[:-1]
+        made: Any = super().forward(value)  # type: ignore[no-untyped-call]
+        if self._last or not isinstance(made, tuple | list):
+            return made
+        return *made, int(isinstance(made, list))
 
 
 def _shared(parts: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:
@@ -112,13 +132,19 @@ def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
         first, last = index == 0, index == stages - 1
         mine = range(begin, begin + size)
         part = _part(base, name, mine, embedding, first, last)
-        own = copy.deepcopy(head) if last and tied and stages > 1 else head
+        own = _copied(head) if last and tied and stages > 1 else head
         parts.append(_Part(part, own if last else None, first, name, model, mine))
         begin += size
     ties: list[dict[str, nn.Parameter]] = _shared(parts)
     if tied and stages > 1:
         ties[0]["embedding"], ties[-1]["embedding"] = embedding.weight, own.weight
     return [Stage(part, index, tied=ends) for index, (part, ends) in enumerate(zip(parts, ties, strict=True))]
+
+
+def _copied(head: Any) -> Any:
+    """``head`` with a copy of its weight; what it has besides (a bias, an adapter) is the model's."""
+    others = [p for p in (*head.parameters(), *head.buffers()) if p is not head.weight]
+    return copy.deepcopy(head, {id(p): p for p in others})
 
 
 def _check_form(model: Any, base: Any, name: str, embedding: nn.Module, head: nn.Module) -> None:
@@ -131,6 +157,8 @@ def _check_form(model: Any, base: Any, name: str, embedding: nn.Module, head: nn
         wrong = "does not hold its base_model and output embedding itself"
     elif model._parameters or any(_trained(part) for part in parts if part not in (base, head)):
         wrong = "has parameters besides its base_model and output embedding"
+    elif getattr(base, "layers_are_rescaled", False):
+        wrong = "has layers that its evaluation rescaled by their place (a forward behind train() puts them back)"
     elif base._parameters:
         wrong = f"has parameters of its base_model's own: {', '.join(base._parameters)}"
     seen = False
@@ -318,6 +346,8 @@ def _config(whole: Any, count: int, mine: range) -> Any:
     lists = {name: value for name, value in lists.items() if value is not before[name]}
     if lists:
         config.__class__ = type(type(whole).__name__, (type(whole),), lists)
+    if hasattr(config, "rescale_every"):  # RWKV's evaluation halves weights by a layer's place, against fp16's bound
+        config.rescale_every = 0
     config.num_hidden_layers = whole.num_hidden_layers * len(mine) // count  # LongCat's layers count as two each
     return config
 

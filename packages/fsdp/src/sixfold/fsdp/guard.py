@@ -242,6 +242,7 @@ def _note_taken(parameter: Tensor) -> None:
         guard.taken = parameter._version, _digest(parameter)
 
 
+@eager  # torch's compiler takes .data itself, and then runs hooks that look at it
 def _digest(parameter: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         return tensor_digest(_data.__get__(parameter))

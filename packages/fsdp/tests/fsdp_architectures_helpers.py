@@ -350,20 +350,29 @@ def losses_of(net: nn.Module, call: Any, way: str, units: list[str], given: dict
     return [loss.detach(), inner]
 
 
-def plainly(name: str, way: str, *, ranks: int, steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
+DROPS_LAYERS = ("wav2vec2", "hubert")  # at random (LayerDrop), from torch's own generator: what ranks must draw alike
+
+
+def seed_of(name: str, step: int, rank: int) -> int:
+    """For dropout of ``rank``; where layers are dropped, the same on all ranks."""
+    return 1000 * step + (0 if name in DROPS_LAYERS else rank)
+
+
+def plainly(name: str, way: str, *, rank: int, ranks: int, steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     """What plain torch computes: gradients of ``ranks`` copies added from rank 0 on and divided once.
 
     Returns:
-        what rank 0 saw in each step, and its weights and buffers in the end.
+        what rank 0 saw in each step, the weights in the end, and the buffers of ``rank``: each rank's running
+        statistics are of its own batches.
     """
     copies = [prepare(name, way) for _ in range(ranks)]
     first, units = copies[0]
     optimizer = torch.optim.AdamW([p for p in first.parameters() if p.requires_grad], lr=1e-2)
     seen: list[Tensor] = []
     for step in range(steps):
-        for rank, (net, _) in enumerate(copies):
-            found = losses_of(net, net, way, units, inputs(name, step, rank), 1000 * step + rank)
-            seen += found if not rank else []
+        for one, (net, _) in enumerate(copies):
+            found = losses_of(net, net, way, units, inputs(name, step, one), seed_of(name, step, one))
+            seen += found if not one else []
         for mine, *others in zip(*(list(net.parameters()) for net, _ in copies), strict=True):
             gradients = [one.grad for one in (mine, *others) if one.grad is not None]
             if gradients:
@@ -377,7 +386,10 @@ def plainly(name: str, way: str, *, ranks: int, steps: int) -> tuple[list[Tensor
             with torch.no_grad():
                 for theirs, own in zip(net.parameters(), first.parameters(), strict=True):
                     theirs.copy_(own)
-    return seen, {key: value.detach().clone() for key, value in first.state_dict().items()}
+    mine = copies[rank][0]
+    own = {key for key, _ in mine.named_buffers()}
+    kept = {key: value for key, value in mine.state_dict().items() if key in own}
+    return seen, {key: value.detach().clone() for key, value in {**first.state_dict(), **kept}.items()}
 
 
 def sharded(name: str, way: str, *, group: Any, rank: int, steps: int) -> tuple[list[Tensor], dict[str, Tensor]]:
@@ -390,7 +402,7 @@ def sharded(name: str, way: str, *, group: Any, rank: int, steps: int) -> tuple[
     optimizer = fully_shard_optimizer(optimizer, model)
     seen: list[Tensor] = []
     for step in range(steps):
-        seen += losses_of(net, net, way, units, inputs(name, step, rank), 1000 * step + rank)
+        seen += losses_of(net, net, way, units, inputs(name, step, rank), seed_of(name, step, rank))
         optimizer.step()
         optimizer.zero_grad()
     return seen, model.full_state_dict()
@@ -400,7 +412,7 @@ def difference(name: str, way: str, *, group: Any = None, rank: int = 0, ranks: 
     """Nothing where every bit agrees, "refused: ..." where sixfold says that it cannot, else what differs."""
     from sixfold.fsdp import FsdpError
 
-    seen, weights = plainly(name, way, ranks=ranks, steps=steps)
+    seen, weights = plainly(name, way, rank=rank, ranks=ranks, steps=steps)
     try:
         own_seen, own_weights = sharded(name, way, group=group, rank=rank, steps=steps)
     except FsdpError as error:

@@ -19,6 +19,11 @@ Entry = TypeVar("Entry", bound=Hashable)
 _MASK = (1 << 63) - 1
 _EMPTY = 7
 
+DRAWN_ALIKE = (
+    "Every rank must use the same units in the same order. Draw what drops a layer from a generator that all ranks "
+    "seed alike, or drop none (transformers: config.layerdrop = 0)"
+)
+
 
 def odd_ranks(rows: Sequence[Sequence[Entry]]) -> tuple[tuple[Entry, ...], tuple[int, ...]]:
     """The most common row (tie: that of the lowest rank) and the ranks whose row is another."""

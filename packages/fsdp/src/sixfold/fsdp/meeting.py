@@ -14,13 +14,14 @@ import time
 from collections.abc import Collection, Sequence
 
 from sixfold.fsdp.board import PatientStore
-from sixfold.fsdp.checks import odd_ranks
+from sixfold.fsdp.checks import DRAWN_ALIKE, odd_ranks
 from sixfold.fsdp.neighbours import Neighbours
 from sixfold.fsdp.pulse import Cause, Place, beats
 
 _ANSWER_S = 1.5  # in which every rank that lives gives a beat, and every rank that waits its sign
 _GRACE_S = 10.0  # for signs, where a back end failed and all ranks live: some may still compute
 _PAUSE_S = 0.02
+_IN_STEP = ("gather ", "reduce ", "check ")  # what a rank waits for that runs other units than the others
 _FEW = 16  # missing ranks of which a fault tells whether they live
 
 Verdict = tuple[str, tuple[int, ...]]  # what to say of the others, and the ranks at fault
@@ -104,7 +105,10 @@ class Meeting:
             return "all ranks are alive and wait for the same", ()
         usual = next(text for text in places if ids[text] == common[0])
         there = "; ".join(f"rank {signed[at]} waits for {places[at]}" for at in at_odds)
-        return f"all ranks are alive and disagree: most wait for {usual}, {there}", tuple(signed[at] for at in at_odds)
+        said = f"all ranks are alive and disagree: most wait for {usual}, {there}"
+        if all(text.startswith(_IN_STEP) for text in ids):
+            said += f". {DRAWN_ALIKE}"
+        return said, tuple(signed[at] for at in at_odds)
 
 
 def say_lost(lost: Sequence[int], ended: Collection[int], stopped: Collection[int]) -> Verdict:

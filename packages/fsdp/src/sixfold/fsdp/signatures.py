@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from sixfold.fsdp.checks import OrderDigest, odd_ranks
+from sixfold.fsdp.checks import DRAWN_ALIKE, OrderDigest, odd_ranks
 from sixfold.fsdp.comm import Ranks
 from sixfold.fsdp.control import Control, Rows, StoreControl, exchange, farewell
 from sixfold.fsdp.errors import FsdpError
@@ -127,8 +127,8 @@ class Signatures:
 
     def _differ(self, step: int, op: str, odd: Sequence[int]) -> FsdpError:
         return self._all_know(
-            f"ranks used units in different orders in step {step}; run with checks='unit' to see which"
-            " [see errors/fsdp.html#ranks-used-units-in-different-orders]",
+            f"ranks used units in different orders in step {step}; run with checks='unit' to see which. "
+            f"{DRAWN_ALIKE} [see errors/fsdp.html#ranks-used-units-in-different-orders]",
             None,
             op,
             odd,
@@ -144,7 +144,7 @@ class Signatures:
             does = "; ".join(f"rank {rank} is at {self._at(rows[rank])} in step {rows[rank][0]}" for rank in odd)
             raise self._all_know(
                 f"ranks disagree: most are at {self._at(common)}, {does}. "
-                "Every rank must use the same units in the same order [see errors/fsdp.html#ranks-disagree]",
+                f"{DRAWN_ALIKE} [see errors/fsdp.html#ranks-disagree]",
                 self._units[common[1]].name,
                 _OPS[common[2]],
                 odd,

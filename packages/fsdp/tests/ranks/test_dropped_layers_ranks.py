@@ -1,4 +1,4 @@
-"""Layers that are dropped at random (LayerDrop): drawn alike they train as in plain torch, drawn apart the error says so.
+"""Layers that are dropped at random (LayerDrop): alike they train as in plain torch, apart the error says so.
 
 The oracle is plain torch: as many copies of the net as there are ranks, in one process.
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from fsdp_helpers import Block, batch, make_net, same
@@ -204,3 +206,125 @@ def test_one_process_gathers_nothing_unless_it_is_told_how_much_and_refuses_what
     assert report["bytes"]["gather_arena"] == report["bytes"]["gather_source"] == 0 < turns["bytes"]["gather_arena"]
     with pytest.raises(FsdpError, match=r"head.weight: sum\(\) reads its values outside a call of its unit"):
         net.head.weight.sum()
+
+
+def rows_from(p: Tensor, offset: int) -> Tensor:
+    return torch.as_strided(p, (8,), (1,), storage_offset=offset)
+
+
+class Strided(nn.Module):
+    """Reads its weight through ``view(weight)``, behind another parameter of its unit."""
+
+    def __init__(self, view=None, offset: int = 0) -> None:
+        super().__init__()
+        self.before = nn.Parameter(torch.ones(8))
+        self.weight = nn.Parameter(torch.arange(64.0).view(8, 8))
+        self.view = view
+        self.offset = offset
+
+    def read(self) -> Tensor:
+        return self.view(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.read() + self.before
+
+
+class StridedByFunction(Strided):
+    def read(self) -> Tensor:
+        return torch.as_strided(self.weight, (8,), (1,), self.offset)
+
+
+class StridedByHelper(Strided):
+    def read(self) -> Tensor:
+        return rows_from(self.weight, self.offset)
+
+
+class StridedByMethod(Strided):
+    def read(self) -> Tensor:
+        take = getattr(self.weight, "as" + "_strided")
+        return take((8,), (1,), self.offset)
+
+
+def strided_net(layer, strategy):
+    net = nn.Sequential(nn.Linear(8, 8), layer)
+    buffers = TURNS if strategy == "optim_grads_params" else BufferConfig()
+    return fully_shard(net, fsdp_unit_modules=[nn.Linear, Strided], strategy=strategy, buffers=buffers)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+@pytest.mark.parametrize("offset", [8, 0])
+@pytest.mark.parametrize("kind", [StridedByFunction, StridedByHelper, StridedByMethod])
+def test_an_offset_in_the_storage_of_a_weight_is_refused_where_it_would_read_another(kind, offset, strategy):
+    model = strided_net(kind(offset=offset), strategy)
+    with pytest.raises(FsdpError, match=r"1.weight: as_strided\(\) is given a storage_offset.*flatten\(\)\[offset:\]"):
+        model(torch.zeros(2, 8))
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_what_the_refusal_of_an_offset_says_reads_that_weight(strategy):
+    model = strided_net(Strided(lambda p: p.flatten()[8:].as_strided((8,), (2,))), strategy)
+    with torch.no_grad():
+        hidden = model.entry(model.module[0])(torch.zeros(2, 8))
+    assert torch.equal(model(torch.zeros(2, 8)), hidden + torch.arange(8.0, 24.0, 2.0) + 1)
+
+
+def test_striding_a_weight_without_an_offset_is_of_that_weight():
+    model = strided_net(Strided(lambda p: p.as_strided((8,), (9,))), "optim_grads_params")
+    with torch.no_grad():
+        hidden = model.entry(model.module[0])(torch.zeros(2, 8))
+    assert torch.equal(model(torch.zeros(2, 8)), hidden + torch.arange(0.0, 64.0, 9.0) + 1)
+
+
+class Capped(nn.Embedding):
+    """As the refusal of ``max_norm`` says: looks up a copy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.embedding(x, self.weight.clone(), max_norm=self.max_norm)
+
+
+TOKENS = torch.tensor([[0, 1, 2], [3, 1, 0]])
+
+
+@pytest.mark.parametrize("table", [nn.Embedding, nn.EmbeddingBag])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_max_norm_of_a_table_is_named_where_its_write_is_refused(table, strategy):
+    torch.manual_seed(0)
+    net = nn.Sequential(table(6, 4, max_norm=0.5), nn.Linear(4, 4))
+    model = fully_shard(net, fsdp_unit_modules=[table, nn.Linear], strategy=strategy)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), model)
+    with pytest.raises(FsdpError, match=r"0.weight: it was .* as Embedding(Bag)? does with max_norm=0.5.*renorm\(2, 0"):
+        model(TOKENS).sum().backward()
+        optimizer.step()
+
+
+def test_what_the_refusal_of_max_norm_says_keeps_rows_within_it():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 4))
+    plain = copy.deepcopy(net)
+    net[0].max_norm = plain[0].max_norm = None
+    model = fully_shard(net, fsdp_unit_modules=[nn.Embedding, nn.Linear], buffers=TURNS)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), model)
+    peer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for _ in range(2):
+        for run, steps in ((model, optimizer), (plain, peer)):
+            run(TOKENS).square().sum().backward()
+            steps.step()
+            steps.zero_grad()
+        name, max_norm = "0.weight", 0.5
+        model.load_full_state_dict({name: model.full_state_dict()[name].renorm(2, 0, max_norm)}, strict=False)
+        with torch.no_grad():
+            rows = plain[0].weight
+            rows.mul_((max_norm / rows.norm(dim=1, keepdim=True)).clamp(max=1.0))
+    torch.testing.assert_close(model.full_state_dict()["0.weight"], plain[0].weight.detach())
+
+
+def test_a_copy_looked_up_with_max_norm_has_the_outputs_of_torchs_table():
+    torch.manual_seed(0)
+    net = nn.Sequential(Capped(6, 4, max_norm=0.5), nn.Linear(4, 4))
+    plain = nn.Sequential(nn.Embedding(6, 4, max_norm=0.5), nn.Linear(4, 4))
+    plain.load_state_dict(net.state_dict())
+    model = fully_shard(net, fsdp_unit_modules=[Capped, nn.Linear], buffers=TURNS)
+    optimizer = fully_shard_optimizer(torch.optim.SGD(net.parameters(), lr=0.1), model)
+    assert torch.equal(model(TOKENS), plain(TOKENS))
+    model(TOKENS).sum().backward()
+    optimizer.step()

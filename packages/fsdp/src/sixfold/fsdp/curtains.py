@@ -7,7 +7,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import CodeType
+from typing import Any
+
+from torch import nn
 
 from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.flat import ParamRecord
@@ -26,6 +30,7 @@ def draw_curtains(engine: Engine) -> None:
         Curtain(
             [Guard(record, _reads(engine, unit), _owes_gradient(engine), engine.forget) for record in unit.records],
             as_sharded=engine.as_sharded,
+            strides=any(_strides(part) for module in unit.modules for part in module.modules()),
         )
         for unit in engine.units
     ]
@@ -65,3 +70,27 @@ def _owes_gradient(engine: Engine) -> Callable[[ParamRecord], bool]:
         return any(one.main is not None and one.main.grad is not None for one in record.buffer.records)
 
     return owes
+
+
+def _strides(module: nn.Module) -> bool:
+    """Code of its class, or a function that this calls by name, names ``as_strided``. [Note: offsets in a storage]"""
+    for cls in type(module).__mro__:
+        if cls.__module__.startswith("torch.nn."):
+            return False
+        for method in vars(cls).values():
+            if any("as_strided" in names for names in _names(method)):
+                return True
+            called = {name for names in _names(method) for name in names}
+            known = getattr(method, "__globals__", {})
+            if any("as_strided" in names for name in called if name in known for names in _names(known[name])):
+                return True
+    return False
+
+
+def _names(function: Any) -> Iterator[tuple[str, ...]]:
+    """Names in the code of ``function`` and of those inside it."""
+    codes = [getattr(function, "__code__", None)]
+    for code in codes:
+        if isinstance(code, CodeType):
+            yield code.co_names
+            codes += [one for one in code.co_consts if isinstance(one, CodeType)]

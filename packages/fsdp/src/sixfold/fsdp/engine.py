@@ -24,7 +24,7 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.flat import ParamRecord
 from sixfold.fsdp.gather import Gathering
 from sixfold.fsdp.gradients import OPEN
-from sixfold.fsdp.guard import IN_CALL, Curtain, guard_of
+from sixfold.fsdp.guard import Curtain, guard_of, written_in_place
 from sixfold.fsdp.mains import MainParameter, Mains
 from sixfold.fsdp.reduce import Reduction
 from sixfold.fsdp.saved import SavedWeights
@@ -471,7 +471,7 @@ class Engine:
         written = None if self.gathering.versions is None else self.gathering.versions.look()
         guard = None if written is None else guard_of(written)
         if guard is not None:
-            raise guard.error("it was written to in place", IN_CALL)
+            raise written_in_place(guard, self.units[0].module)
         self._signatures.before_save()
 
     def before_step(self, *, widen: bool) -> None:

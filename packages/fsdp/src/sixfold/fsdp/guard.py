@@ -7,6 +7,10 @@ A parameter's memory is its unit's for the length of a call and may hold another
 first; while their unit runs they carry one that asks nobody, so a layer pays nothing. Assigning ``__class__`` costs
 50 ns, and torch itself does so for lazy parameters. Knows no collective and no hook.
 
+[Note: offsets in a storage] ``as_strided`` counts an explicit offset from the start of the storage, and a parameter
+lies anywhere in its unit's. So such a call is refused wherever the parameter lies: as a method always, as a function
+(``torch.as_strided(p, ...)``) between calls and in units whose classes name it (curtains.py), where the class asks.
+
 [Note: .data in a call] A write through ``.data`` moves no version. So in its unit's call a parameter knows that its
 ``.data`` is taken: a digest is kept, and compared when the call ends. Who does not take it pays nothing.
 """
@@ -43,6 +47,7 @@ _READS_NOTHING = frozenset({
     "new_tensor", "__len__", "__hash__", "__dir__", "result_type", "can_cast", "is_tensor", "is_storage",
     "get_gradient_edge", "backward", "_is_view", "grad_dtype",
 })  # fmt: skip
+_STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy"})
 _SETS_ITEMS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 
 
@@ -93,6 +98,8 @@ class Guard:
             self._ask_grad(sets, args, parameter)
         elif name == "data":
             raise self.error("its .data is assigned", WRITE) if sets else self.error("its .data is taken", READ)
+        elif name in _STRIDED and _offset(args, kwargs) is not None:
+            raise self.error(f"{name}() is given a storage_offset", OFFSET)
         elif self.gone or not self.readable():
             raise self.error(f"{name}() reads its values outside a call of its unit, and they may not be here", READ)
         elif _writes(name, parameter, args, kwargs):
@@ -136,6 +143,15 @@ GRAD = (
     "gradients lie on model.main_parameters(). Clear them with optimizer.zero_grad() or model.zero_grad(), clip them "
     "with model.clip_grad_norm_()"
 )
+MAX_NORM = (
+    "the next gather undoes that. Set max_norm to None and renormalise between steps, on all ranks: "
+    "model.load_full_state_dict({name: model.full_state_dict()[name].renorm(2, 0, max_norm)}, strict=False). Or look "
+    "up a copy in a forward of your own: F.embedding(x, self.weight.clone(), max_norm=self.max_norm)"
+)
+OFFSET = (
+    "torch counts it from the start of the storage, which holds other weights too. Leave it out and say where to begin "
+    "by a slice: p.flatten()[offset:].as_strided(size, stride)"
+)
 UNFREEZE = "wrap it with requires_grad=True and freeze it afterwards: that is honoured, and can be undone"
 KEEP = "its FullyShardedDataParallel object was deleted before; keep that object for as long as the module is used"
 
@@ -145,6 +161,11 @@ def _writes(name: str, parameter: Tensor, args: Sequence[Any], kwargs: dict[str,
         target = args[0] if args else next((kwargs[k] for k in ("tensor", "input", "self") if k in kwargs), None)
         return any(one is parameter for one in (target if isinstance(target, (list, tuple)) else [target]))
     return any(one is parameter for one in pytree.tree_leaves(kwargs.get("out")))
+
+
+def _offset(args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The ``storage_offset`` that a call of ``as_strided`` gives, tensor included in ``args``."""
+    return args[3] if len(args) > 3 else kwargs.get("storage_offset")
 
 
 def _named(func: Any) -> tuple[str, bool]:
@@ -217,7 +238,17 @@ def lend(tensor: Tensor, guards: Sequence[Guard]) -> None:
             return
 
 
-class ShownParameter(nn.Parameter):
+class PlacedParameter(nn.Parameter):
+    """A parameter in a call of its unit. [Note: offsets in a storage]"""
+
+    def as_strided(self, *args: Any, **kwargs: Any) -> Tensor:
+        """A view of it, that begins where it does."""
+        if _offset((self, *args), kwargs) is not None:
+            raise self.__dict__[_MARK].error("as_strided() is given a storage_offset", OFFSET)
+        return super().as_strided(*args, **kwargs)
+
+
+class ShownParameter(PlacedParameter):
     """A parameter in a call of its unit, where main weights lie elsewhere. [Note: .data in a call]"""
 
     @property
@@ -248,9 +279,30 @@ def _digest(parameter: Tensor) -> int:
         return tensor_digest(_data.__get__(parameter))
 
 
+class _Asking:
+    """In a unit whose code names ``as_strided``. [Note: offsets in a storage]"""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        strided = getattr(func, "__name__", "") in _STRIDED and _offset(args, kwargs) is not None
+        if strided and args and isinstance(args[0], cls):
+            raise args[0].__dict__[_MARK].error(f"{func.__name__}() is given a storage_offset", OFFSET)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+
 @cache
-def _shown_class(own: type) -> type:
-    return ShownParameter if own is nn.Parameter else type(own.__name__, (ShownParameter, own), {})
+def _shown_class(own: type, shown: type[nn.Parameter]) -> type[nn.Parameter]:
+    return shown if own is nn.Parameter else type(own.__name__, (shown, own), {})
+
+
+@cache
+def _asking_class(shown: type[nn.Parameter]) -> type:
+    """``shown`` that asks; itself, where a class of the user's or of fp8 has its own rule."""
+    if shown.__torch_function__ is not nn.Parameter.__torch_function__:
+        return shown
+    return type(shown.__name__, (_Asking, shown), {})
 
 
 @cache
@@ -261,18 +313,14 @@ def _guarded_class(own: type) -> type:
 class Curtain:
     """The parameters of one unit, shown to its layers and hidden from everyone else."""
 
-    def __init__(self, guards: Sequence[Guard], *, as_sharded: bool = False) -> None:
+    def __init__(self, guards: Sequence[Guard], *, as_sharded: bool = False, strides: bool = False) -> None:
         self.guards = tuple(guards)
-        self._swaps = [
-            (
-                one.record.parameter,
-                one.own_class
-                if one.record.buffer.weights.whole_here and not as_sharded
-                else _shown_class(one.own_class),
-                _guarded_class(one.own_class),
-            )
-            for one in guards
-        ]
+        self._swaps = []
+        for one in guards:
+            whole = one.record.buffer.weights.whole_here and not as_sharded
+            shown = _shown_class(one.own_class, PlacedParameter if whole else ShownParameter)
+            shown = _asking_class(shown) if strides else shown
+            self._swaps.append((one.record.parameter, shown, _guarded_class(one.own_class)))
         for guard in guards:
             guard.record.parameter.__dict__[_MARK] = guard
         self.hide()
@@ -320,3 +368,14 @@ def take_gradient(parameter: Any) -> Tensor | None:
 def guard_of(parameter: Tensor) -> Guard | None:
     """The guard of a parameter that is wrapped (or was), else None."""
     return parameter.__dict__.get(_MARK)
+
+
+def written_in_place(guard: Guard, model: nn.Module) -> FsdpError:
+    """The error for a parameter of ``model`` that was written to in place in a call of its unit."""
+    parameter = guard.record.parameter
+    for part in model.modules():
+        limit = getattr(part, "max_norm", None)
+        if limit is not None and any(one is parameter for one in part._parameters.values()):
+            what = f"it was written to in place, as {type(part).__name__} does with max_norm={limit}"
+            return guard.error(what, MAX_NORM)
+    return guard.error("it was written to in place", IN_CALL)

@@ -20,7 +20,7 @@ from sixfold.fsdp.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.everywhere import watch
 from sixfold.fsdp.flat import ParamRecord
-from sixfold.fsdp.guard import IN_CALL, guard_of
+from sixfold.fsdp.guard import guard_of, written_in_place
 from sixfold.fsdp.hooks import Hook, cast_floating, own_parameters, watch_outputs
 
 STATE = (
@@ -228,7 +228,7 @@ def refuse_changed_parameters(engine: Engine) -> None:
                     unit=record.buffer.unit,
                 )
             if parameter is written:
-                raise guard.error("it was written to in place", IN_CALL)
+                raise written_in_place(guard, engine.units[0].module)
             if parameter.data_ptr() != guard.record.compute.data_ptr():
                 raise guard.error("its .data was assigned in a call of its unit", f"gathers do not reach that. {LOAD}")
             if parameter.requires_grad != guard.record.wanted:

@@ -41,7 +41,7 @@ def main(folder: Path) -> None:
         f"""
         model = {{num_layers = 2, hidden_size = 64, num_attention_heads = 4, ffn_hidden_size = 176, vocab_size = 257}}
         data = {{blend = ["small", "large"], weights = [4, 1], valid = ["valid"], seq_length = {WIDTH}, max_epochs = 0}}
-        train = {{steps = 60, global_batch_size = 32, micro_batch_size = 16}}
+        train = {{steps = 60, global_batch_size = 32, micro_batch_size = 16, precision = "fp32"}}
         optimizer = {{lr = 5e-3}}
         eval = {{every = 60, batches = 2}}
         run = {{dir = "{folder}", device = "cpu"}}

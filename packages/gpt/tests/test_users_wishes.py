@@ -8,7 +8,7 @@ from gpt_helpers import tiny_config, write_pair
 
 from sixfold.gpt import TrainConfig, cli, train
 from sixfold.gpt.data import build_datasets, global_batches
-from sixfold.gpt.devices import peak_flops_of
+from sixfold.gpt.devices import cpu_has_bfloat16, peak_flops_of
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.metrics import read_all
 from sixfold.gpt.notices import notices
@@ -104,6 +104,27 @@ def test_steps_that_end_within_the_warm_up_are_told_with_the_rate_that_is_reache
     [line] = lines_of("schedule.warmup_steps=1000", "train.steps=3", "optimizer.lr=1e-3")
     assert "only rises, to 3e-06 of optimizer.lr = 0.001" in line
     assert lines_of("schedule.warmup_steps=3", "train.steps=3") == []
+
+
+def test_bfloat16_on_a_cpu_without_instructions_for_it_is_told_and_the_remedy_is_silent():
+    config = config_with("schedule.warmup_steps=2")
+    [line] = notices(config, None, 0, slow_bfloat16=True)
+    assert line.startswith("this CPU has no instructions for bfloat16") and 'train.precision = "fp32"' in line
+    told = notices(config_with("schedule.warmup_steps=2", "train.precision=fp32"), None, 0, slow_bfloat16=True)
+    assert told == notices(config, None, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "has"),
+    [
+        ("flags\t\t: fpu avx2 avx512f avx512bw", False), ("flags\t\t: avx512f avx512_bf16 amx_tile", True),
+        ("Features\t: asimd i8mm bf16", True), (None, False),
+    ],
+)  # fmt: skip
+def test_instructions_for_bfloat16_are_read_by_their_whole_names(tmp_path, flags, has):
+    if flags is not None:
+        (tmp_path / "cpuinfo").write_text(f"processor\t: 0\n{flags}\n")
+    assert cpu_has_bfloat16(tmp_path / "cpuinfo") is has
 
 
 def test_a_run_that_has_done_its_steps_says_that_nothing_is_trained():

@@ -17,6 +17,7 @@ from sixfold.dist_ckpt import CorruptError
 from sixfold.gpt import checkpoint
 from sixfold.gpt.agree import gather, together
 from sixfold.gpt.data import continue_data, epochs_of
+from sixfold.gpt.devices import cpu_has_bfloat16
 from sixfold.gpt.load import IMPORTED, saved_config
 from sixfold.gpt.mesh import RankMesh
 from sixfold.gpt.notices import notices
@@ -51,7 +52,8 @@ def restore(run: Run, start: Start, source: Path | None) -> None:
 def _tell(run: Run, past: TrainConfig | None) -> None:
     """What few people mean, on stderr, by one rank."""
     if run.metrics is not None:
-        for line in notices(run.config, past, run.progress.step):
+        slow = run.rank.device.type == "cpu" and not cpu_has_bfloat16()
+        for line in notices(run.config, past, run.progress.step, slow_bfloat16=slow):
             print(f"sixfold: {line}", file=sys.stderr, flush=True)
 
 

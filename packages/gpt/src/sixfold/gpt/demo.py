@@ -24,6 +24,7 @@ from typing import Any
 
 from sixfold.gpt.config import TrainConfig
 from sixfold.gpt.corpus import Corpus, cpython_corpus
+from sixfold.gpt.devices import cpu_has_bfloat16
 from sixfold.gpt.errors import ConfigError, TrainError
 from sixfold.gpt.metrics import MetricsTail, ProgressLine
 from sixfold.gpt.prepare import PreparedCorpus, prepare_cpython
@@ -62,6 +63,7 @@ dp = 1
 steps = {steps}
 global_batch_size = {global_batch}
 micro_batch_size = {micro_batch}
+precision = "{precision}"
 
 [optimizer]
 lr = 2e-3
@@ -272,6 +274,7 @@ def _config(folder: Path, prepared: PreparedCorpus, *, minutes: float, ranks: in
         steps=steps,
         global_batch=batches.total,
         micro_batch=batches.pipeline,
+        precision="bf16" if cpu_has_bfloat16() else "fp32",
         warmup=max(2, min(100, steps // 20)),
         every=max(5, steps // 24),
     )

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from sixfold.gpt.config import TrainConfig
 
 
-def notices(config: TrainConfig, past: TrainConfig | None, step: int) -> list[str]:
+def notices(config: TrainConfig, past: TrainConfig | None, step: int, *, slow_bfloat16: bool = False) -> list[str]:
     """A line for each.
 
     Args:
         past: what the checkpoint was trained with; None for a run that begins, or goes on from an import.
         step: updates done.
+        slow_bfloat16: the run computes on a CPU that has no instructions for it.
     """
-    found = [_export(config) if step == 0 else "", _warmup(config), _done(config, step)]
+    found = [_slow(config) if slow_bfloat16 else ""]
+    found += [_export(config) if step == 0 else "", _warmup(config), _done(config, step)]
     found += [_jump(past, config, step) if past is not None else ""]
     return [line for line in found if line]
 
@@ -37,6 +39,15 @@ def _export(config: TrainConfig) -> str:
     except ConfigError as error:
         return f"the model of this run has no Hugging Face form, and `sixfold export` will refuse it: {error}"
     return ""
+
+
+def _slow(config: TrainConfig) -> str:
+    if config.train.precision == "fp32":
+        return ""
+    return (
+        f"this CPU has no instructions for bfloat16, and train.precision is {config.train.precision!r}: a step takes "
+        f'many times as long as with train.precision = "fp32"'
+    )
 
 
 def _warmup(config: TrainConfig) -> str:

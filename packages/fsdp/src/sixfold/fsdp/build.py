@@ -40,6 +40,7 @@ from sixfold.fsdp.reduce import Reduction
 from sixfold.fsdp.scaled import Fp8Matmul, Transposes
 from sixfold.fsdp.signatures import Signatures
 from sixfold.fsdp.streams import make_stream
+from sixfold.fsdp.together import together_of
 from sixfold.fsdp.units import Unit, UnitSpec
 from sixfold.fsdp.used import Used
 from sixfold.fsdp.waiting import Waiting
@@ -112,12 +113,8 @@ def build(module: nn.Module, options: Options) -> Built:
                 device=device,
                 own_memory=buffers.fill_freed,
             )
-            ways = Ways(
-                units,
-                options.mixed_precision,
-                shards_grads=options.sharding.shards_grads,
-                bucket_bytes=bucket_bytes,
-            )
+            shards_grads = options.sharding.shards_grads
+            ways = Ways(units, options.mixed_precision, shards_grads=shards_grads, bucket_bytes=bucket_bytes)
             pool = ways.make_pool(buffers.reduce_buffers, device, fill=buffers.fill_freed)
         memory.register(lambda mine: all(row[0] for row in exchange(control, [int(mine)], wait)))
         fp8 = _fp8_of(units, options, device)
@@ -131,6 +128,7 @@ def build(module: nn.Module, options: Options) -> Built:
             prefetch_bytes=buffers.prefetch_bytes,
             transposes=fp8.transposes,
             fill_freed=buffers.fill_freed,
+            together=together_of(units, ranks, buffers, device),
         )
         reduction = Reduction(
             units,

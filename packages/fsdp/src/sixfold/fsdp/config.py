@@ -106,7 +106,9 @@ class BufferConfig:
             most so many bytes of main_dtype: fewer and larger collectives, and gathered memory for all of them at
             once; ``checks="order"`` does not compare the order of modules inside a merged unit. ``"auto"``: only units
             that are single layers of one block (an element of a list) and were named by class, up to 4 MiB; none with
-            ``mesh_for`` or with a number for ``gathered_bytes``. None: one collective per unit (and piece).
+            ``mesh_for`` or with a number for ``gathered_bytes``. On CPUs a model with such units whose gathered weights
+            take at most 4 MiB in all gathers several of them by one collective, once after each change of main weights,
+            and holds what came a second time. None: one collective per unit (and piece).
         nccl_min_ctas, nccl_max_ctas: fewest and most thread blocks of a collective, on the NCCL groups made here.
         always_communicate: a group of one goes through its back end too (one GPU then tests NCCL).
         share_communicator: gathers and reductions on the given group itself, for few file descriptors; else each has

@@ -11,7 +11,7 @@ budget, bytes that are in the way wait elsewhere (parking.py) and come back by a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sixfold.fsdp.alloc import NAN_BYTE
+from sixfold.fsdp.buffer import ParamAndGradBuffer
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.order import GivenPlan, Successors, UseOrder
 from sixfold.fsdp.parking import Parking
@@ -27,6 +28,7 @@ from sixfold.fsdp.residency import Action
 from sixfold.fsdp.saved import Versions
 from sixfold.fsdp.scaled import Transposes
 from sixfold.fsdp.streams import SideStream
+from sixfold.fsdp.together import Together
 from sixfold.fsdp.torch_private import in_backward
 from sixfold.fsdp.units import Unit
 from sixfold.fsdp.waiting import Wait
@@ -123,8 +125,10 @@ class Gathering:
         prefetch_bytes: int | None,
         transposes: Transposes | None = None,
         fill_freed: bool = False,
+        together: Mapping[ParamAndGradBuffer, Together] | None = None,
     ) -> None:
         self._units = units
+        self._together = together or {}
         self._by_name = {unit.name: unit for unit in units}
         self.placement = placement
         self._arena = placement.arena
@@ -398,20 +402,27 @@ class Gathering:
                 with self._stream.enter():
                     self._arena.memory(name).copy_(place)
             return lambda: self._finish(name, [])
-        self.gathers += 1
-        self.step_gathers += name in self._sizes
         works: list[tuple[Weights, Any]] = []
+        sends = not unit.streams  # [Note: one gather for several]
         with self._stream.enter():
             for stream in unit.streams:
                 weights = stream.weights
                 if not stream.trainable and weights.gathered_once and not self._written_over(unit):
                     continue  # frozen weights that stay do not change
+                group = self._together.get(stream)
+                if group is not None:
+                    sends |= group.start(lambda work: self._wait(work, name, "gather"))
+                    works.append((weights, group))
+                    continue
+                sends = True
                 weights.refresh_source(lambda work: self._wait(work, name, "gather"))
                 weights.gathered_once = True
                 if stream.cut.parts > 1 or weights.shards_params:
                     works.append((weights, stream.ranks.shard.all_gather(weights.gathered, weights.source)))
                 else:
                     works.append((weights, None))
+        self.gathers += sends
+        self.step_gathers += sends and name in self._sizes
 
         def finish() -> None:
             self._finish(name, works)
@@ -425,13 +436,20 @@ class Gathering:
     def _finish(self, name: str, works: list[tuple[Weights, Any]]) -> None:
         with self._stream.enter():
             for weights, work in works:
-                if work is not None:
+                if isinstance(work, Together):
+                    work.bring(weights, lambda work: self._wait(work, name, "gather"))
+                elif work is not None:
                     self._wait(work, name, "gather")
                 weights.spread_copies()
             event = self._stream.mark()
         self._stream.join(event)
         if self.versions is not None:
             self.versions.here(name)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes in which weights of small units wait for their use. [Note: one gather for several]"""
+        return sum(one.nbytes for one in set(self._together.values()))
 
     def settle(self) -> None:
         """Wait for gathers that nobody used: main weights are about to change."""

@@ -46,7 +46,7 @@ def report(engine: Engine, options: Options, fp8: Fp8, links: Links) -> dict[str
             "main_weights": sum(one.main.flat.nbytes for one in weights if not one.main_in_gathered),
             "gather_source": sum(one.source.nbytes for one in weights if one.shards_params and not one.aliased),
             "kept_gathered": placement.kept_bytes,
-            "gather_arena": arena.nbytes + arena.own_bytes + arena.scratch_bytes,
+            "gather_arena": arena.nbytes + arena.own_bytes + arena.scratch_bytes + engine.gathering.waiting_bytes,
             "reduce_buffers": sum(engine.reduction.pool.slot_bytes),
             "reduce_scratch": engine.reduction.scratch_bytes,
             "local_gradients": sum(stream.gradients.own_local_bytes for stream in streams),

@@ -410,7 +410,7 @@ class FullyShardedDataParallel(nn.Module):
         | ``bytes.offload_slots`` | bytes | on the device for optimizer state of the host; with ``offload`` only |
         | ``fp8.tensors`` ``fp8.scale_reductions`` ``fp8.transposes_made`` | count | |
         | ``fp8.matmul`` ``fp8.transposes_alive`` | text | what layers multiply; units that have transposed copies |
-        | ``gathers`` ``reductions`` | count | of units |
+        | ``gathers`` ``reductions`` | count | of units; of several small ones where one message brings them |
         | ``plan.order`` | text | ``"fixed"``, ``"recorded"`` or ``"given"`` (``use_plan``) |
         | ``plan.budget_bytes`` | bytes | an integer ``gathered_bytes``; None without |
         | ``plan.arena_bytes`` ``plan.arena_used_bytes`` | bytes | the arena; up to the end of its last range |

@@ -328,3 +328,27 @@ def test_a_copy_looked_up_with_max_norm_has_the_outputs_of_torchs_table():
     assert torch.equal(model(TOKENS), plain(TOKENS))
     model(TOKENS).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda net: nn.init.zeros_(net[0].weight),
+        lambda net: net[0].reset_parameters(),
+        lambda net: torch.add(net[0].bias, 1, out=net[0].bias),
+        lambda net: net[0].weight.__imul__(2),
+    ],
+    ids=["init", "reset_parameters", "out", "imul"],
+)
+def test_a_write_between_calls_is_told_as_a_write_and_the_remedy_sets_it(write):
+    net = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    model = fully_shard(net, fsdp_unit_modules=[nn.Linear], buffers=TURNS)
+    with (
+        pytest.raises(FsdpError, match=r"writes to it, .*copy into model.state_records\(\) and call model.refresh\(\)"),
+        torch.no_grad(),
+    ):
+        write(net)
+    for record in model.state_records():
+        record.tensor.zero_()
+    model.refresh()
+    assert not model(torch.ones(2, 4)).any() and not any(w.any() for w in model.full_state_dict().values())

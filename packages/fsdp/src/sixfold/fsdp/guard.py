@@ -100,10 +100,10 @@ class Guard:
             raise self.error("its .data is assigned", WRITE) if sets else self.error("its .data is taken", READ)
         elif name in _STRIDED and _offset(args, kwargs) is not None:
             raise self.error(f"{name}() is given a storage_offset", OFFSET)
-        elif self.gone or not self.readable():
-            raise self.error(f"{name}() reads its values outside a call of its unit, and they may not be here", READ)
         elif _writes(name, parameter, args, kwargs):
             raise self.error(f"{name}() writes to it, and the next gather would undo that", WRITE)
+        elif self.gone or not self.readable():
+            raise self.error(f"{name}() reads its values outside a call of its unit, and they may not be here", READ)
 
     def ask_view(self, name: str) -> None:
         """Raise unless a view of the parameter may be read now by ``name``."""

@@ -30,7 +30,7 @@ def draw_curtains(engine: Engine) -> None:
         Curtain(
             [Guard(record, _reads(engine, unit), _owes_gradient(engine), engine.forget) for record in unit.records],
             as_sharded=engine.as_sharded,
-            strides=any(_strides(part) for module in unit.modules for part in module.modules()),
+            strides=any(map(_strides, {type(part) for module in unit.modules for part in module.modules()})),
         )
         for unit in engine.units
     ]
@@ -72,9 +72,9 @@ def _owes_gradient(engine: Engine) -> Callable[[ParamRecord], bool]:
     return owes
 
 
-def _strides(module: nn.Module) -> bool:
-    """Code of its class, or a function that this calls by name, names ``as_strided``. [Note: offsets in a storage]"""
-    for cls in type(module).__mro__:
+def _strides(kind: type[nn.Module]) -> bool:
+    """Code of this class, or a function that this calls by name, names ``as_strided``. [Note: offsets in a storage]"""
+    for cls in kind.__mro__:
         if cls.__module__.startswith("torch.nn."):
             return False
         for method in vars(cls).values():

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sixfold.pipeline.cut_origin import Origin, check_layers
+from sixfold.pipeline.cut_proof import prove
 from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.plan.partition import partition
 from sixfold.pipeline.stage import Stage
@@ -93,18 +95,24 @@ def _shared(parts: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:
     return found
 
 
-def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
+def stages_of_causal_lm(model: Any, stages: int, *, check: bool = True) -> list[Stage]:
     """A causal language model of Hugging Face's form (Llama, Qwen, Gemma, GPT-2, ...) as stages.
 
     The first takes token ids, the last gives logits, with what the model does to them (a soft cap, a scale). ``kwargs``
     of a step reach every stage: ``attention_mask``, ``position_ids``. Stages share the model's parameters, but for an
     output embedding that is tied: it becomes a copy, tied between the first stage and the last. Parameters of layers
     that several stages have are tied too. Take those of a rank: ``[made[i] for i in program.stages_of(rank)]``.
+    What is set on the model's attributes or its configuration later holds in its stages too.
 
+    Args:
+        check: run the model and its stages once on 16 tokens, in eval mode and without gradients, and compare the
+            logits; nothing stays of it. Left out for parameters on meta or sharded ones (DTensor, FSDP, ZeRO-3), flex
+            attention, and flash attention on CPUs. A model that fails on token ids and a mask alone is cut with a
+            warning.
     Raises:
         ScheduleError: the model has no such form, parameters that no stage or several would have, a ``forward`` that
-            was set on it, a hook in front of its forward, a loss of its routers (``output_router_logits``), or fewer
-            layers than stages.
+            was set on it, a hook in front of its forward, a loss of its routers (``output_router_logits``), layers
+            that it leaves out by chance, fewer layers than stages, or other logits than its stages.
     """
     if callable(getattr(model, "get_base_model", None)):
         raise ScheduleError(
@@ -124,9 +132,11 @@ def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
     _check_form(model, base, name, embedding, head)
     _check_routers(model, {})
     _check_hooks(model)
+    check_layers(model, base)
     tied = head.weight is embedding.weight
     sizes = _cut(list(layers), list(layers), stages)
     parts: list[_Part] = []
+    ranges: list[range] = []
     begin = 0
     for index, size in enumerate(sizes):
         first, last = index == 0, index == stages - 1
@@ -134,7 +144,10 @@ def stages_of_causal_lm(model: Any, stages: int) -> list[Stage]:
         part = _part(base, name, mine, embedding, first, last)
         own = _copied(head) if last and tied and stages > 1 else head
         parts.append(_Part(part, own if last else None, first, name, model, mine))
+        ranges.append(mine)
         begin += size
+    if check:
+        prove(model, list(layers), parts, ranges)
     ties: list[dict[str, nn.Parameter]] = _shared(parts)
     if tied and stages > 1:
         ties[0]["embedding"], ties[-1]["embedding"] = embedding.weight, own.weight
@@ -228,6 +241,7 @@ class _Part(nn.Module):
         self._whole: list[nn.Module] = []  # no part of this module: it has the same parameters
         self._config: Any = getattr(model.base_model, "config", None)
         self._mine, self._count = mine, len(getattr(model.base_model, layers))
+        self._origin = Origin(model, layers, mine)
         self._follow()
         if head is not None:
             whole = copy.copy(model)
@@ -237,6 +251,8 @@ class _Part(nn.Module):
             self._whole = [whole]
 
     def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
+        for place, attribute, value in self._origin.look():
+            self._set(place, attribute, value)
         if self._config is not None and vars(self._config) != self._told:
             self._follow()
         run: Any = self.base
@@ -261,6 +277,19 @@ class _Part(nn.Module):
             held.update(layers)
         found: Tensor = leave.output if self.head is None else made.logits
         return found
+
+    def _set(self, place: int, name: str, value: Any) -> None:
+        """The model's (0) or its base's (1) attribute is another now."""
+        if place == 0:
+            for whole in self._whole:
+                vars(whole)[name] = value
+        elif name == "config":
+            self._config = value
+            self._follow()
+        else:
+            attributes = {name: value}
+            _cut_lists(attributes, self._count, self._mine)
+            vars(self.base).update(attributes)
 
     def _follow(self) -> None:
         """``base`` has what the model's configuration says now: another attention may be set after the cut."""

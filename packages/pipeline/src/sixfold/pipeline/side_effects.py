@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.stage import Stage
 
-__all__ = ["Before", "SideEffects", "part_of"]
+__all__ = ["Before", "SideEffects", "access", "part_of", "process_generators"]
 
 Place = tuple[dict[str, Any], str]  # an attribute or buffer
 _PLAIN = (int, float, complex, str, type(None))
@@ -93,16 +93,16 @@ class SideEffects:
         """Around an F."""
         before, first, self._first = Before(), self._first, False
         looked: list[tuple[dict[str, Any], str, Any, Any]] = []
-        everywhere = _globals()
+        everywhere = process_generators()
         if first:
             self.settle()
             looked = self._look()
         for place, name in self._changed.values():
             if name in place:
                 before.held.append((place, name, _copied(place[name])))
-        given = [value for value in kwargs.values() if _access(value) is not None]
+        given = [value for value in kwargs.values() if access(value) is not None]
         for generator in (*self._generators.values(), *given):
-            write, read = _access(generator)  # type: ignore[misc]
+            write, read = access(generator)  # type: ignore[misc]
             before.generators.append((write, read, read()))
         states = {name: read() for name, (_, read) in everywhere.items() if first or name in self._globals}
         yield before
@@ -151,7 +151,7 @@ class SideEffects:
         looked: list[tuple[dict[str, Any], str, Any, Any]] = []
         for module in modules:
             for place, name, value in _held_by(module):
-                if _access(value) is not None:
+                if access(value) is not None:
                     self._generators[id(value)] = value
                 elif isinstance(value, Tensor):
                     # A batch norm's kernel changes its statistics without a new version: values are compared once.
@@ -223,7 +223,7 @@ def _copied(value: Any) -> Any:
     return copy(value) if isinstance(value, _GROWS) else value
 
 
-def _access(value: Any) -> tuple[Callable[[Any], object], Callable[[], Any]] | None:
+def access(value: Any) -> tuple[Callable[[Any], object], Callable[[], Any]] | None:
     """How the state of a generator is written and read; None for anything else."""
     if isinstance(value, torch.Generator):
         return value.set_state, value.get_state
@@ -238,7 +238,7 @@ def _access(value: Any) -> tuple[Callable[[Any], object], Callable[[], Any]] | N
     return None
 
 
-def _globals() -> dict[str, tuple[Callable[[Any], object], Callable[[], Any]]]:
+def process_generators() -> dict[str, tuple[Callable[[Any], object], Callable[[], Any]]]:
     found: dict[str, Any] = {"random": (random.setstate, random.getstate)}
     if (numpy := sys.modules.get("numpy.random")) is not None:
         found["numpy"] = numpy.set_state, numpy.get_state

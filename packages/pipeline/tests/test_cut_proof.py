@@ -304,3 +304,35 @@ def test_layers_that_training_leaves_out_by_chance_are_refused_until_it_leaves_o
     model.base_model.layerdrop = 0.5
     with pytest.raises(ScheduleError, match=r"with layerdrop=0\.5"):
         runner.step(ids(), ids())
+
+
+def test_a_model_that_changes_its_embeddings_in_place_is_cut_with_its_own_logits_and_gradients():
+    sizes = {"vocab_size": WORDS, "n_positions": 32, "n_embd": 16, "n_layer": 4, "n_head": 2, "dff": 24}
+    torch.manual_seed(3)
+    config = transformers.CTRLConfig(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, tie_word_embeddings=False)
+    model = transformers.CTRLLMHeadModel(config).train()
+    plain = copy.deepcopy(model)
+    lm_loss(plain(ids(), use_cache=False).logits, ids()).backward()
+    runner = runner_of(stages_of_causal_lm(model, 3))
+    found = runner.step(ids(), ids(), keep_outputs=True).outputs[0]
+    torch.testing.assert_close(found, plain(ids(), use_cache=False).logits.detach())
+    for (key, ours), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad, msg=lambda text, key=key: f"{key}: {text}")
+
+
+def test_states_of_stages_are_saved_in_one_under_their_stages_places_as_the_readme_says():
+    model, other = llama().eval(), llama().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1)
+    saved = {}
+    for stage in stages_of_causal_lm(model, 2):
+        saved |= {f"{stage.index}.{name}": value for name, value in stage.module.state_dict().items()}
+    for stage in stages_of_causal_lm(other, 2):
+        mine = {
+            name.removeprefix(f"{stage.index}."): v for name, v in saved.items() if name.startswith(f"{stage.index}.")
+        }
+        stage.module.load_state_dict(mine)
+    assert len(saved) == len(model.state_dict())
+    for name, value in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], value), name

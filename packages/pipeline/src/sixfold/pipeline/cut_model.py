@@ -269,7 +269,8 @@ class _Part(nn.Module):
         enter = leave = _Border(layers[names[0]], None if self.first else x)
         if len(names) > 1:
             leave = _Border(layers[names[-1]], None)
-        given = {"input_ids" if self.first else "inputs_embeds": x}
+        # The layers get x; what the model does to its embeddings, in place perhaps (CTRL), is the first stage's.
+        given = {"input_ids": x} if self.first else {"inputs_embeds": x.detach().clone()}
         held[names[0]], held[names[-1]] = enter, leave
         try:
             made = run(**given, **kwargs | {"use_cache": False, "return_dict": True})

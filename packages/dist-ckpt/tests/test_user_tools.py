@@ -1,5 +1,6 @@
 """The tools on what users bring: optimizer states of torch's own, classes in common data, integers of 64 bits."""
 
+import math
 from fractions import Fraction
 
 import pytest
@@ -55,3 +56,39 @@ def test_classes_in_common_data_and_objects_are_converted_when_they_are_passed_a
     loaded = dist_ckpt.load({"o": state["o"].without_data()}, tmp_path / "d", group=None, safe_globals=[Fraction])
     assert (loaded["share"], loaded["o"]) == (Fraction(1, 3), {"share": Fraction(2, 3)})
     assert list(dist_ckpt.load_tensors_metadata(tmp_path / "d")) == ["w"]
+
+
+@pytest.mark.parametrize("x", [5.0, math.nan, -math.inf])
+@pytest.mark.parametrize("kind", [torch.float32, torch.float64, torch.bfloat16, torch.complex64])
+def test_a_tolerance_takes_infinity_for_nothing_but_itself(tmp_path, x, kind):
+    for name, value in (("a", x), ("b", math.inf)):
+        dist_ckpt.save({"w": one("w", torch.tensor([value, math.inf, 1.0], dtype=kind))}, tmp_path / name, group=None)
+    for sides in ("ab", "ba"):
+        found = tools.diff(*(tmp_path / side for side in sides), rtol=0.5)
+        assert [entry["count"] for entry in found["different"]] == [1]
+
+
+@pytest.mark.parametrize(
+    ("a", "b"), [(1, True), (1, 1.0), (0.0, False), (1, 1 + 0j), (b"a", bytearray(b"a")), ({1}, frozenset([1]))]
+)
+def test_diff_tells_kinds_of_values_apart_that_python_calls_equal(tmp_path, a, b):
+    for name, value in (("a", a), ("b", b), ("c", a)):
+        dist_ckpt.save({"v": [value], "t": (0, value)}, tmp_path / name, group=None)
+    assert tools.diff(tmp_path / "a", tmp_path / "b")["common_differs"] == ["t", "v[0]"]
+    assert tools.diff(tmp_path / "a", tmp_path / "c")["equal"]
+
+
+@pytest.mark.parametrize("writer", ["torch", "ours"])
+def test_a_tensor_within_a_tuple_is_no_silent_loss_of_an_export(tmp_path, writer):
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors, an extra")
+    state = {"model": {"w": torch.ones(2)}, "betas": (0.9, [torch.ones(1)]), "step": (1, "a")}
+    if writer == "torch":
+        dcp.save(state, checkpoint_id=str(tmp_path / "c"), no_dist=True)
+    else:
+        dist_ckpt.save(state, tmp_path / "c", group=None)
+    with pytest.raises(CheckpointError, match=r"betas is a tuple that holds tensors; .*keys .*'model\.\*'"):
+        tools.convert(tmp_path / "c", tmp_path / "d", to="safetensors")
+    tools.convert(tmp_path / "c", tmp_path / "d", to="safetensors", keys="model.*")
+    assert list(safetensors.load_file(tmp_path / "d" / "model.safetensors")) == ["model.w"]
+    tools.convert(tmp_path / "c", tmp_path / "e", to="torch_dist")
+    assert dist_ckpt.load({}, tmp_path / "e", group=None)["betas"] == state["betas"]

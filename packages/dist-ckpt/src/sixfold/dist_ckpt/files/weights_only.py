@@ -19,6 +19,7 @@ import torch
 
 from sixfold.dist_ckpt.errors import CorruptError, ShardingError, UnsafeError
 from sixfold.dist_ckpt.state import plain
+from sixfold.dist_ckpt.state.dense import is_freed
 from sixfold.dist_ckpt.state.dtensor import is_dtensor
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
 from sixfold.dist_ckpt.state.tree import KeyPath, path_text
@@ -114,6 +115,8 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
         raise plain.NotPlain("a meta tensor holds no values")
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor if tensor.device.type == "cpu" else tensor.detach().cpu()
+    if is_freed(tensor):
+        raise plain.NotPlain("its storage was freed and holds no values")
     nbytes = tensor.numel() * tensor.element_size()
     owns_all = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == nbytes
     if owns_all and tensor.is_leaf and not vars(tensor):  # else: no graph, and no attributes that frameworks hang on

@@ -31,7 +31,7 @@ from sixfold.dist_ckpt.files.crc import crc32
 from sixfold.dist_ckpt.files.frame import tensor_bytes
 from sixfold.dist_ckpt.ranks.exchange import Exchange
 from sixfold.dist_ckpt.state import plain, tree
-from sixfold.dist_ckpt.state.dense import has_values
+from sixfold.dist_ckpt.state.dense import has_values, is_freed
 from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId, is_main_replica
 
 _MOST_SHOWN, _MOST_INNER = 20, 4
@@ -112,7 +112,7 @@ def _of_tensor(tensor: torch.Tensor) -> int:
         torch.save(tensor.detach(), buffer)
         return crc32(buffer.getvalue())
     kind = crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    if tensor.is_meta:
+    if tensor.is_meta or is_freed(tensor):  # the first rank's dump refuses it
         return kind
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     return crc32(tensor_bytes(values), kind)

@@ -45,6 +45,16 @@ def check_readable(name: object, tensor: torch.Tensor) -> None:
         raise ShardingError(
             f"{name}: data is {form} on {tensor.device}; it is dense and holds values. Save its dense parts instead"
         )
+    if is_freed(tensor):
+        raise ShardingError(
+            f"{name}: the storage of data was freed: {tuple(tensor.shape)} elements and 0 bytes. Pass the tensor that "
+            "holds the values, or give the storage its bytes again first (untyped_storage().resize_)"
+        )
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a dense tensor has elements and a storage of no bytes, as FSDP leaves parameters: reading it crashes."""
+    return not tensor.is_nested and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def has_values(tensor: torch.Tensor) -> bool:

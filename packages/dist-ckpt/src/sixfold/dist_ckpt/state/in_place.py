@@ -60,7 +60,8 @@ def fill_plain(asked: Any, result: Any, is_first: bool) -> None:
             left.append(tree.key_text(path))
     if left and is_first:
         shown = ", ".join(left[:_MOST_SHOWN]) + (", ..." if len(left) > _MOST_SHOWN else "")
-        _log.warning("Saved with another shape or dtype: the result holds them, your tensors do not: %s", shown)
+        what = "Saved with another shape or dtype, or yours cannot be written"
+        _log.warning("%s: the result holds them, your tensors do not: %s", what, shown)
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -111,7 +111,8 @@ def convert(
     Args:
         dst: a folder that does not exist or is empty; it appears complete or not at all.
         to: "torch_dist", "zarr", or "safetensors", which takes the tensors alone. Plain tensors, which are common data,
-            go there under their place in the state dict, joined by dots.
+            go there under their place in the state dict, joined by dots; one within a tuple or an object of common
+            data or plain DCP is an error, a ``ShardedObject`` stays behind.
         max_shard_bytes: safetensors only: tensors per file, unless one tensor alone is larger.
         keys: a glob; other tensors and objects are left out.
         progress: called with bytes of tensors done and in all, the last time before ``dst`` appears.
@@ -134,6 +135,7 @@ def convert(
         plain = values.plain_tensors(source, keys, wanted) if to == "safetensors" else {}
         _check_matches(keys, src, [*wanted, *plain, *(objects if to != "safetensors" else ())])
         if to == "safetensors":
+            values.check_tensors_alone(source, keys, objects.values())
             target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, progress, plain)
         else:
             target, files = typed(
@@ -162,7 +164,8 @@ def diff(
     """Compare two checkpoints by value, whatever layout and format they were saved in.
 
     Args:
-        rtol: values x of ``a`` and y of ``b`` are equal if |x - y| <= rtol * |y|; NaN equals NaN.
+        rtol: values x of ``a`` and y of ``b`` are equal if |x - y| <= rtol * |y|; NaN and infinity equal
+            themselves alone.
         keys: a glob; other tensors and objects are left out.
         progress: called with bytes of ``a`` compared and in all, of tensors and of objects.
     Returns:
@@ -252,7 +255,9 @@ def _compare(x: torch.Tensor, y: torch.Tensor, rtol: float) -> tuple[int, float]
     gap[torch.isnan(gap)] = torch.inf  # one of the two is NaN
     if not (x.is_floating_point() or x.is_complex()):
         gap = gap.clamp(min=1.0)  # of integers that float64 does not tell apart
-    far = gap[~(gap <= rtol * q.abs())]
+    # What is infinite on one side is far from all else: rtol * inf would allow any gap.
+    is_finite = torch.isfinite(p) & torch.isfinite(q)
+    far = gap[~((gap <= rtol * q.abs()) & is_finite)]
     return far.numel(), float(far.max()) if far.numel() else 0.0
 
 

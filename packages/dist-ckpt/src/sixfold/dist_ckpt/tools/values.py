@@ -24,16 +24,18 @@ from typing import Any, TypeVar
 import torch
 
 from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.errors import MismatchError, typed
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.files import weights_only
 from sixfold.dist_ckpt.geometry.box import cuts
-from sixfold.dist_ckpt.state import plain
+from sixfold.dist_ckpt.state import plain, tree
+from sixfold.dist_ckpt.state.by_name import PlainObject
 from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
 
 BATCH_BYTES = 256 * 2**20
+_KINDS = (bool, int, float, complex, bytes, bytearray, set, frozenset)  # equal across kinds in Python
 
 Item = TypeVar("Item")
 
@@ -120,6 +122,40 @@ def plain_tensors(folder: Path, keys: str, others: Iterable[str]) -> dict[str, t
     return {key: value.resolve_conj().resolve_neg().contiguous() for key, value in found.items()}
 
 
+def check_tensors_alone(folder: Path, keys: str, objects: Iterable[ShardedObject]) -> None:
+    """Refuse a tensor within another value of common data or of plain DCP, such as a tuple: it has no name of its own.
+
+    Raises:
+        CheckpointError: with the place, and how to leave it out.
+    """
+    for path, leaf in tree.leaves(common_data(folder)):
+        if fnmatchcase(name := tree.key_text(path), keys) and not isinstance(leaf, torch.Tensor):
+            _check_no_tensor(name, leaf)
+    sizes = object_bytes(folder)
+    found = [record for record in objects if isinstance(record, PlainObject)]
+    for group in grouped(found, lambda record: sizes.get(record.unique_key, 0), BATCH_BYTES):
+        for record, value in zip(group, read(folder, group), strict=True):
+            _check_no_tensor(record.key, value)
+
+
+def _check_no_tensor(name: str, value: Any) -> None:
+    if _holds_tensor(value, set()):
+        raise CheckpointError(
+            f"{name} is a {type(value).__name__} that holds tensors; safetensors knows tensors by name alone. Convert "
+            "to torch_dist, which keeps it, or give keys that do not match it, such as 'model.*'"
+        )
+
+
+def _holds_tensor(value: Any, seen: set[int]) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if isinstance(value, str | bytes | int | float | type(None)) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    parts = [*plain.parts_of(value)] or [*getattr(value, "__dict__", {}).items()]
+    return any(_holds_tensor(part, seen) for pair in parts for part in pair)
+
+
 def _pickles(folder: Path, objects: Sequence[str]) -> Iterator[bytes]:
     if (folder / "common.pt").exists():
         yield typed(lambda: storage.read_small(folder / "common.pt"))
@@ -177,6 +213,8 @@ def equal(a: Any, b: Any) -> bool:
         return type(a) is type(b) and len(a) == len(b) and all(map(equal, a, b))
     if isinstance(a, Namespace | SimpleNamespace) and type(a) is type(b):
         return equal(vars(a), vars(b))
+    if type(a) is not type(b) and isinstance(a, _KINDS) and isinstance(b, _KINDS):
+        return False  # True is 1 and 1.0, b"a" a bytearray, and a load gives back what was saved
     return bool(a == b) or (a != a and b != b and type(a) is type(b))
 
 

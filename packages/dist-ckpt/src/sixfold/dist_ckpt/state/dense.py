@@ -54,7 +54,9 @@ def check_readable(name: object, tensor: torch.Tensor) -> None:
 
 def is_freed(tensor: torch.Tensor) -> bool:
     """Whether a dense tensor has elements and a storage of no bytes, as FSDP leaves parameters: reading it crashes."""
-    return not tensor.is_nested and tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+    if tensor.is_nested or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False  # what dispatches its own calls keeps its values where it likes
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
 
 
 def has_values(tensor: torch.Tensor) -> bool:

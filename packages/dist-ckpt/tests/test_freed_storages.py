@@ -3,9 +3,9 @@
 import pytest
 import torch
 from dist_ckpt_helpers import one
+from torch.distributed.checkpoint.api import CheckpointException
 
 from ranktest import run_ranks
-from torch.distributed.checkpoint.api import CheckpointException
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, ShardingError, dcp
 

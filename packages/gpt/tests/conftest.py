@@ -10,6 +10,13 @@ nox -s "ranks(gpt)" -- --expert-layouts
 nox -s "ranks(gpt)" -- --context-matrix
 """
 
+import signal
+
+
+def pytest_configure(config):
+    # A shell that starts a command in the background has it ignore SIGINT, which these tests send.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 def pytest_addoption(parser):
     parser.addoption(

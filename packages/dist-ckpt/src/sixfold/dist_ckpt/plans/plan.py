@@ -124,7 +124,7 @@ def plan_load(
         if stored is None:
             unexpected.append(index)
             continue
-        problem = _mismatch(record, stored.shape, stored.dtype, dtype_policy)
+        problem = mismatch(record, stored.shape, stored.dtype, dtype_policy)
         if problem:
             mismatches.append(problem)
             continue
@@ -158,7 +158,8 @@ def check_policy(dtype_policy: str) -> None:
         raise CheckpointError(f"dtype_policy is {dtype_policy!r}; it is one of {DTYPE_POLICIES}")
 
 
-def _mismatch(record: ShardedTensor, shape: tuple[int, ...], dtype: torch.dtype, dtype_policy: str) -> str | None:
+def mismatch(record: ShardedTensor, shape: tuple[int, ...], dtype: torch.dtype, dtype_policy: str) -> str | None:
+    """Why a stored tensor of this shape and dtype does not go into the record; None if it does."""
     asked = record.global_shape
     if asked != shape and not (record.allow_shape_mismatch and len(asked) == len(shape)):
         hint = "ask for the stored shape, or set allow_shape_mismatch where only padding differs"

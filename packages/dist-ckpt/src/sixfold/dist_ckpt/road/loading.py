@@ -231,6 +231,7 @@ class Load:
         expanded = by_name.ask(expanded, common, by_name.Names(stored, objects, is_bare, self.exchange.rank))
         parts = tree.split(expanded)
         tensors, replicated = list[ShardedTensor](), list[tuple[ShardedTensor, torch.Tensor]]()
+        policy, unlike = self.asked.dtype_policy, list[str]()
         for number, (place, record) in enumerate(parts.records):
             if not isinstance(record, ShardedTensor):
                 continue
@@ -241,6 +242,8 @@ class Load:
                     parts.records[number] = (place, record)
                 assert record.data is not None, f"{record} was allocated"
                 check_writable(record, record.data)
+                if problem := plan.mismatch(record, record.global_shape, part.dtype, policy):
+                    unlike.append(problem)
                 replicated.append((record, part))
                 continue
             if record.key in stored and record.data is None:
@@ -252,8 +255,9 @@ class Load:
                 check_data(record, record.data)
             tensors.append(record)
         table, pieces = tabulate(tensors)
-        policy = self.asked.dtype_policy
         reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=policy, pieces=pieces)
+        if unlike:
+            reads = replace(reads, mismatches=[*reads.mismatches, *unlike])
         whole_there = tuple(replicated)
         return Looked(
             seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common, replicated=whole_there

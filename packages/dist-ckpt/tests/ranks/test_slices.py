@@ -144,3 +144,36 @@ def test_plain_tensors_of_one_name_that_differ_are_an_error_through_the_door_and
         assert "optim.state.0.m: ranks 0 and 1 hold different tensors" in told[0]
         assert "shared" not in told[0]
     assert dist_ckpt.load_plain_tensors(tmp_path / "d")["statistics"].shape == (2,)
+
+
+def stages_through_the_door(rank, ranks, folder):
+    """FSDP2 over two ranks in each of two stages, whose optimizers call their only parameter 0."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    torch.manual_seed(rank // 2)
+    model = nn.Linear(4, 6, bias=False)
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    model(torch.full((2, 4), 1.0 + rank // 2)).sum().backward()
+    optimizer.step()
+    told = []
+    for save in (dcp.save, dcp.async_save):
+        with pytest.raises(ShardingError) as caught:
+            save({"optim": optimizer.state_dict()}, checkpoint_id=folder / "c")
+        told.append(str(caught.value))
+    assert not (folder / "c").exists()
+    own = {f"stage{rank // 2}": optimizer.state_dict()}
+    dcp.save(own, checkpoint_id=folder / "c")
+    moments = optimizer.state[model.weight]["exp_avg"]
+    copies = DTensor.from_local(torch.full((1,), rank % 2), mesh["dp"], [Shard(0)], run_check=False)
+    dcp.save({"copies": copies}, checkpoint_id=folder / "d")
+    return told, moments.full_tensor()
+
+
+def test_moments_of_fsdp_stages_whose_names_collide_are_an_error_through_the_door(tmp_path):
+    found = run_ranks(stages_through_the_door, 4, tmp_path)
+    assert len({text for told, _ in found for text in told}) == 1
+    assert "optim.state.0.exp_avg from (0, 0): ranks 0 and 2 hold different tensors" in found[0][0][0]
+    plain = dist_ckpt.load_plain_tensors(tmp_path / "c")
+    for stage in (0, 1):
+        assert torch.equal(plain[f"stage{stage}.state.0.exp_avg"], found[2 * stage][1])
+    assert dist_ckpt.load_plain_tensors(tmp_path / "d")["copies"].tolist() == [0, 1]

@@ -37,7 +37,7 @@ def save(
     """``torch.distributed.checkpoint.save`` through a ``Writer`` to ``checkpoint_id``, unless a writer is given.
 
     Raises:
-        ShardingError: ranks hold different plain tensors under one name, of which torch saves one; see ``same_names``.
+        ShardingError: ranks hold different tensors under one name, of which torch saves one; see ``same_names``.
     """
     state_dict = same_names(state_dict, options)
     writer = storage_writer or Writer(checkpoint_id or "")

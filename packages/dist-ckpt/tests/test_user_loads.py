@@ -13,7 +13,7 @@ def asked(dtype):
 
 def test_strict_dtypes_refuse_a_conversion_of_a_plain_tensor_into_a_shard(tmp_path):
     dist_ckpt.save({"w": torch.tensor([1.0, 2.0, 3.0, 4.0])}, tmp_path / "c")
-    with pytest.raises(MismatchError, match="w: asked for torch.bfloat16, stored is torch.float32"):
+    with pytest.raises(MismatchError, match=r"w: asked for torch\.bfloat16, stored is torch\.float32"):
         dist_ckpt.load(asked(torch.bfloat16), tmp_path / "c", dtype_policy="strict")
     for dtype, policy in ((torch.bfloat16, "exact"), (torch.float32, "strict")):
         loaded = dist_ckpt.load(asked(dtype), tmp_path / "c", dtype_policy=policy)
@@ -24,5 +24,5 @@ def test_strict_dtypes_refuse_a_conversion_of_a_plain_tensor_into_a_shard(tmp_pa
 @pytest.mark.parametrize("policy", ["exact", "cast", "strict"])
 def test_complex_values_of_a_plain_tensor_do_not_go_into_a_real_shard(tmp_path, policy):
     dist_ckpt.save({"w": torch.full((4,), 1 + 2j)}, tmp_path / "c")
-    with pytest.raises(MismatchError, match="w: asked for torch.float32, stored is torch.complex64"):
+    with pytest.raises(MismatchError, match=r"w: asked for torch\.float32, stored is torch\.complex64"):
         dist_ckpt.load(asked(torch.float32), tmp_path / "c", dtype_policy=policy)

@@ -38,7 +38,7 @@ def same_names(state: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
     Args:
         options: those of torch's save.
     Raises:
-        ShardingError: plain tensors under one name, or shards of DTensors under one name and place, differ. On every rank.
+        ShardingError: plain tensors under one name, or shards of DTensors under one name and place, differ. On all.
     """
     whole = {name: leaf.state_dict() if factory.is_stateful(leaf) else leaf for name, leaf in state.items()}
     if options.get("planner") is not None or options.get("no_dist") or not options.get("use_collectives", True):

@@ -117,6 +117,13 @@ def test_a_tenth_more_between_two_layers_is_no_rounding(dtype):
         stages_of_causal_lm(made, 2)
 
 
+def test_weights_of_eight_bits_allow_no_more_than_what_is_computed_with():
+    made = between(1, 1.1)
+    made.model.layers[0].mlp.kept = nn.Parameter(torch.ones(2).to(torch.float8_e4m3fn), requires_grad=False)
+    with pytest.raises(ScheduleError, match="between stages 0 and 1"):
+        stages_of_causal_lm(made, 2)
+
+
 def test_logits_that_a_subclass_scales_are_the_last_stages():
     class Scaled(Llama):  # type: ignore[misc, valid-type]
         def forward(self, *args: Any, **kwargs: Any) -> Any:

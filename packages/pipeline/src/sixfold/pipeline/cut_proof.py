@@ -228,7 +228,8 @@ def _compare(model: Any, whole: _Run, stages: _Run, kept: Tensor, mine: Sequence
     expected, found = whole.logits, stages.logits
     if expected.shape == found.shape:
         largest, far = _apart(expected, found, kept)
-        eps = max(torch.finfo(p.dtype).eps for p in (*model.parameters(), expected) if p.dtype.is_floating_point)
+        kinds = {p.dtype for p in (*model.parameters(), expected) if p.dtype.is_floating_point}
+        eps = max(torch.finfo(kind).eps for kind in kinds if kind.itemsize > 1)  # eight bits are kept, not computed
         limit = _ROUNDING * eps * largest
         if far <= limit:
             return

@@ -183,6 +183,39 @@ def test_a_copy_that_was_loaded_alone_is_refused_until_it_is_tied_again(where, a
     assert torch.equal(second.data, first.data)
 
 
+def evaluates(ranks: Any, modules: list[nn.Module], verb: str, tied: bool) -> None:
+    """One copy is loaded behind the runner; perhaps tied again."""
+    here = (0, 1) if ranks is None else (ranks.rank,)
+    stages = [Stage(modules[i], i, tied={"factor": modules[i].factor}) for i in here]
+    runner = PipelineRunner(gpipe(2, 2), stages, ranks, square_loss, timeout_s=20)
+    x, y = batch(4)
+    given = (x, y) if verb == "evaluate" else (x,)
+    getattr(runner, verb)(*given)
+    if 0 in here:
+        modules[0].factor.data.mul_(2)
+    if tied:
+        runner.tie()
+    getattr(runner, verb)(*given)
+    if tied:
+        runner.step(x, y)  # another message on the same way
+        getattr(runner, verb)(*given)
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "forward"])
+@pytest.mark.parametrize("where", ["one process", "threads"])
+def test_an_evaluation_of_copies_that_differ_is_refused_until_they_are_tied_again(where, verb):
+    def run(tied: bool) -> None:
+        modules = two_shared()
+        if where == "one process":
+            evaluates(None, modules, verb, tied)
+        else:
+            values_or_raise(on_threads(2, evaluates, modules, verb, tied))
+
+    with pytest.raises(ScheduleError, match=r"tied\['factor'\]: the copies on stages 0 and 1 have other values"):
+        run(tied=False)
+    run(tied=True)
+
+
 def test_a_tied_parameter_that_is_gone_or_of_another_shape_is_named():
     modules = two_shared()
     stages = [Stage(module, i, tied={"factor": module.factor}) for i, module in enumerate(modules)]

@@ -466,6 +466,8 @@ class PipelineRunner:
             over = True
             if ties is not None:
                 ties.add_up()
+            elif self._ties is not None and not goal.train:
+                self._ties.compare()
             if outer is not None:
                 with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                     outer.backward()

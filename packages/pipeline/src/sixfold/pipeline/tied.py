@@ -133,6 +133,12 @@ class Ties:
             self._doubts += chain.add_up()
         self._before.commit()
 
+    def compare(self) -> None:
+        """An evaluation went through: its result is of one model. Raises ScheduleError: copies differ."""
+        for verdict, error in [doubt for chain in self._chains for doubt in chain.compare()]:
+            if verdict.item():
+                raise error
+
     def restore(self) -> None:
         """The step failed."""
         self._before.restore()
@@ -210,12 +216,7 @@ class _Chain:
             parts = [part_of(parameter)[0] for parameter in held]
             if values is None:
                 return own + parts
-            for name, below, part in zip(self._names, values[len(held) :], parts, strict=True):
-                verdict, error = differs([below], [part]), self._apart(name, at)
-                if isinstance(verdict, Tensor):
-                    doubts.append((verdict, error))
-                elif verdict:
-                    raise error
+            doubts.extend(self._doubts(at, values[len(held) :], parts))
             sums = zip(values[: len(held)], own, new, strict=True)
             return [value + mine if is_new else value for value, mine, is_new in sums] + parts
 
@@ -233,6 +234,28 @@ class _Chain:
                     parameter.grad = value.detach().clone()
         return doubts
 
+    def compare(self) -> list[tuple[Tensor, ScheduleError]]:
+        """Up the chain goes a part of the values alone. Returns and raises as ``add_up``."""
+        doubts: list[tuple[Tensor, ScheduleError]] = []
+
+        def compared(at: int, held: list[nn.Parameter], values: list[Tensor] | None) -> list[Tensor]:
+            parts = [part_of(parameter)[0] for parameter in held]
+            if values is not None:
+                doubts.extend(self._doubts(at, values, parts))
+            return parts
+
+        self._up(compared, gradients=0)
+        return doubts
+
+    def _doubts(self, at: int, below: list[Tensor], parts: list[Tensor]) -> Iterable[tuple[Tensor, ScheduleError]]:
+        """Parts of the copies at a place, beside those of the place before."""
+        for name, theirs, mine in zip(self._names, below, parts, strict=True):
+            verdict = differs([theirs], [mine])
+            if isinstance(verdict, Tensor):
+                yield verdict, self._apart(name, at)
+            elif verdict:
+                raise self._apart(name, at)
+
     def _apart(self, name: str, at: int) -> ScheduleError:
         below, here = self._holders[at - 1][0], self._holders[at][0]
         return ScheduleError(
@@ -240,7 +263,13 @@ class _Chain:
             "alone; load both, or call tie() of the runner on all ranks"
         )
 
-    def _up(self, step: Callable[[int, list[nn.Parameter], list[Tensor] | None], list[Tensor]]) -> list[Tensor] | None:
+    def _up(
+        self,
+        step: Callable[[int, list[nn.Parameter], list[Tensor] | None], list[Tensor]],
+        gradients: int | None = None,
+    ) -> list[Tensor] | None:
+        """Args: gradients: how many of the values are sent as what gets gradients; None for one of each name."""
+        marked = len(self._names) if gradients is None else gradients
         for rank, lane in self._lanes.items():
             if rank in self._ranks:
                 lane.begin(None)
@@ -253,7 +282,7 @@ class _Chain:
                 self._send(
                     Action(at, Kind.SEND_F, 0),
                     at,
-                    [value.detach().requires_grad_(n < len(self._names)) for n, value in enumerate(values)],
+                    [value.detach().requires_grad_(n < marked) for n, value in enumerate(values)],
                 )
         return values
 

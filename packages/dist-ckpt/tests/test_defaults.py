@@ -100,7 +100,9 @@ def test_a_default_device_changes_nothing_for_an_export_to_safetensors(tmp_path)
     safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
     dist_ckpt.save(state(fill=True), tmp_path / "c")
     with accelerator():
-        tools.convert(tmp_path / "c", tmp_path / "st", to="safetensors", keys="turned")  # a tuple of tensors has no name
+        tools.convert(
+            tmp_path / "c", tmp_path / "st", to="safetensors", keys="turned"
+        )  # a tuple of tensors has no name
     assert torch.equal(safetensors.load_file(tmp_path / "st" / "model.safetensors")["turned"], cpu(5, 3).t())
 
 

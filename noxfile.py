@@ -9,6 +9,8 @@ Packages are found by their folders; a session that works on one takes its folde
 Nothing but nox is presupposed. What the sessions are made of is in tools/checks.
 """
 
+import functools
+import os
 import shutil
 import subprocess
 import sys
@@ -32,7 +34,7 @@ from checks.installs import (
     shared_environment,
     shared_key,
 )  # fmt: skip
-from checks.lanes import Step, run_in_lane, run_turns, session_step, turns_of_ci
+from checks.lanes import Step, run_in_lane, run_turns, session_step, turn_of_ci, turns_of_ci
 from checks.places import (
     ALSO_ISOLATED,
     BASE_DEFAULT,
@@ -276,20 +278,26 @@ def lowest(session: nox.Session, package: str) -> None:
 
 @nox.session(venv_backend="none")
 def ci(session: nox.Session) -> None:
-    """Every check, four sessions at a time; what `nox` alone runs. Output comes as each ends; logs in .nox/ci."""
+    """Every check, four sessions at a time; what `nox` alone runs. Output comes as each ends; logs in .nox/ci.
+
+    Of the slow tests a small machine runs a part, by the commit; `nox -s "rest(fsdp)"` and `full` run all.
+    """
     shutil.rmtree(LOGS, ignore_errors=True)
     LOGS.mkdir(parents=True)
     failed = []
+    turn = turn_of_ci(os.cpu_count() or 1)
+    step = functools.partial(session_step, turn=turn)
     with ThreadPoolExecutor(LANES) as lanes:
         start = time.monotonic()
         first, *others = turns_of_ci()
-        running = [lanes.submit(run_in_lane, map(session_step, [["bases"], *first]))]
+        running = [lanes.submit(run_in_lane, map(step, [["bases"], *first]))]
         shared_environment(session)  # meanwhile: pip keeps one core busy
         installed = time.monotonic()
-        running += [lanes.submit(run_in_lane, map(session_step, turn)) for turn in others]
+        running += [lanes.submit(run_in_lane, map(step, sessions)) for sessions in others]
         for done in as_completed(running):
             failed += done.result()
     count, minutes, of_pip = sum(map(len, [first, *others])), time.monotonic() - start, installed - start
     session.log(f"{count} sessions in {LANES} lanes, {minutes / 60:.1f} minutes, of them {of_pip / 60:.1f} of pip")
+    session.log(f"of the slow tests part {turn}; all: nox -s full" if turn else "all of the slow tests")
     if failed:
         session.error(f"failed: {', '.join(sorted(failed))}; their output is above and in {LOGS.relative_to(ROOT)}")

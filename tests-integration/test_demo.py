@@ -64,6 +64,7 @@ def steps_of(folder: Path, summary: dict) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if line["kind"] == "step"}
 
 
+@pytest.mark.slow
 def test_the_summary_is_whole(demo):
     folder, summary, _ = demo
     assert summary.keys() >= SUMMARY_KEYS

@@ -50,6 +50,7 @@ def blocks(text: str, language: str) -> list[str]:
 
 
 @each_package
+@pytest.mark.slow
 def test_the_python_block_of_a_readme_runs(package: Package, tmp_path):
     found = blocks((package.folder / "README.md").read_text(), "python")
     assert len(found) == 1, f"packages/{package.name}/README.md has {len(found)} python blocks; it has one"
@@ -60,6 +61,7 @@ def test_the_python_block_of_a_readme_runs(package: Package, tmp_path):
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: f"{path.parts[-3]}/{path.name}")
+@pytest.mark.slow
 def test_an_example_runs_and_prints(example, tmp_path, pytestconfig):
     """With nox -s full in a Python that is started for it, as the blocks of the READMEs above are always."""
     if "from transformers " in example.read_text():
@@ -98,6 +100,7 @@ def test_the_two_commands_of_the_root_readme_stand_alone(command):
     assert command in bodies, f"README.md has no fenced block that is `{command}` and nothing else"
 
 
+@pytest.mark.slow
 def test_links_between_documents_lead_somewhere():
     made = {ROOT / "docs" / address for address in site_pages.pages()}  # from the code, when the site is built
     wrong = []

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TESTS = """
 import importlib.util
 import pytest
@@ -54,6 +56,7 @@ def run(folder: Path, *arguments: str) -> set[str]:
     return set(re.findall(r"::test_(.*?) (?:PASSED|FAILED|SKIPPED|XFAIL|XPASS)", done.stdout))
 
 
+@pytest.mark.slow
 def test_only_what_passed_alone_and_missed_nothing_is_left_out(tmp_path: Path) -> None:
     for name, text in FILES.items():
         (tmp_path / name).write_text(text)

@@ -45,3 +45,23 @@ def test_rows_that_are_left_over_meet_all_rows_of_the_shorter_list_in_turn():
 def test_a_number_of_cases_is_spread_from_the_first_to_the_last(cases, count, places):
     ids = [(str(place),) for place in range(cases)]
     assert sampled(ids, count) == [(str(place),) for place in places]
+
+
+def named(name, slow):
+    return SimpleNamespace(nodeid=name, get_closest_marker=lambda mark: True if slow and mark == "slow" else None)
+
+
+def test_the_turns_share_the_slow_tests_and_each_has_all_others():
+    quick = [named(f"t.py::test_quick[{number}]", slow=False) for number in range(5)]
+    slow = [named(f"t.py::test_slow[{number}]", slow=True) for number in range(40)]
+    turns = [root_conftest.of_turn(f"{part}/4", [*quick, *slow]) for part in range(4)]
+    assert all(turn[:5] == quick for turn in turns)
+    assert sorted(item.nodeid for turn in turns for item in turn[5:]) == sorted(item.nodeid for item in slow)
+    assert all(len(turn) > 8 for turn in turns)
+    assert root_conftest.of_turn("", [*quick, *slow]) == [*quick, *slow]
+
+
+@pytest.mark.parametrize("turn", ["4/4", "-1/4"])
+def test_a_turn_that_is_none_is_refused(turn):
+    with pytest.raises(pytest.UsageError, match="K from 0 to N - 1"):
+        root_conftest.of_turn(turn, [])

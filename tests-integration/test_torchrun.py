@@ -39,6 +39,7 @@ def test_a_job_past_its_deadline_fails_and_is_ended(tmp_path):
         run_torchrun(World(ranks=2, device="cpu"), ["job.py"], folder=tmp_path, timeout_s=0.5)
 
 
+@pytest.mark.slow
 def test_ending_a_job_leaves_no_rank_behind(tmp_path):
     (tmp_path / "job.py").write_text(NO_END)
     process = start_torchrun(World(ranks=2, device="cpu"), ["job.py"], folder=tmp_path)

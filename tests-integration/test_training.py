@@ -222,6 +222,7 @@ def newest(folder: Path, run: str = "run") -> tuple[int, Path]:
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 @pytest.mark.parametrize("job", JOBS)
+@pytest.mark.slow
 def test_a_run_that_goes_from_layout_to_layout_trains_like_one_process(
     job, backend, worlds, folder, monkeypatch, pytestconfig
 ):

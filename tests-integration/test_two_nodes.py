@@ -13,6 +13,7 @@ DEADLINE_S = 240.0  # ends what hangs and nothing else
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.slow
 def test_torchrun_on_two_nodes_trains_one_run(tmp_path):
     config = tiny_config(tmp_path, "train.steps=3", "train.global_batch_size=4", "checkpoint.every=1", "parallel.pp=2")
     path = tmp_path / "job.toml"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from checks.commands import AFTER_ISOLATION
-from checks.places import LOGS, PACKAGES, ROOT, SESSION_DEADLINE_S, tests_of
+from checks.places import CORES_FOR_ALL, LOGS, PACKAGES, ROOT, SESSION_DEADLINE_S, TURNS, tests_of
 
 
 def turns_of_ci() -> list[list[list[str]]]:
@@ -46,10 +46,25 @@ class Step:
     success: tuple[int, ...] = (0,)
 
 
-def session_step(arguments: Sequence[str]) -> Step:
-    """One session in a nox of its own: what follows ``nox -s``."""
+def session_step(arguments: Sequence[str], turn: str = "") -> Step:
+    """One session in a nox of its own: what follows ``nox -s``; of its slow tests the part ``turn``, as 2/4, or all."""
     nox = (sys.executable, "-m", "nox", "--noxfile", str(ROOT / "noxfile.py"), "--session")
-    return Step(name=arguments[0], command=(*nox, *arguments), logs=LOGS)
+    return Step(name=arguments[0], command=(*nox, *arguments), logs=LOGS, variables={"SIXFOLD_TURN": turn})
+
+
+def turn_of_ci(cores: int, head: str | None = None) -> str:
+    """Which part of the slow tests ci runs at a commit (its id; without one, that of ROOT): "" is all of them.
+
+    By the commit, so that a failure comes again where it came, and another part is run after each change.
+    """
+    if cores >= CORES_FOR_ALL:
+        return ""
+    if head is None:
+        asked = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False, timeout=60
+        )
+        head = asked.stdout.strip()
+    return f"{int(head[:8] or '0', 16) % TURNS}/{TURNS}"
 
 
 def run_turns(turns: Iterable[Iterable[Step]], lanes: int) -> list[str]:

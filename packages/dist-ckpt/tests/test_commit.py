@@ -222,6 +222,7 @@ def save_and_die(rank, ranks, folder, value, deadly_event):
     return total
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_step_leaves_the_old_or_the_new_checkpoint(tmp_path):
     dist_ckpt.save(state(1), tmp_path / "c")
     (total,) = run_ranks(save_and_die, 1, tmp_path, 2, -1)

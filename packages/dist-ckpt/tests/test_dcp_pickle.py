@@ -126,6 +126,7 @@ def test_what_is_written_is_read_back(case, trusted):
 
 @pytest.mark.parametrize("batch_rows", [1, 7, 1 << 16])
 @pytest.mark.parametrize("seed", range(20))
+@pytest.mark.slow
 def test_what_ranks_wrote_becomes_what_torchs_objects_would_be_by_a_plain_loop(monkeypatch, seed, batch_rows):
     """Random shards on random ranks, replicas and empty ones among them, at random places of each rank's file."""
     monkeypatch.setattr(dcp_pickle, "BATCH_ROWS", batch_rows)

@@ -127,6 +127,7 @@ def save_and_load(rank, ranks, folder):
             return str(error)
 
 
+@pytest.mark.slow
 def test_a_default_device_changes_nothing_on_several_ranks(tmp_path):
     first, second = run_ranks(save_and_load, 2, tmp_path)
     assert first == second

@@ -19,6 +19,7 @@ begun(work)
 
 
 @pytest.mark.parametrize(("seconds", "ends"), [(0.3, True), (120, False)])
+@pytest.mark.slow
 def test_an_interpreter_waits_a_moment_for_threads_that_nobody_waits_for(seconds, ends):
     start = time.monotonic()
     command = [sys.executable, "-c", SCRIPT.format(seconds=seconds)]

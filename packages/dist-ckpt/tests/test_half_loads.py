@@ -68,6 +68,7 @@ def fresh(rank, ranks, folder, kind, form):
 
 @pytest.mark.parametrize("form", ["dicts", "objects"])
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.slow
 def test_moments_that_a_fresh_optimizer_does_not_ask_for_are_an_error_and_its_remedies_work(tmp_path, kind, form):
     told = run_ranks(fresh, 2, tmp_path / "c", kind, form)
     name = "exp_avg" if kind == "adamw" else "momentum_buffer"

@@ -134,6 +134,7 @@ def save_sharded(rank, ranks, folder):
     return values(model)
 
 
+@pytest.mark.slow
 def test_a_plain_checkpoint_loads_into_fsdp2_and_fsdp2s_into_a_plain_model(tmp_path):
     plain = net(0)
     dist_ckpt.save({"model": plain.state_dict()}, tmp_path / "plain", group=None)

@@ -343,6 +343,7 @@ def many(chunks):
 
 
 @pytest.mark.parametrize("encode", [metadata.encode_parts, compact.encode])
+@pytest.mark.slow
 def test_the_index_files_are_written_in_bounded_memory(encode):
     """200,000 chunks make 30 and 11 MB; a batch of 8,192 rows is there at a time."""
 

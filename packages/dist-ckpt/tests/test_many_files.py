@@ -129,6 +129,7 @@ def test_the_files_of_many_ranks_load_with_fewer_descriptors(request, kind, veri
 
 
 @pytest.mark.parametrize("kind", ["of_dcp", "of_ranks", "of_zarr"])
+@pytest.mark.slow
 def test_every_tool_reads_them_with_few_descriptors(request, tmp_path, kind):
     path = request.getfixturevalue(kind)
 

@@ -79,6 +79,7 @@ print("restored", len(before))
 """
 
 
+@pytest.mark.slow
 def test_the_peers_model_and_optimizer_save_and_load_through_this_package(tmp_path):
     run = [sys.executable, "-c", SCRIPT, str(tmp_path / "c")]
     done = subprocess.run(run, capture_output=True, text=True, timeout=300)

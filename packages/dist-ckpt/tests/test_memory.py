@@ -123,6 +123,7 @@ def peaks(folder):
 
 @pytest.mark.parametrize("check_finite", [False, True])
 @pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.slow
 def test_a_save_copies_a_few_parts_and_never_the_state(peaks, group, check_finite):
     assert peaks["save", group, check_finite] <= SAVE_BOUND_MIB < ALL_MIB / 3
 

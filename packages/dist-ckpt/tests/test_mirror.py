@@ -94,6 +94,7 @@ def bucket(s3_process):
     return url
 
 
+@pytest.mark.slow
 def test_a_resharded_load_fetches_each_byte_once(s3, bucket):
     s3.set()
     values, step = loaded_columns(bucket)

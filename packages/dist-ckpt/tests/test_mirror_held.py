@@ -283,6 +283,7 @@ def test_small_files_which_are_there_before_any_block_is_are_not_taken(large):
         found.close()
 
 
+@pytest.mark.slow
 def test_many_threads_that_look_for_a_taken_block_fetch_it_once(large, seen, monkeypatch):
     store, data = large
     found, path, taken = started(store, 4)

@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import os, shutil, tempfile
 from sixfold import dist_ckpt
@@ -35,6 +37,7 @@ finally:
 """
 
 
+@pytest.mark.slow
 def test_a_parent_that_may_not_be_written_to_is_named_and_the_remedy_works():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False)
     told, loaded = done.stdout.splitlines()

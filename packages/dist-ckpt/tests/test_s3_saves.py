@@ -51,6 +51,7 @@ def requests(s3):
     return {kind: tally["requests"] for kind, tally in s3.counts().items() if kind != "total"}
 
 
+@pytest.mark.slow
 def test_large_tensors_go_up_in_parts_side_by_side_and_come_back(s3, place):
     s3.set(latency_ms=30)
     dist_ckpt.save(big(1.0), place)
@@ -78,6 +79,7 @@ SMALL = [
 
 
 @pytest.mark.parametrize("faults", [PARTS, SMALL], ids=["parts", "small files"])
+@pytest.mark.slow
 def test_a_store_that_asks_to_slow_down_or_breaks_now_and_then_is_asked_again(s3, place, faults):
     saved = {"w0": big(2.0)["w0"], "step": 2.0} if faults is PARTS else small(2.0)
     s3.set(faults=faults)
@@ -100,6 +102,7 @@ def test_a_store_that_stays_away_is_one_error_after_the_deadline_and_the_old_che
 
 
 @pytest.mark.parametrize("dies_at", ["common.pt", "metadata.json"])
+@pytest.mark.slow
 def test_a_network_that_ends_in_mid_commit_leaves_the_old_and_the_next_cleans_up(s3, place, dies_at):
     dist_ckpt.save(small(1.0), place)
     s3.set(faults=[Fault(what="down", kind="put", key=f"*/{dies_at}")])
@@ -112,6 +115,7 @@ def test_a_network_that_ends_in_mid_commit_leaves_the_old_and_the_next_cleans_up
     assert sum(name.endswith(".distcp") for name in UrlStore(place).list_files()) == 1
 
 
+@pytest.mark.slow
 def test_a_bucket_that_is_not_there_is_named_and_not_made(s3, place):
     with pytest.raises(StorageError, match=r"s3://no-such-bucket-here/c"):
         dist_ckpt.save(small(1.0), UrlStore("s3://no-such-bucket-here/c", 1.0, IMPATIENT))
@@ -130,6 +134,7 @@ def save_and_die(rank, ranks, url):
     dist_ckpt.save(small(2.0), url, group=None)
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_killed_in_mid_commit_leaves_the_older_checkpoint(s3, place):
     dist_ckpt.save(small(1.0), place)
     assert run_ranks(save_and_die, 1, place, allow_exit=(0,)) == [None]

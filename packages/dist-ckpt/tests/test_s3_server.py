@@ -191,12 +191,14 @@ def test_four_ranks_of_16_ranges_are_in_flight_together_and_each_waits_for_the_l
     assert s3.counts()["range"]["in_flight"] == 0
 
 
+@pytest.mark.slow
 def test_the_environment_alone_says_where_the_store_is(s3, place):
     import s3fs
 
     assert s3fs.S3FileSystem(skip_instance_cache=True).cat_file(place) == DATA
 
 
+@pytest.mark.slow
 def test_the_server_ends_with_its_process_however_that_ends(s3_process):
     script = "import os, s3_server\nwith s3_server.started() as server: print(server.port); os.kill(os.getpid(), 9)"
     here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONUNBUFFERED": "1"}

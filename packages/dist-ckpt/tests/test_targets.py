@@ -97,6 +97,7 @@ for name, mount in {"tmp fs": ["-t", "tmpfs", "tmpfs"], "bind": ["--bind", str(r
 """
 
 
+@pytest.mark.slow
 def test_a_mount_point_is_refused_before_the_first_byte(tmp_path):
     lines = in_own_mounts(MOUNTED, tmp_path)
     for name, line in (("tmp fs", lines[0]), ("bind", lines[2])):
@@ -146,6 +147,7 @@ print([path.name for path in root.iterdir()], dist_ckpt.load_common_state_dict(r
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_before_or_midway_leaves_the_old_checkpoint(tmp_path):
     lines = in_own_mounts(FULL, tmp_path)
     for asked, left in zip(lines[0:4:2], lines[1:4:2], strict=True):
@@ -290,6 +292,7 @@ def test_a_save_to_another_folder_does_not_wait(in_flight, tmp_path):
     in_flight.wait(60)
 
 
+@pytest.mark.slow
 def test_a_background_save_that_another_process_overtakes_says_so(in_flight, tmp_path):
     script = "import sys; from sixfold import dist_ckpt; own = [name for name in sys.modules if 'sixfold.' in name]; "
     script += (

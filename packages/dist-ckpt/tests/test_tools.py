@@ -533,6 +533,7 @@ def test_a_key_cannot_speak_to_the_terminal(tmp_path, capsys):
     assert "  w\\x1b[2J\\udce9\u00e9  float32" in out
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_and_an_interrupt_change_no_status(folder, tmp_path, monkeypatch):
     command = f"{shlex.quote(sys.executable)} -W ignore -m sixfold.dist_ckpt verify --json {shlex.quote(str(folder))}"
     script = f"trap '' PIPE; {command} | true; echo ${{PIPESTATUS[0]}}"

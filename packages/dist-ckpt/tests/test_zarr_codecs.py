@@ -158,6 +158,7 @@ def test_shuffled_bytes_are_put_back(tmp_path):
 
 
 @pytest.mark.parametrize("name", STANDARD)
+@pytest.mark.slow
 def test_a_chunk_that_decompresses_to_more_than_its_shape_is_damage_and_is_not_decompressed(tmp_path, name):
     endless = STANDARD[name](bytes(1 << 26))
     folder = folder_of(tmp_path, {"0.0": endless, "0.1": endless}, compressor={"id": name})

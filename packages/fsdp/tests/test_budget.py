@@ -118,6 +118,7 @@ def test_a_step_gathers_as_few_units_as_the_plan(program, resident, fewest):
     assert plan["peak_bytes"] <= plan["budget_bytes"]
 
 
+@pytest.mark.slow
 def test_gathers_fall_from_every_use_to_each_unit_once_as_the_budget_grows():
     size = unit_bytes()
     for gathered, expected in ((size, 29), ("double", 18), (2 * size, 16), (3 * size, 3), ("all", 3)):
@@ -126,6 +127,7 @@ def test_gathers_fall_from_every_use_to_each_unit_once_as_the_budget_grows():
         assert counts[-1] == expected, gathered
 
 
+@pytest.mark.slow
 def test_another_order_heals_itself_and_comes_to_its_own_plan():
     size = unit_bytes()
     driver = Driver(ONE_F_ONE_B, gathered_bytes=2 * size)
@@ -200,6 +202,7 @@ VARIANTS = [{}, {"tied": True}, {"frozen": True}, {"unused": True}] + [
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("options", VARIANTS, ids=str)
+@pytest.mark.slow
 def test_every_budget_gives_the_bits_of_every_other_mode(options):
     reference = train("all", **options)
     units = reference.report()["units"]
@@ -213,6 +216,7 @@ def test_every_budget_gives_the_bits_of_every_other_mode(options):
         assert plan["peak_bytes"] <= budget
 
 
+@pytest.mark.slow
 def test_recompute_gathers_nothing_more_whatever_the_budget():
     sizes = {name: unit["gathered_bytes"] for name, unit in train("all").report()["units"].items()}
     for budget in (sizes[""] + max(sizes.values()), sum(sizes.values()) - 1, "double", "all"):
@@ -236,6 +240,7 @@ class Outer(nn.Module):
         return torch.tanh(self.after(x))
 
 
+@pytest.mark.slow
 def test_units_inside_units_stay_beside_those_around_them_under_every_budget():
     def make():
         torch.manual_seed(0)
@@ -379,6 +384,7 @@ PRECISIONS = [
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", PRECISIONS, ids=lambda one: "-".join(one) or "fp32")
+@pytest.mark.slow
 def test_units_that_move_between_steps_keep_every_bit(precision):
     def train(gathered):
         torch.manual_seed(0)

@@ -129,6 +129,7 @@ def test_a_given_plan_is_coloured_by_what_it_keeps():
     assert found.gathers == 3
 
 
+@pytest.mark.slow
 def test_two_hundred_units_are_coloured_within_seconds():
     names = [str(i) for i in range(200)]
     uses = (names + names[::-1]) * 25

@@ -62,6 +62,7 @@ def compiled_frames(*, before=None, around=None, units=(Block,), backend="eager"
 
 
 @pytest.mark.parametrize("way", [forwards, modules], ids=["block.forward", "torch.compile(block)"])
+@pytest.mark.slow
 def test_a_compiled_unit_is_one_graph_without_breaks(way):
     units = [Block] if way is forwards else ["OptimizedModule"]
     assert compiled_frames(before=way, units=units, backend="aot_eager") == [3, 3, 3]
@@ -69,6 +70,7 @@ def test_a_compiled_unit_is_one_graph_without_breaks(way):
 
 
 @pytest.mark.parametrize("recompute", ["around", "inside", "reentrant"])
+@pytest.mark.slow
 def test_compiled_units_are_recomputed_bit_for_bit(recompute):
     compiled_frames(before=forwards, recompute=recompute)
 
@@ -82,6 +84,7 @@ def test_compiled_units_are_recomputed_bit_for_bit(recompute):
     ],
     ids=["block.compile()", "torch.compile(net)", "torch.compile(model)"],
 )
+@pytest.mark.slow
 def test_what_compiles_the_hooks_too_falls_back_there_is_right_and_settles(way):
     """Units' hooks run between the graphs; after the second step nothing is compiled any more."""
     frames = compiled_frames(steps=5, layers=1, **way)

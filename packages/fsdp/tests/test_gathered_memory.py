@@ -33,6 +33,7 @@ def sizes_of(**options):
 @pytest.mark.sampled
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
 def test_the_report_states_every_byte_in_every_mode(strategy, dtype):
     sizes = sizes_of()
     needed = sizes[""] + max(sizes.values())

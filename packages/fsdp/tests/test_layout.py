@@ -40,6 +40,7 @@ def bytes_by_element(layout: Layout) -> dict[tuple[str, int], int]:
 
 @given(spec_lists(), st.integers(1, 9), st.none() | st.lists(st.integers(0, 3), min_size=9, max_size=9))
 @settings(max_examples=80, deadline=None)
+@pytest.mark.slow
 def test_every_element_lies_in_one_shard_and_tensors_are_contiguous_and_disjoint(specs, world_size, held):
     layout = plan_layout(specs, world_size, held=held and held[:world_size])
     places = bytes_by_element(layout)

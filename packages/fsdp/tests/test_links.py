@@ -81,6 +81,7 @@ def test_gathers_and_reductions_each_have_a_communicator_and_share_the_given_one
     assert shared.report()["communicators"] == "gloo: the given groups, shared"
 
 
+@pytest.mark.slow
 def test_models_made_and_dropped_leave_no_keys_and_no_descriptors(alone, descriptors):
     before = None
     for _ in range(4):

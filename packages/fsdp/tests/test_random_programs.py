@@ -14,6 +14,7 @@ from fsdp_random_run_helpers import run_programs
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a reentrant checkpoint of frozen layers
+@pytest.mark.slow
 def test_random_programs_have_the_bits_of_plain_modules(random_programs: int) -> None:
     for first in range(0, random_programs, 2):
         programs = [draw(seed, 1) for seed in (first, first + 1)]

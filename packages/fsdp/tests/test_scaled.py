@@ -204,6 +204,7 @@ def test_units_of_one_depth_take_turns_and_those_around_them_keep_theirs():
 
 @pytest.mark.parametrize("matmul", ["emulate", "scaled"])
 @pytest.mark.parametrize("gathered_bytes", ["double", "all"])
+@pytest.mark.slow
 def test_the_report_counts_every_byte(matmul, gathered_bytes):
     net = make_net(width=16)
     model = wrap(net, matmul, buffers=BufferConfig(gathered_bytes=gathered_bytes), param_dtype=torch.bfloat16)

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from sixfold.fsdp import torch_private
@@ -54,6 +55,7 @@ def is_listed(name: str) -> bool:
     return any(name == one or name.startswith(f"{one}.") or one.startswith(f"{name}.") for one in known)
 
 
+@pytest.mark.slow
 def test_every_private_name_of_torch_that_a_source_uses_is_listed():
     found = used()
     assert len(found) > 20
@@ -78,6 +80,7 @@ def test_this_torch_has_them_all_and_a_copy_without_one_lacks_that_one():
     assert torch_private.missing(SimpleNamespace(**rest)) == ["torch._scaled_mm"]
 
 
+@pytest.mark.slow
 def test_a_torch_that_lacks_one_is_refused_by_one_sentence_with_the_versions_that_have_all():
     program = """
 import torch

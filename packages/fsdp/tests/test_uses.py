@@ -337,6 +337,7 @@ def test_weights_that_are_kept_may_be_read_between_forward_and_step(strategy):
     compare(a_penalty_on_weights, {"fsdp_unit_modules": [Block], "strategy": strategy})
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_as_the_plain_one():
     plain, world = World(None), World(SETTINGS["zero-3"])
     plain.train(2)

@@ -465,6 +465,7 @@ def test_a_parameter_that_is_no_plain_tensor_or_too_wide_is_refused_at_the_wrap(
         fully_shard(nn.LazyLinear(2))
 
 
+@pytest.mark.slow
 def test_what_fully_shard_keeps_goes_with_the_module():
     process_wide = torch.nn.modules.module._global_parameter_registration_hooks
     World(SETTINGS["zero-3"])
@@ -479,6 +480,7 @@ def test_what_fully_shard_keeps_goes_with_the_module():
     assert net() is None and engine() is None and len(everywhere._watchers()) == watched
 
 
+@pytest.mark.slow
 def test_a_model_that_is_collected_while_another_is_made_disturbs_nothing():
     def collect(*_):
         gc.collect()

@@ -33,6 +33,7 @@ def projections(b, s, heads, groups, d, dtype=torch.float32):
         (1, []),
     ],
 )
+@pytest.mark.slow
 def test_a_back_end_equals_the_naive_loop_forward_and_backward(backend, groups, s, inner):
     config, cu = small(num_query_groups=groups), boundaries(2, s, inner)
     q, k, v = projections(2, s, 4, groups, config.head_dim)
@@ -114,6 +115,7 @@ def test_the_back_end_follows_device_dtype_and_length(device, dtype, s, document
 
 
 @pytest.mark.parametrize("groups_itself", [True, False])
+@pytest.mark.slow
 def test_cudas_kernel_is_given_each_key_head_once_where_it_groups_queries(monkeypatch, groups_itself):
     seen = {}
 

@@ -39,6 +39,7 @@ def branch(folder, name, *overrides):
 
 
 @pytest.mark.parametrize(("precision", "within"), [("fp32", 1e-6), ("bf16", 2e-2), ("fp8", 5e-2)])
+@pytest.mark.slow
 def test_a_run_goes_on_in_another_precision_from_the_same_weights(trunk, precision, within):
     folder, expected = trunk
     config = branch(folder, precision, f"train.precision={precision}")
@@ -48,6 +49,7 @@ def test_a_run_goes_on_in_another_precision_from_the_same_weights(trunk, precisi
     assert resume["changed"] == {"train.steps": [2, 3], **asked}  # the learning rate of a cosine depends on the steps
 
 
+@pytest.mark.slow
 def test_another_weight_decay_is_applied_to_the_weights_that_were_there(trunk):
     folder, _ = trunk
     options = ("train.precision=fp32", "schedule.shape=constant", "optimizer.lr=1e-2")

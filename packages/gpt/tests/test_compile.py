@@ -37,6 +37,7 @@ def graphs(monkeypatch):
 @pytest.mark.parametrize(
     ("recompute", "schedule"), [("none", "one_f_one_b"), ("full", "one_f_one_b"), ("none", "zb_h1")]
 )
+@pytest.mark.slow
 def test_a_compiled_run_has_the_losses_of_the_plain_one_and_layers_share_their_graphs(
     tmp_path, graphs, recompute, schedule
 ):
@@ -50,6 +51,7 @@ def test_a_compiled_run_has_the_losses_of_the_plain_one_and_layers_share_their_g
     assert len(graphs) == 1, "one for all of the four layers, the four microbatches and the two steps"
 
 
+@pytest.mark.slow
 def test_experts_stay_outside_of_compiled_parts(tmp_path, graphs):
     options = ("train.steps=2", "model.num_experts=4", "model.moe_ffn_hidden_size=16", "model.shared_ffn_hidden_size=8")
     plain, compiled = (tiny_config(tmp_path, *options, f"train.compile={on}", run=on) for on in ("false", "true"))
@@ -60,6 +62,7 @@ def test_experts_stay_outside_of_compiled_parts(tmp_path, graphs):
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.slow
 def test_what_travels_between_context_parallel_ranks_stays_outside_of_compiled_parts(monkeypatch, graphs, recompute):
     def travels(k, v, axis):
         assert not torch.compiler.is_compiling()

@@ -87,6 +87,7 @@ def test_the_run_goes_on_from_the_checkpoint_before_and_ends_as_it_would_have(co
     assert Path(damaged["checkpoint"]).exists(), "nothing is deleted"
 
 
+@pytest.mark.slow
 def test_what_was_loaded_in_part_leaves_no_trace_in_initial_weights_without_optimizer_state(tmp_path, whole):
     config = tiny_config(tmp_path, *STEPS, "checkpoint.save_initial=true")
     train(tiny_config(tmp_path, *STEPS, "checkpoint.save_initial=true", "train.steps=1"))
@@ -106,6 +107,7 @@ def test_two_damaged_checkpoints_are_two_lines(copy, capsys):
     assert len(capsys.readouterr().err.splitlines()) == 2
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(copy):
     config, root = copy
     DAMAGE["flipped bytes of tensors"](retention.step_path(root, 3))

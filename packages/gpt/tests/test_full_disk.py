@@ -37,6 +37,7 @@ def can_mount():
 
 
 @pytest.mark.skipif(not can_mount(), reason="this user may not mount a file system in a name space of its own")
+@pytest.mark.slow
 def test_a_full_disk_ends_the_run_with_its_path_and_bytes_and_leaves_the_older_checkpoints_whole(tmp_path):
     folders = [tmp_path / mode for mode in ("background", "foreground")]
     for folder in folders:

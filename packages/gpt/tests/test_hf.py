@@ -49,6 +49,7 @@ def from_folder(folder):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_an_imported_model_has_the_logits_of_the_peer_of_rows_and_of_packed_documents(tmp_path, case):
     model = write_folder(tmp_path / "hf", case)
     import_model(tmp_path / "hf", tmp_path / "run")

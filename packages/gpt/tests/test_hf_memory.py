@@ -23,6 +23,7 @@ def test_the_watch_sees_a_copy_that_is_there():
     assert peak.most > 12 * MIB and held.numel()
 
 
+@pytest.mark.slow
 def test_neither_door_holds_a_copy_of_the_model(tmp_path, monkeypatch):
     source, size = tmp_path / "hf", 0
     source.mkdir()

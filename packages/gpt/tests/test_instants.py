@@ -65,6 +65,7 @@ def evaluations(config):
     return [(entry["step"], entry["loss"]) for entry in lines(config, "eval")]
 
 
+@pytest.mark.slow
 def test_sigterm_at_any_instant_saves_the_step_at_hand_and_loses_nothing(whole, tmp_path, monkeypatch, request):
     config, calls = whole
     assert calls > 1000, "the instants are in all packages"

@@ -43,6 +43,7 @@ OWNERS = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_every_key_is_read_by_the_code_or_refused():
     read = attributes_read()
     idle = {

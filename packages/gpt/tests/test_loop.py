@@ -34,6 +34,7 @@ def test_a_refused_resume_leaves_the_run_folder_as_it_was(tmp_path):
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_initial_weights(tmp_path):
     started = tiny_config(tmp_path, "train.steps=0", "checkpoint.save_initial=true", run="cut")
     train(started)
@@ -89,6 +90,7 @@ def test_values_that_are_not_finite_stop_before_the_optimizer_and_are_named(tmp_
     assert lines(config, "end")[0]["reason"] == "error"
 
 
+@pytest.mark.slow
 def test_background_saves_hold_the_values_of_their_step_and_the_last_is_there_at_the_end(tmp_path, monkeypatch):
     runs, waits, wait = {}, [], dist_ckpt.AsyncSave.wait
 
@@ -151,6 +153,7 @@ def test_the_peak_that_mfu_is_a_part_of_is_found_by_the_name_of_the_gpu(name, pe
     assert peak_flops_of(name) == peak
 
 
+@pytest.mark.slow
 def test_the_speed_by_the_clock_counts_evaluations_and_saves(tmp_path, monkeypatch):
     """The oracle is the time in the lines themselves: tokens since the line before, over the seconds since."""
     import time

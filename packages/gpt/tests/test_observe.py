@@ -103,6 +103,7 @@ def test_a_timeline_that_no_costs_fit_and_one_that_cannot_be_written_end_no_run_
     assert "the timeline of step 1 is not kept: " in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_only_the_steps_that_are_asked_for_are_timed(tmp_path, monkeypatch):
     config, events = tiny_config(tmp_path, "train.steps=3", "log.timeline_steps=[2]", "eval.every=3"), []
     for name in ("step", "evaluate"):

@@ -34,6 +34,7 @@ def losses(config):
 
 
 @pytest.mark.parametrize("name", RUNS)
+@pytest.mark.slow
 def test_a_run_is_resumed_bitwise_and_is_the_plain_loop(name, tmp_path):
     options = ("train.steps=4", "checkpoint.every=2", "eval.every=2", "eval.batches=1")
     whole, cut = (config_of(tmp_path, name, *options, run=run) for run in ("whole", "cut"))
@@ -91,6 +92,7 @@ def test_an_index_without_weights_that_is_too_short_is_refused_before_the_first_
         train(config_of(tmp_path, "megatron", "data.weights=[]", "train.steps=1000"))
 
 
+@pytest.mark.slow
 def test_a_run_shuffled_in_blocks_goes_on_in_blocks_and_is_else_refused_by_the_key(tmp_path):
     write_pair(tmp_path / "wiki", 2_500, 1)  # of 2,048 in a part the shuffles differ
     whole, cut, other, more = (
@@ -134,6 +136,7 @@ def test_a_dataset_that_is_read_more_often_than_max_epochs_is_told_of(limit, tol
     assert any("read more often than" in str(one.message) for one in caught) == told
 
 
+@pytest.mark.slow
 def test_data_that_changed_under_a_resumed_index_is_refused(tmp_path):
     config = config_of(tmp_path, "apportioned", "checkpoint.every=2", "train.steps=4")
     train(config)

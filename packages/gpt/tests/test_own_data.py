@@ -154,6 +154,7 @@ def test_what_does_not_go_together_is_refused_before_a_folder_is_made(tmp_path, 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_run_resumes_in_the_same_order_and_not_in_another(tmp_path):
     options = ("data.max_epochs=0", 'data.valid=["v"]', "eval.every=2", "eval.batches=1")
     own = {**TWO, "v": Numbered(5)}

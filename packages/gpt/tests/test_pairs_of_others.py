@@ -51,6 +51,7 @@ def by_our_builder(prefix):
 
 
 @pytest.mark.parametrize("write", [by_megatron, by_our_builder])
+@pytest.mark.slow
 def test_documents_of_a_pair_without_a_note_begin_where_its_index_says_and_nowhere_else(tmp_path, write):
     write(tmp_path / "p")
     config = config_of(tmp_path / "p")

@@ -42,6 +42,7 @@ def test_suggestions_fit_where_what_is_given_does_not():
     assert first.peak_bytes == found[0].planned.peak_bytes and first.step_s == found[0].planned.step_s
 
 
+@pytest.mark.slow
 def test_a_search_ranks_what_fits_and_misses_nothing_better_that_was_tried_by_hand():
     found = search(big(), 8, H100, most=5, time_limit_s=300.0)
     assert found.complete and 0 < found.planned < found.candidates
@@ -108,6 +109,7 @@ def test_a_laptop_is_planned_without_a_time_and_mistakes_are_usage(tmp_path, cap
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_page_of_a_searched_schedule_says_what_was_found(tmp_path, capsys):
     path = tmp_path / "planned.toml"
     path.write_text(big("parallel.pp=2", "parallel.schedule=plan", "train.micro_batch_size=2").to_toml())
@@ -133,6 +135,7 @@ def test_a_machine_file_changes_the_rates(tmp_path):
         device_of_machine(path)
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_where_the_layout_that_is_given_cannot_be(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(config_with("train.global_batch_size=16", "train.micro_batch_size=4").to_toml())
@@ -147,6 +150,7 @@ def test_a_search_goes_on_where_the_layout_that_is_given_cannot_be(tmp_path):
     assert 16 % (micro * best["parallel.dp"]) == 0, "a layout that can be"
 
 
+@pytest.mark.slow
 def test_a_ranked_layout_is_written_as_overrides_that_lead_to_it(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(big().to_toml())

@@ -53,6 +53,7 @@ def write_run(folder, entries=RUN):
 
 
 @pytest.mark.parametrize(("suffix", "magic"), [(".svg", b"<?xml"), (".png", b"\x89PNG")])
+@pytest.mark.slow
 def test_the_ending_chooses_the_format(tmp_path, suffix, magic):
     pytest.importorskip("matplotlib", reason="needs matplotlib, the extra plot")
     run = write_run(tmp_path / "first")
@@ -158,6 +159,7 @@ def restarted_often(steps, restarts, low=0.02):
     return records(*entries)
 
 
+@pytest.mark.slow
 def test_restarts_legend_and_points_lie_apart_and_nothing_is_cropped(tmp_path, figures):
     runs = [
         write_run(tmp_path / "a", restarted_often(120, (30, 31, 33, 60, 110))),

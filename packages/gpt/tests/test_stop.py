@@ -57,6 +57,7 @@ def evaluations(config):
 
 
 @pytest.mark.parametrize(("where", "number", "batches"), [("step", 2, 4), ("batch", 5, 6)])
+@pytest.mark.slow
 def test_sigterm_saves_at_once_and_the_next_start_evaluates_what_was_left_out(
     tmp_path, asked_at, monkeypatch, whole, where, number, batches
 ):
@@ -71,6 +72,7 @@ def test_sigterm_saves_at_once_and_the_next_start_evaluates_what_was_left_out(
     assert (losses(config), evaluations(config)) == whole
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_is_there_is_not_repeated_at_the_next_start(tmp_path):
     train(tiny_config(tmp_path, *EVALUATED))
     config = tiny_config(tmp_path, *EVALUATED, "train.steps=4")
@@ -231,6 +233,7 @@ def test_a_run_saves_by_time_from_its_first_step_on(tmp_path, minutes, saves):
     assert [entry["step"] for entry in lines(config, "save")] == saves
 
 
+@pytest.mark.slow
 def test_minutes_count_from_the_newest_save_of_any_kind(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, "model.num_layers=1", "train.steps=9", "checkpoint.every=3")
     assert config.checkpoint.every_minutes > 0, "a run that says nothing of saves saves by time"

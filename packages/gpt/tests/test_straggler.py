@@ -112,6 +112,7 @@ def test_a_line_says_who_by_how_much_and_in_what():
     )
 
 
+@pytest.mark.slow
 def test_a_run_tells_where_its_time_went_and_leaves_its_first_step_out(tmp_path):
     config = tiny_config(tmp_path, "train.steps=5", "log.straggler_every=2", "checkpoint.every=3")
     train(config)

@@ -116,6 +116,7 @@ def test_gradients_are_the_peers(case):
         assert (found - expected).abs().max() < 2e-5 * expected.abs().max().clamp(min=1), name
 
 
+@pytest.mark.slow
 def test_twenty_adamw_steps_stay_with_the_peer_and_torchs_optimizer():
     model = GPTModel(small(tie_embeddings=False))
     peer = peer_of(model)

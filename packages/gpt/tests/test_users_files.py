@@ -101,6 +101,7 @@ RUN = [{"kind": "start", "time": 1.0, "step": 0}, {"kind": "step", "time": 2.0, 
 
 
 @pytest.mark.parametrize("suffix", [".svg", ".png"])
+@pytest.mark.slow
 def test_a_plot_replaces_its_own_picture_and_no_other(tmp_path, capsys, suffix):
     pytest.importorskip("matplotlib", reason="needs matplotlib, the extra plot")
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in RUN))

@@ -144,6 +144,7 @@ def test_a_model_that_cannot_be_exported_is_told_of_before_it_is_trained_and_the
 
 
 @pytest.mark.parametrize("order", ["stateless", "megatron", "apportioned"])
+@pytest.mark.slow
 def test_one_prefix_to_train_on_beside_others_to_validate(tmp_path, order):
     tiny_config(tmp_path)
     one = (f'data.blend=["{tmp_path}/wiki"]', "data.weights=[]", f"data.order={order}")

@@ -95,6 +95,7 @@ def test_retention_knows_it(tmp_path):
     assert value_of(retention.latest(tmp_path)) == 3.0
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_metadata_that_torch_reads(folder):
     done = program("metadata", folder)
     assert done.returncode == 0, done.stderr
@@ -134,6 +135,7 @@ def test_the_command_tells_in_json_and_refuses_what_is_no_checkpoint(folder, tmp
     assert names(tmp_path / "empty") == []
 
 
+@pytest.mark.slow
 def test_a_background_save_may_be_compact(tmp_path):
     dist_ckpt.async_save(contents(), tmp_path / "c", metadata="compact").wait()
     assert ".metadata" not in names(tmp_path / "c")

@@ -78,6 +78,7 @@ def test_a_flipped_bit_is_named(memory):
     assert name.rpartition("/")[2] in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_save_over_torchs_checkpoint_that_dies_leaves_the_old_or_the_new(memory, monkeypatch):
     memory.makedirs("/doors", exist_ok=True)
     writes = [0]

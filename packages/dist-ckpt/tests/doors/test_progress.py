@@ -74,6 +74,7 @@ def test_a_load_of_a_part_ends_at_the_bytes_of_the_part(saved):
 
 
 @pytest.mark.parametrize("explicit", [False, True])
+@pytest.mark.slow
 def test_a_background_save_tells_and_has_told_all_when_wait_returns(tmp_path, explicit):
     bar = Bar()
     if explicit:
@@ -181,6 +182,7 @@ def test_what_ends_the_interpreter_is_an_error_on_another_thread(kind):
     assert found
 
 
+@pytest.mark.slow
 def test_an_error_of_the_callable_ends_a_background_save_and_comes_out_of_wait(tmp_path):
     dist_ckpt.save(state(1.0), tmp_path / "c")
     handle = dist_ckpt.async_save(state(2.0, EACH // 2), tmp_path / "c", progress=Bar(raise_at=1))

@@ -1,5 +1,6 @@
 """Strategies of users that save in the background, on two ranks: values of the call, one commit, errors on both."""
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -70,6 +71,7 @@ def both(rank, ranks, folder):
     return found
 
 
+@pytest.mark.slow
 def test_users_async_strategies_commit_once_on_two_ranks(tmp_path):
     results = run_ranks(both, 2, tmp_path)
     for rank, (one, other, text) in enumerate(results):

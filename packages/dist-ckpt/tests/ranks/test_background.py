@@ -212,6 +212,7 @@ def lives(tmp_path_factory):
     return run_ranks(live_through_everything, 2, tmp_path_factory.mktemp("lives"), timeout=100)
 
 
+@pytest.mark.slow
 def test_replicas_are_shared_among_the_workers(lives):
     for is_equal, sizes in (life["parallel"] for life in lives):
         assert is_equal
@@ -301,6 +302,7 @@ def lose_the_first_rank_before_its_worker_writes(rank, ranks, folder):
     return (*ending(handle)[:2], loaded_value(folder / "c"))
 
 
+@pytest.mark.slow
 def test_a_worker_without_a_trainer_is_not_told_as_another_save_to_the_folder(tmp_path):
     """It writes on when its trainer is dead."""
     results = run_ranks(lose_the_first_rank_before_its_worker_writes, 2, tmp_path, allow_exit=(0,), timeout=60)
@@ -316,6 +318,7 @@ def lose_a_rank_without_locks(rank, ranks, folder):
     return found, time.time() - (folder / "worker").stat().st_mtime  # since the death
 
 
+@pytest.mark.slow
 def test_where_locks_do_not_work_a_still_counter_tells_of_a_death(tmp_path):
     """The workers do have working locks here; what they are told is not to believe a free one alone."""
     _, (found, since_s) = run_ranks(lose_a_rank_without_locks, 2, tmp_path, allow_exit=(0,), timeout=60)
@@ -358,6 +361,7 @@ def slow_saves(rank, ranks, folder):
     return seen
 
 
+@pytest.mark.slow
 def test_a_slow_rank_keeps_a_save_alive_and_a_stopped_one_ends_it(tmp_path):
     results = run_ranks(slow_saves, 2, tmp_path, timeout=90)
     for seen in results:
@@ -398,6 +402,7 @@ def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
     return (*end, dist_ckpt.load_common_state_dict(folder / "c")["it"], usual_s)
 
 
+@pytest.mark.slow
 def test_a_worker_whose_trainer_is_stopped_does_not_commit_what_the_others_have_given_up(tmp_path):
     results = run_ranks(a_first_rank_that_is_stopped_while_its_worker_goes_on, 2, tmp_path, timeout=90)
     for kind, text, _, value, _ in results:
@@ -510,6 +515,7 @@ def lose_the_first_worker_before_another_writes(rank, ranks, folder):
     return ending(handle, 50)
 
 
+@pytest.mark.slow
 def test_files_that_the_first_rank_takes_away_are_not_told_as_the_work_of_another_save(tmp_path):
     ends = run_ranks(lose_the_first_worker_before_another_writes, 2, tmp_path, timeout=90)
     assert {(kind, text) for kind, text, _ in ends} == {("LostPeerError", ends[0][1])}

@@ -62,6 +62,7 @@ def saver(monkeypatch):
         yield made
 
 
+@pytest.mark.slow
 def test_values_at_the_call_reach_the_store_past_errors_that_pass(s3, url, saver):
     saver.save(state(1), url).wait(60)
     s3.set(faults=[Fault(what="error", kind="put", times=2), Fault(what="reset", kind="get", times=1)])
@@ -74,6 +75,7 @@ def test_values_at_the_call_reach_the_store_past_errors_that_pass(s3, url, saver
     assert objects_beside(url) == []
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_or_stands_still_leaves_the_older_checkpoint_and_is_replaced(s3, url, saver):
     pid = saver.save(state(1), url).worker_pid
     saver._let_go()
@@ -92,6 +94,7 @@ def test_a_worker_that_dies_or_stands_still_leaves_the_older_checkpoint_and_is_r
     assert pid != handle.worker_pid
 
 
+@pytest.mark.slow
 def test_a_store_that_stays_down_ends_the_save_with_one_error_within_its_deadline(s3, url, saver):
     saver.save(state(1), url).wait(60)
     saver._timeout_s = 3.0
@@ -182,6 +185,7 @@ def live(rank, ranks, environment, url):
     return seen
 
 
+@pytest.mark.slow
 def test_several_ranks_commit_to_a_store_and_hear_one_end_of_every_loss(s3, url):
     results = run_ranks(live, 2, s3.environment(), url, timeout=110)
     for seen in results:
@@ -220,6 +224,7 @@ def lose_a_rank(rank, ranks, environment, url, victim, with_worker):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.slow
 def test_a_rank_that_dies_with_its_worker_is_told_within_the_deadline(s3, url, victim):
     results = run_ranks(lose_a_rank, 2, s3.environment(), url, victim, True, allow_exit=(victim,), timeout=60)
     kind, text, seconds, value = results[1 - victim]
@@ -270,6 +275,7 @@ def wait_in_the_call(rank, ranks, environment, port, url):
     return seen
 
 
+@pytest.mark.slow
 def test_the_call_waits_for_no_request_but_those_that_run_beside_its_copies(s3, url):
     seen = run_ranks(wait_in_the_call, 2, s3.environment(), s3.port, url, timeout=110)[0]
     assert seen == [[], [("list", 200), ("put", 200)], [("list", 200), ("put", 200)]]
@@ -307,6 +313,7 @@ def refused(rank, ranks, environment, port, url):
     return errors, beside, value
 
 
+@pytest.mark.slow
 def test_what_a_store_refuses_is_one_error_of_the_call_on_all_ranks_and_nothing_is_left(s3, url):
     dist_ckpt.save({"w": one("w", torch.ones(60)), "it": 1}, url, group=None)
     (errors, beside, value), (others, _, _) = run_ranks(refused, 2, s3.environment(), s3.port, url, timeout=110)
@@ -364,6 +371,7 @@ def given_up(rank, ranks, environment, port, url):
     return seen
 
 
+@pytest.mark.slow
 def test_a_call_that_fails_does_not_wait_for_a_slow_store_and_leaves_nothing(s3, url):
     seen = run_ranks(given_up, 2, s3.environment(), s3.port, url, timeout=110)[0]
     assert seen == [(1, ["list", "put"], [])] * 2

@@ -142,6 +142,7 @@ def replicas(rank, ranks, folder, kind):
 
 
 @pytest.mark.parametrize("kind", ["replicate", "hsdp", "records"])
+@pytest.mark.slow
 def test_replicas_that_disagree_are_an_error_and_can_be_saved_by_its_remedy(tmp_path, kind):
     for told, total in run_ranks(replicas, 4, tmp_path, kind):
         assert "hold different values of one shard" in told

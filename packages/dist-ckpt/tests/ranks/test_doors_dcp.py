@@ -84,6 +84,7 @@ def load_at_another_size(rank, ranks, folder):
     return wrong
 
 
+@pytest.mark.slow
 def test_dtensors_move_between_one_two_and_three_ranks_and_between_the_libraries(tmp_path):
     nothing = {(a, b): [] for a in STORES for b in STORES}
     assert run_ranks(save_and_load, 2, tmp_path) == [nothing] * 2
@@ -213,6 +214,7 @@ def load_alone(rank, ranks, folder):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.slow
 def test_a_rank_killed_in_mid_save_leaves_the_old_checkpoint_whole(tmp_path, victim):
     ends = run_ranks(die_in_mid_save, 2, tmp_path, victim, 3, allow_exit=(victim,))
     assert ends[victim] is None
@@ -244,6 +246,7 @@ def async_step_by_step(rank, ranks, folder):
     return wrong
 
 
+@pytest.mark.slow
 def test_async_saves_of_two_ranks_hold_the_values_of_their_calls(tmp_path):
     assert run_ranks(async_step_by_step, 2, tmp_path) == [[]] * 2
     assert names(tmp_path) == ["step-1", "step-2", "step-3"]
@@ -271,6 +274,7 @@ def async_in_a_process(rank, ranks, folder):
     return wrong
 
 
+@pytest.mark.slow
 def test_async_saves_by_torchs_own_process_go_through_the_writer(tmp_path):
     assert run_ranks(async_in_a_process, 1, tmp_path) == [[]]
     assert all(tools.verify(tmp_path / f"step-{step}")["ok"] for step in (1, 2))

@@ -112,6 +112,7 @@ def load(rank, ranks, folder):
     return found
 
 
+@pytest.mark.slow
 def test_fsdp2_as_stateful_objects_moves_between_numbers_of_ranks(tmp_path):
     expected = run_ranks(save, 2, tmp_path)[0]
     for ranks in (1, 2, 3):
@@ -138,6 +139,7 @@ def with_torch(rank, ranks, folder):
     return wrong
 
 
+@pytest.mark.slow
 def test_names_of_a_statefuls_tensors_are_those_of_torch(tmp_path):
     assert run_ranks(with_torch, 2, tmp_path) == [[]] * 2
 
@@ -237,6 +239,7 @@ def told(rank, ranks, folder):
     return grows, {name: pairs[-1][1] for name, pairs in seen.items()}, texts, values
 
 
+@pytest.mark.slow
 def test_each_rank_is_told_and_an_error_of_one_callable_ends_the_call_on_all(tmp_path):
     results = run_ranks(told, 2, tmp_path)
     for grows, totals, texts, values in results:

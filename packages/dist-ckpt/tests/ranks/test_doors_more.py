@@ -3,6 +3,7 @@
 import pickle
 import shutil
 
+import pytest
 import torch
 import torch.distributed as dist
 from dist_ckpt_door_helpers import Meddling, dcp_load, dcp_save
@@ -53,6 +54,7 @@ def save_with_kept_plans(rank, ranks, folder):
     return True
 
 
+@pytest.mark.slow
 def test_plans_that_torch_keeps_write_the_values_of_each_save(tmp_path):
     assert run_ranks(save_with_kept_plans, 2, tmp_path) == [True, True]
     found, listed = open_checkpoint(tmp_path / "c").manifest, without_compact(tmp_path / "c").manifest

@@ -53,6 +53,7 @@ def close(a, b):
 
 
 @pytest.mark.parametrize("name", ["dcp_fsdp2", "dcp_accelerate"])
+@pytest.mark.slow
 def test_a_run_goes_on_at_other_numbers_of_ranks_and_in_the_other_code(tmp_path, name):
     expected = run_ranks(run_example, 2, name, "save", False, tmp_path / "ours")
     assert expected == run_ranks(run_example, 2, name, "save", True, tmp_path / "usual")
@@ -66,6 +67,7 @@ def test_a_run_goes_on_at_other_numbers_of_ranks_and_in_the_other_code(tmp_path,
 
 
 @pytest.mark.parametrize("name", ["dcp_fsdp2"])
+@pytest.mark.slow
 def test_a_run_of_one_rank_goes_on_at_two(tmp_path, name):
     (expected,) = run_ranks(run_example, 1, name, "save", False, tmp_path / "c")
     found = run_ranks(run_example, 2, name, "resume", False, tmp_path / "c")
@@ -86,6 +88,7 @@ def straight(rank, ranks, folder, asynchronous):
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.slow
 def test_titans_manager_saves_purges_and_goes_on_bitwise(tmp_path, asynchronous):
     results = run_ranks(straight, 2, tmp_path, asynchronous)
     assert [same for same, _ in results] == [True, True]
@@ -136,6 +139,7 @@ def first_weights(rank, ranks, folder):
     return {key: value.full_tensor().tolist() for key, value in trainer.model.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_the_first_weights_come_from_a_hugging_face_folder_at_any_layout(tmp_path):
     safe = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
     torch.manual_seed(9)

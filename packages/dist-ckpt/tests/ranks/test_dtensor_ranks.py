@@ -87,6 +87,7 @@ def load_and_compare(path, strategy):
     return wrong, loaded["lr"], loaded["model"]["step"]
 
 
+@pytest.mark.slow
 def test_dtensors_of_all_placements_come_back_on_every_rank(tmp_path):
     assert run_ranks(save_and_load, 4, tmp_path) == [[([], 0.5, 3)] * 3] * 4
     plain = dist_ckpt.load_plain_tensors(tmp_path / "c")
@@ -121,6 +122,7 @@ def both_ways_with_dcp(rank, ranks, folder, first):
     ]
 
 
+@pytest.mark.slow
 def test_torch_dcp_reads_the_same_names_both_ways(tmp_path):
     run_ranks(both_ways_with_dcp, 2, tmp_path, True)
     assert run_ranks(both_ways_with_dcp, 3, tmp_path, False) == [[True, True]] * 3

@@ -6,6 +6,7 @@ import signal
 import time
 import warnings
 
+import pytest
 import torch
 import torch.distributed as dist
 from dist_ckpt_helpers import flip_byte
@@ -72,6 +73,7 @@ def fail_in_many_ways(rank, ranks, folder):
     return seen
 
 
+@pytest.mark.slow
 def test_every_rank_raises_the_same_type_and_text(tmp_path):
     results = run_ranks(fail_in_many_ways, 3, tmp_path)
     assert results[0] == results[1] == results[2]

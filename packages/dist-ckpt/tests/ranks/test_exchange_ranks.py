@@ -72,6 +72,7 @@ def speak(rank, ranks, folder):
     return seen, told, parts, error, loaded["w"].tolist(), hole
 
 
+@pytest.mark.slow
 def test_reports_come_in_rank_order_through_a_tree_and_errors_are_the_same_everywhere(tmp_path):
     results = run_ranks(speak, 5, tmp_path)
     expected = [(rank, True, b"names" * 1000) for rank in range(5)]

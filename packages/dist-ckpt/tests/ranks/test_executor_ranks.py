@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 from ranktest import run_ranks
@@ -35,6 +36,7 @@ def repeated_saves(rank, ranks, folder):
     return sent
 
 
+@pytest.mark.slow
 def test_a_repeated_save_sends_no_plan_and_a_change_on_one_rank_is_seen(tmp_path):
     first, second, third, changed, last = run_ranks(repeated_saves, 2, tmp_path)[1]
     assert first > 50 * TENSORS
@@ -83,6 +85,7 @@ def load_and_count(rank, ranks, folder, axis):
     return [b - a for a, b in zip(before, after, strict=True)]
 
 
+@pytest.mark.slow
 def test_each_byte_is_read_once_by_all_ranks_together(tmp_path):
     run_ranks(save_rows, 2, tmp_path / "c")
     size = sum(path.stat().st_size for path in (tmp_path / "c").iterdir())

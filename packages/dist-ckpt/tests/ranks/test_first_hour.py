@@ -25,6 +25,7 @@ def load(rank, ranks, name, folder):
 @pytest.mark.sampled
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", WAYS)
+@pytest.mark.slow
 def test_a_usual_way_to_save_comes_back_bit_for_bit(tmp_path, name, ranks):
     expected, *others = run_ranks(save, 2, name, tmp_path / "c")
     assert all(other == expected for other in others)

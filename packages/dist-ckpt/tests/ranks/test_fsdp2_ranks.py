@@ -73,6 +73,7 @@ def load(rank, ranks, folder, leaves):
 
 
 @pytest.mark.parametrize("leaves", [True, False])
+@pytest.mark.slow
 def test_fsdp2s_adamw_saved_at_two_ranks_loads_at_one_and_at_four(tmp_path, leaves):
     expected = run_ranks(save, 2, tmp_path / "c", leaves)[0]
     for ranks in (1, 4):
@@ -97,6 +98,7 @@ def tensor_parallel(rank, ranks, folder):
     return kinds, expected, again == expected, type(loaded).__name__
 
 
+@pytest.mark.slow
 def test_fsdp2_over_tensor_parallel_layers_is_saved_whole_and_loads(tmp_path):
     results = run_ranks(tensor_parallel, 4, tmp_path / "c")
     kinds, expected, _, _ = results[0]

@@ -58,6 +58,7 @@ def save_and_load(rank, ranks, folder):
     check(dist_ckpt.load(replicated(rank, fill=False), folder))
 
 
+@pytest.mark.slow
 def test_replicas_are_written_evenly_and_read_once(tmp_path):
     run_ranks(save_and_load, 4, tmp_path / "c")
     sizes = [(tmp_path / "c" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
@@ -82,6 +83,7 @@ def count_reads(rank, ranks, folder):
     return seen[0]
 
 
+@pytest.mark.slow
 def test_each_wanted_byte_is_read_by_one_rank(tmp_path):
     run_ranks(save_and_load, 2, tmp_path / "c")
     read = run_ranks(count_reads, 4, tmp_path / "c")
@@ -101,6 +103,7 @@ def load_with_an_error_before_reading(rank, ranks, folder):
     return str(caught.value), time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_ranks_do_not_wait_for_tensors_of_one_that_fails_before_it_reads(tmp_path):
     run_ranks(save_and_load, 2, tmp_path / "c")
     for text, seconds in run_ranks(load_with_an_error_before_reading, 2, tmp_path / "c"):
@@ -136,6 +139,7 @@ def over_dp_groups(rank, ranks, folder):
         dist_ckpt.load({"a": state(False)["a"]}, folder / "1", loader)
 
 
+@pytest.mark.slow
 def test_groups_share_out_their_own_shards_and_keep_the_distribution(tmp_path):
     run_ranks(over_dp_groups, 4, tmp_path)
     sizes = [(tmp_path / "2" / f"__{rank}_0.distcp").stat().st_size for rank in range(4)]
@@ -149,6 +153,7 @@ def one_rank_reads_damage(rank, ranks, folder):
     return True
 
 
+@pytest.mark.slow
 def test_damage_that_one_rank_reads_is_raised_on_all_without_waiting(tmp_path):
     run_ranks(save_and_load, 2, tmp_path / "c")
     flip_byte(tmp_path / "c" / "__0_0.distcp", 200_000)
@@ -216,6 +221,7 @@ def reader_dies(rank, ranks, folder):
     return True
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_before_it_sends_is_told_within_seconds(tmp_path):
     run_ranks(save_and_load, 2, tmp_path / "c")
     assert run_ranks(reader_dies, 2, tmp_path / "c", timeout=60.0, allow_exit=(1,))[0] is True

@@ -98,6 +98,7 @@ def test_ctrl_c_at_any_step_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
 @pytest.mark.parametrize(
     ("place", "name"), [(saving, "agree_on"), (background.AsyncSaver, "_copy"), (background, "_without_data")]
 )
+@pytest.mark.slow
 def test_ctrl_c_in_the_call_of_a_background_save_leaves_nothing_and_the_next_one_runs(
     tmp_path, monkeypatch, ctrl_c, saver, place, name, after
 ):
@@ -199,6 +200,7 @@ def workers_of_this_process():
     [(BEGINNING, Path), (STARTING, Path), (BEGINNING, lambda path: UrlStore(f"file://{path}"))],
     ids=["begin", "start", "begin at a store"],
 )
+@pytest.mark.slow
 def test_an_interrupt_in_any_window_leaves_nothing_or_a_save_that_the_next_call_waits_for(
     tmp_path, monkeypatch, functions, place_at
 ):
@@ -311,6 +313,7 @@ STAGES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_at_any_stage_leaves_the_old_checkpoint_or_the_new_one(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_start_worker", Forked)
     dist_ckpt.save(state(0), tmp_path / "c", group=None)

@@ -174,6 +174,7 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_kill_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, kind, start, kills):
     ends, first = {"before": 0, "after": 0}, 1
     for seed in range(start, start + (1 if kind == "worker" else kills)):

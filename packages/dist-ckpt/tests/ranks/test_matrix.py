@@ -277,6 +277,7 @@ def saved(tmp_path_factory):
 
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("before", "after"), PAIRS)
+@pytest.mark.slow
 def test_what_one_library_saves_every_library_loads(saved, before, after):
     with_megatron = FULL and HAS_MEGATRON
     folder = saved(before, with_megatron)
@@ -284,6 +285,7 @@ def test_what_one_library_saves_every_library_loads(saved, before, after):
 
 
 @pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core (and the psutil it does not declare), a peer")
+@pytest.mark.slow
 def test_megatron_core_both_ways_in_one_rank(saved):
     folder = saved(1, True)
     assert {"megatron-plain", "megatron-parallel", "megatron-async"} <= {path.name for path in folder.iterdir()}

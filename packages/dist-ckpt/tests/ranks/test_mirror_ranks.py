@@ -82,6 +82,7 @@ def load_through_faults(rank, ranks, environment, spool, url, port):
     return found
 
 
+@pytest.mark.slow
 def test_a_host_fetches_each_byte_once_and_faults_that_pass_are_seen_by_no_rank(s3, spool):
     url = f"s3://{s3.bucket()}/run/c"
     dist_ckpt.save(rows(), url, group=None)
@@ -162,6 +163,7 @@ def load_on_two_hosts(rank, ranks, place, spool):
     return loaded(rank, ranks, Folder(place), verify="full"), os.listdir(tempfile.tempdir)
 
 
+@pytest.mark.slow
 def test_ranks_of_two_hosts_have_a_mirror_each(folder, spool):
     assert run_ranks(load_on_two_hosts, 2, folder, spool) == [(True, [])] * 2
 
@@ -175,6 +177,7 @@ def load_from_folder(rank, ranks, place, spool, free_bytes, axis=1):
 
 
 @pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.slow
 def test_damage_is_told_on_all_ranks_by_the_stores_own_name(folder, spool, axis):
     """In rows it lies in the one block that both ranks want: who hashes it looks at blocks that the other one holds."""
     assert run_ranks(load_from_folder, 2, folder, spool, None, axis) == [True] * 2
@@ -226,6 +229,7 @@ def load_for_each_other_with_an_error_of_one_rank(rank, ranks, place, spool, fai
 
 
 @pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.slow
 def test_a_rank_that_fails_before_it_fetches_is_not_waited_for_by_those_that_it_reads_for(folder, spool, failing):
     for text, seconds in run_ranks(load_for_each_other_with_an_error_of_one_rank, 2, folder, spool, failing):
         assert text.startswith("progress(0, ")
@@ -277,6 +281,7 @@ def load_any_layout(rank, ranks, place, spool, room):
 
 @pytest.mark.parametrize("room", [0, 1 << 20, 1 << 26])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.slow
 def test_loads_of_any_layout_from_a_store_give_what_its_files_give(tmp_path, spool, monkeypatch, ranks, room):
     monkeypatch.setattr(integrity, "BLOCK_BYTES", 1 << 16)
     generator = torch.Generator().manual_seed(1)

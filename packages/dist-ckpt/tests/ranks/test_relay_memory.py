@@ -56,6 +56,7 @@ def grown_mib(rank, ranks, strided, way):
 @pytest.mark.parametrize(
     ("strided", "way", "lanes"), [(False, "broadcasts", 1), (True, "broadcasts", 1), (True, "point to point", 2)]
 )
+@pytest.mark.slow
 def test_a_relay_holds_a_few_pieces_besides_the_tensors(strided, way, lanes):
     """Without a bound a rank holds 48 MiB: what it does not want, or copies of its strided tensors."""
     grown = run_ranks(grown_mib, 3, strided, way)

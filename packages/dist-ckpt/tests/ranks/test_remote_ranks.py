@@ -67,6 +67,7 @@ def load_damage(rank, ranks, url):
     return True
 
 
+@pytest.mark.slow
 def test_ranks_save_to_a_store_and_others_load_another_cut(tmp_path):
     url = f"shared://{tmp_path}/c"
     run_ranks(save, 2, url)

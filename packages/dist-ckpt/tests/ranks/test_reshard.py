@@ -70,6 +70,7 @@ def load_layout(rank, ranks, folder, tp, seed):
 @pytest.mark.parametrize(
     ("ranks", "tp", "new_ranks", "new_tp"), [(2, 1, 4, 2), (4, 2, 2, 2), (4, 4, 2, 1), (4, 1, 4, 4)]
 )
+@pytest.mark.slow
 def test_flattened_shards_load_at_another_world_size_and_grid(tmp_path, ranks, tp, new_ranks, new_tp):
     listings = run_ranks(save_layout, ranks, tmp_path / "c", tp, 1)
     data_files = [f"__{rank}_0.distcp" for rank in range(ranks)]

@@ -112,6 +112,7 @@ print("ends", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_ends_beside_a_stopped_worker(tmp_path):
     run = [sys.executable, "-c", ENDS_BESIDE_A_STOPPED_WORKER, tmp_path / "c"]
     with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process_that_ends:
@@ -148,6 +149,7 @@ def test_a_slow_save_that_advances_outlives_its_deadline_and_tells_how_far_it_is
     assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {"it": 2}
 
 
+@pytest.mark.slow
 def test_a_worker_that_starts_slowly_is_waited_for_and_one_that_is_stopped_at_its_start_is_not(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "_WORKER", (str(ODD_WORKER), "late:1.5"))
     with background.AsyncSaver(group=None, timeout_s=1.0) as saver:

@@ -73,6 +73,7 @@ def stopped(saver, tmp_path):
         os.kill(pid, signal.SIGCONT)
 
 
+@pytest.mark.slow
 def test_what_is_saved_are_the_values_at_the_call(saver, stopped, tmp_path):
     """The worker is stopped during call and change: only a copy made in the call can give the old values."""
     saved = state(7)
@@ -420,6 +421,7 @@ atexit.register(ends.append, 1)
 """
 
 
+@pytest.mark.slow
 def test_an_interpreter_that_ends_by_an_exception_finishes_its_save(tmp_path):
     pid, returned = script(tmp_path, AS_OF_PYTHON_3_12 + "1 / 0")
     assert returned == 1
@@ -452,6 +454,7 @@ except dist_ckpt.CheckpointError:
     [("1.0", "del handle", 0), ("torch.nan", "del handle", 1), ("torch.nan", CAUGHT, 0)],
     ids=["a good save", "nobody waits", "told"],
 )
+@pytest.mark.slow
 def test_a_last_save_that_fails_with_its_handle_dropped_is_no_success(tmp_path, value, then, status):
     text = FAILING.format(tests=os.path.dirname(os.path.dirname(__file__)), value=value, then=then)
     (tmp_path / "train.py").write_text(text)
@@ -463,6 +466,7 @@ def test_a_last_save_that_fails_with_its_handle_dropped_is_no_success(tmp_path, 
     assert (tmp_path / "c").exists() == (value == "1.0")
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_takes_its_worker_with_it(tmp_path):
     dist_ckpt.save({"w": one("w", torch.ones(50)), "it": 1}, tmp_path / "c", group=None)
     pid, returned = script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")

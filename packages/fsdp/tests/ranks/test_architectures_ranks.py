@@ -24,6 +24,7 @@ def train(rank, ranks, cases):
 CASES = [(name, way) for name in ARCHITECTURES for way in WAYS if way != "lora" or not refused_by_peft(name)]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("part", range(0, len(CASES), 6))
 def test_models_train_bit_for_bit_on_two_ranks(part):

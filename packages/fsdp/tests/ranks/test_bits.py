@@ -46,6 +46,7 @@ def train_variants(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
 def test_two_ranks_equal_the_emulation_for_every_kind_of_model(strategy: str) -> None:
     results = run_ranks(train_variants, 2, strategy, list(VARIANTS.values()), True, {})
     sharded_grads = strategy in ("optim_grads", "optim_grads_params")
@@ -59,6 +60,7 @@ def test_two_ranks_equal_the_emulation_for_every_kind_of_model(strategy: str) ->
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
 def test_four_ranks_in_rank_order_equal_the_emulation(strategy: str) -> None:
     results = run_ranks(train_variants, 4, strategy, [{"tied": True}], True, {"grad_sum": "rank_order"})
     sharded_grads = strategy in ("optim_grads", "optim_grads_params")
@@ -110,6 +112,7 @@ def train_fsdp2(rank: int, ranks: int) -> dict[str, Tensor]:
     return {name: value.full_tensor() for name, value in net.state_dict().items()}
 
 
+@pytest.mark.slow
 def test_two_ranks_equal_fsdp2_bit_for_bit() -> None:
     theirs = run_ranks(train_fsdp2, 2)[0]
     ours = run_ranks(train_variants, 2, "optim_grads_params", [{}], True, {})[0][0]

@@ -64,6 +64,7 @@ def train_all(rank: int, ranks: int, variants: list[dict], dtype: torch.dtype | 
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.slow
 def test_a_budget_changes_traffic_and_no_bit(dtype: torch.dtype | None) -> None:
     variants = VARIANTS if dtype is None else [{}]
     results = run_ranks(train_all, 2, variants, dtype)

@@ -69,6 +69,7 @@ def train(rank: int, ranks: int, strategy: str, grad_sum: str) -> list[tuple[str
 @pytest.mark.sampled
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 @pytest.mark.parametrize(("ranks", "grad_sum"), [(2, "backend"), (3, "rank_order")])
+@pytest.mark.slow
 def test_driven_gradients_equal_the_sum_over_ranks_in_order(strategy, ranks, grad_sum):
     sums = {}
     for rank in range(ranks):

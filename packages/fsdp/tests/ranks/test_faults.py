@@ -371,6 +371,7 @@ def test_a_rank_that_stops_is_named_before_the_deadline(ranks):
         assert seconds < DEADLINES["stops"] / 2 + KNOWN_S, f"{seconds:.1f} s"
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_told_from_a_dead_one():
     results = run_ranks(in_step_two, 3, "hangs")
     for rank in (0, 2):
@@ -398,6 +399,7 @@ def busy_in_step_one(rank, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.slow
 def test_a_rank_that_lives_and_is_busy_for_longer_than_the_deadline_is_waited_for(ranks):
     assert min(run_ranks(busy_in_step_one, ranks)) > 3.0
 
@@ -421,6 +423,7 @@ def test_a_rank_that_waits_alone_says_within_seconds_for_whom():
     assert "it was last at check. This ends after 600 s" in said
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_something_else_is_named_before_the_deadline():
     for (text, _, step, _, lost), seconds in run_ranks(in_step_two, 3, "does something else"):
         assert step == 2 and lost == (1,), text
@@ -461,6 +464,7 @@ def die(rank, ranks, where, checks, in_step):
         (2, "on this machine", "unit", 0),  # the deadline is that of the first step
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_by_the_survivors(ranks, where, checks, in_step):
     results = run_ranks(die, ranks, where, checks, in_step, allow_exit=(1,))
     for rank in range(ranks):

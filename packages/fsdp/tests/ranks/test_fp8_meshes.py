@@ -53,6 +53,7 @@ def train(rank, ranks, layout, strategies):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
 def test_fp8_on_three_meshes_equals_the_definition(layout):
     ranks, replicas, sharing = LAYOUTS[layout]
     width, experts = ranks // replicas, ranks // sharing

@@ -60,6 +60,7 @@ def expected(ranks, strategy, options, few=False, steps=2):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.slow
 def test_every_number_of_ranks_equals_the_definition(ranks):
     results = run_ranks(train, ranks, STRATEGIES, {})
     for at, strategy in enumerate(STRATEGIES):
@@ -67,6 +68,7 @@ def test_every_number_of_ranks_equals_the_definition(ranks):
         assert [same(wanted, result[at]) for result in results] == [[]] * ranks, strategy
 
 
+@pytest.mark.slow
 def test_tied_and_frozen_ones_too_and_where_few_are_fp8():
     for options in ({"tied": True}, {"frozen": True}):
         result = run_ranks(train, 2, ["optim_grads_params"], options)[1][0]
@@ -75,6 +77,7 @@ def test_tied_and_frozen_ones_too_and_where_few_are_fp8():
     assert same(expected(2, "optim_grads_params", {}, few=True), result) == []
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_equals_the_definition():
     """Two replicas of one shard each, and of two: sums over replicas come last, so the order of ranks is the mesh's."""
     results = run_ranks(train, 2, ["optim_grads_params"], {}, (2, 1))
@@ -254,6 +257,7 @@ def train_with(rank, ranks, configs):
     return results
 
 
+@pytest.mark.slow
 def test_buckets_budgets_and_prefetching_change_no_bit():
     configs = [
         {},

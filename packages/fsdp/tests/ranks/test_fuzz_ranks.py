@@ -19,6 +19,7 @@ PROGRAMS_PER_JOB = 50
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # a reentrant checkpoint of frozen layers
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.slow
 def test_random_programs_have_the_bits_of_plain_modules(ranks: int, random_programs: int) -> None:
     for first in range(0, random_programs, PROGRAMS_PER_JOB):
         programs = [draw(seed, ranks) for seed in range(first, min(first + PROGRAMS_PER_JOB, random_programs))]

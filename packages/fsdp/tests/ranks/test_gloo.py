@@ -74,6 +74,7 @@ def added_up(ranks: int, numel: int, name: str, wire: torch.dtype, *, in_place: 
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.slow
 def test_gathers_and_sums_are_those_of_the_naive_loop(ranks: int) -> None:
     for rank, found in enumerate(run_ranks(talk, ranks)):
         for what, (*tensors, last) in found.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
@@ -75,6 +76,7 @@ def run(rank, ranks):
     return found
 
 
+@pytest.mark.slow
 def test_parameters_that_backward_was_not_asked_for_stay_as_they_are():
     for found in run_ranks(run, 2):
         assert not any(found.values()), found

@@ -118,6 +118,7 @@ def found() -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("strategy", BYTES)
+@pytest.mark.slow
 def test_persistent_bytes_are_the_formula_and_the_stated_padding(found, strategy):
     one = found[strategy]
     units, stated = one["report"]["units"], one["report"]["bytes"]

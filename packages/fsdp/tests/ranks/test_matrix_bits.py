@@ -187,6 +187,7 @@ def full(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--all-pairs"))
 
 
+@pytest.mark.slow
 def test_two_ranks(full: bool) -> None:
     if full:
         for strategy in STRATEGIES:
@@ -196,6 +197,7 @@ def test_two_ranks(full: bool) -> None:
 
 
 @pytest.mark.parametrize("ranks", [3, 4])
+@pytest.mark.slow
 def test_more_ranks_in_rank_order(ranks: int, full: bool) -> None:
     options = {**OPTIONS, "grad_sum": ("rank_order",), "ranks": (ranks,)}
     # Of the default run one cell per strategy: the kinds are told apart on two ranks already.
@@ -205,6 +207,7 @@ def test_more_ranks_in_rank_order(ranks: int, full: bool) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (2, 1), (4, 2), (4, 4)])
+@pytest.mark.slow
 def test_hybrid_sharding(ranks: int, replicas: int, full: bool) -> None:
     """Shards are summed first. From three ranks of a dimension on in rank order; two in any order are the same bits."""
     options = {**OPTIONS, "ranks": (ranks,), "replicas": (replicas,)}
@@ -215,6 +218,7 @@ def test_hybrid_sharding(ranks: int, replicas: int, full: bool) -> None:
     )
 
 
+@pytest.mark.slow
 def test_eight_ranks() -> None:
     eight = {"ranks": 8, "grad_sum": "rank_order"}
     check([Cell(**eight, kind="tied"), Cell(**eight, replicas=2, strategy="optim", precision="bf16", kind="unused")])

@@ -200,6 +200,7 @@ def measured() -> list[tuple[Case, Measured]]:
     return run(CASES)
 
 
+@pytest.mark.slow
 def test_persistent_bytes_are_the_formula_and_what_is_stated_beside_it(measured: list[tuple[Case, Measured]]) -> None:
     over = [
         f"{case}: {found.nbytes} > {budget(case, found):.0f}"
@@ -221,6 +222,7 @@ OTHERS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_report_states_every_byte_that_is_held_scalars_apart(measured: list[tuple[Case, Measured]]) -> None:
     differ = [
         f"{case}: held {found.nbytes}, stated {stated}: {found.stated}"
@@ -308,6 +310,7 @@ STEADY = [
 ]
 
 
+@pytest.mark.slow
 def test_a_steady_step_allocates_nothing_beyond_the_plain_step() -> None:
     more = []
     for case, counts in zip(STEADY, run_ranks(count_allocations, 1, STEADY)[0], strict=True):

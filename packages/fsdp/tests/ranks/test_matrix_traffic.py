@@ -168,6 +168,7 @@ def table() -> list[tuple[Case, Result]]:
     return run(table_cases())
 
 
+@pytest.mark.slow
 def test_calls_and_bytes_are_never_more_than_the_table(table: list[tuple[Case, Result]]) -> None:
     for case, found in table:
         units, whole = len(found.unit_bytes), sum(found.unit_bytes.values())
@@ -199,6 +200,7 @@ def test_the_root_stays_from_forward_to_backward(table: list[tuple[Case, Result]
             assert all(found.of_unit("all_gather", unit) <= most for unit in found.unit_bytes), case
 
 
+@pytest.mark.slow
 def test_recompute_adds_no_collective() -> None:
     cases = [
         Case(strategy=strategy, recompute=recompute)
@@ -212,6 +214,7 @@ def test_recompute_adds_no_collective() -> None:
         assert sorted(found.sent) == plain, case
 
 
+@pytest.mark.slow
 def test_hints_postpone_and_no_hint_reduces_in_every_backward() -> None:
     cases = [Case(strategy=s, accumulate=3, way=way) for s in STRATEGIES for way in ("none", "no_sync")]
     for case, found in run(cases):
@@ -226,6 +229,7 @@ def test_evaluation_gathers_each_unit_at_most_once_and_reduces_nothing() -> None
         assert {sent.kind for sent in found.sent} <= {"all_gather"}, case
 
 
+@pytest.mark.slow
 def test_rank_order_sends_the_bytes_of_a_reduce_scatter_by_all_to_all() -> None:
     cases = [
         Case(strategy=s, precision={"grad_sum": "rank_order", "reduce_dtype": wire})
@@ -240,6 +244,7 @@ def test_rank_order_sends_the_bytes_of_a_reduce_scatter_by_all_to_all() -> None:
         assert found.calls("reduce_scatter") == found.calls("all_reduce") == 0, case
 
 
+@pytest.mark.slow
 def test_replicas_add_one_all_reduce_of_the_shard_per_unit() -> None:
     for case, found in run([Case(strategy=s, replicas=2, accumulate=2) for s in STRATEGIES[1:]]):
         units, whole, shards = len(found.unit_bytes), sum(found.unit_bytes.values()), RANKS // 2

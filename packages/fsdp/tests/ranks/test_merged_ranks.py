@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_helpers import Block, emulate, make_adamw, make_net, same, train_steps
@@ -34,6 +35,7 @@ def train_all(rank: int, ranks: int) -> list[dict]:
     return found
 
 
+@pytest.mark.slow
 def test_merged_units_have_the_bits_of_the_emulation() -> None:
     results = run_ranks(train_all, 2)
     cases = [(strategy, options) for strategy in STRATEGIES for options in NETS]

@@ -81,6 +81,7 @@ def train(rank, ranks, layout, strategies):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
 def test_weights_on_three_meshes_equal_one_process_bit_for_bit(layout):
     experts = LAYOUTS[layout][1]
     ranks = len(experts)
@@ -134,6 +135,7 @@ def norms(rank, ranks, layout, strategies):
 
 
 @pytest.mark.parametrize("layout", ["3 ranks uneven", "4 ranks hsdp"])
+@pytest.mark.slow
 def test_the_norm_counts_experts_of_all_peers_once(layout):
     ranks = len(LAYOUTS[layout][1])
     nets = [net_of(rank, layout) for rank in range(ranks)]
@@ -177,6 +179,7 @@ def train_in(rank, ranks, memories):
     return found
 
 
+@pytest.mark.slow
 def test_no_choice_of_memory_changes_a_bit():
     for first, *others in run_ranks(train_in, 2, MEMORY):
         assert [same(first, other) for other in others] == [[]] * len(others)
@@ -192,6 +195,7 @@ def count_step(rank, ranks):
     return Counter(sent.kind for sent in traffic.sent + traffic.control)
 
 
+@pytest.mark.slow
 def test_one_collective_for_each_unit_direction_and_mesh():
     # Of each block shared parameters and experts, of the root shared ones and the tied expert. Nobody takes the memory
     # of two blocks, so frozen experts stay. Rank-order sums are all-to-alls; a mesh of one rank sends nothing.
@@ -225,6 +229,7 @@ def test_models_are_compared_within_a_mesh():
         assert "ranks [0, 2] share a mesh and wrap different models on it: blocks.1.expert.bias (13,)" in text
 
 
+@pytest.mark.slow
 def test_broadcast_gives_a_mesh_the_values_of_its_first_rank():
     found = run_ranks(start_values, 4, "broadcast")
     assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])

@@ -101,6 +101,7 @@ def train_all(rank, ranks):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.slow
 def test_pieces_of_uneven_matrices_give_torchs_bits(ranks):
     results = run_ranks(train_all, ranks)
     for at, options in enumerate(OPTIONS.values()):
@@ -115,6 +116,7 @@ def test_pieces_of_uneven_matrices_give_torchs_bits(ranks):
         assert covered == {name: momentum.numel() for name, momentum in momenta.items()}
 
 
+@pytest.mark.slow
 def test_a_step_sends_each_element_twice_as_bfloat16_and_twice_per_shape():
     results = run_ranks(train, 2, {})
     shapes = {tuple(momentum.shape) for momentum in emulate(2)[1].values()}
@@ -142,6 +144,7 @@ def train_grains(rank, ranks):
     return [same(element, one[0]) for one in results], [one[2] for one in results], [one[3] for one in results]
 
 
+@pytest.mark.slow
 def test_whole_and_mixed_matrices_and_unsharded_ones_give_the_same_bits():
     for differing, counts, reports in run_ranks(train_grains, 2):
         ((whole_calls, _, others), (mixed_calls, _, _), (unsharded, _, _)) = counts
@@ -157,6 +160,7 @@ def train_replicas(rank, ranks):
     return train(rank, ranks, {}, mesh=mesh)
 
 
+@pytest.mark.slow
 def test_replicas_step_alike():
     results = run_ranks(train_replicas, 4)
     first = results[0][0]
@@ -173,6 +177,7 @@ def train_experts(rank, ranks):
     return same(element[0], tensor[0]), ups, len(element[3]["muon"])
 
 
+@pytest.mark.slow
 def test_matrices_on_a_mesh_of_their_own_are_exchanged_there():
     results = run_ranks(train_experts, 4)
     assert [(differing, exchanges) for differing, _, exchanges in results] == [([], 2)] * 4
@@ -187,6 +192,7 @@ def train_formats(rank, ranks):
     return [same(element, tensor) for element, tensor in pairs], len(same(pairs[0][0], pairs[1][0]))
 
 
+@pytest.mark.slow
 def test_bf16_and_fp8_weights_have_the_bits_of_whole_matrices():
     for differing, apart in run_ranks(train_formats, 2):
         assert differing == [[], []] and apart > 0

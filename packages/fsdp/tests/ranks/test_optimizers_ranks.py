@@ -93,6 +93,7 @@ def train_all(rank, ranks, names):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.slow
 def test_weights_and_state_are_bitwise_those_of_one_process(ranks):
     results = run_ranks(train_all, ranks, list(CASES))
     for at, name in enumerate(CASES):

@@ -56,6 +56,7 @@ PRECISIONS = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
 def test_two_ranks_have_the_bits_of_the_emulation_in_every_dtype_whole_and_in_pieces(strategy: str) -> None:
     cases = [{"strategy": strategy, "precision": precision} for precision in PRECISIONS.values()]
     results = run_ranks(train_all, 2, (2,), cases)
@@ -77,6 +78,7 @@ def test_two_ranks_have_the_bits_of_the_emulation_in_every_dtype_whole_and_in_pi
 
 
 @pytest.mark.parametrize("mesh_shape", [(3,), (2, 2)], ids=str)
+@pytest.mark.slow
 def test_pieces_have_the_bits_of_whole_units_in_rank_order(mesh_shape: tuple[int, ...]) -> None:
     precision = {"grad_sum": "rank_order", "reduce_dtype": BF16}
     cases = [{"strategy": strategy, "precision": precision} for strategy in ("no_shard", "optim_grads_params")]
@@ -136,6 +138,7 @@ def count_hybrid(rank: int, ranks: int, cases: list[dict]) -> list[tuple[int, in
     return counts
 
 
+@pytest.mark.slow
 def test_hybrid_sharding_allocates_nothing_in_a_steady_step() -> None:
     cases = [
         {"strategy": strategy, "precision": {"reduce_dtype": reduce_dtype, "grad_sum": grad_sum}, "bucket": bucket}

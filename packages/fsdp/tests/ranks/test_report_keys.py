@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net
@@ -64,6 +65,7 @@ def all_reports(rank: int, ranks: int) -> set[str]:
     return set().union(*(paths(model.report()) for model, _ in kept))
 
 
+@pytest.mark.slow
 def test_the_docstring_of_report_has_every_key_with_its_unit():
     table = documented()
     found = set().union(*run_ranks(all_reports, 2))

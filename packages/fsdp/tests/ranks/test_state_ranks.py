@@ -102,6 +102,7 @@ def emulate_replicas(steps, per_microbatch):
 @pytest.mark.parametrize(
     ("strategy", "grad_sum"), [("optim_grads_params", "backend"), ("optim", "rank_order"), ("no_shard", "rank_order")]
 )
+@pytest.mark.slow
 def test_hybrid_sharding_sums_the_shard_group_first_and_then_the_replicas(strategy, grad_sum):
     results = run_ranks(replicate_and_shard, 4, strategy, grad_sum)
     expected = emulate_replicas(2, per_microbatch=strategy == "optim_grads_params")

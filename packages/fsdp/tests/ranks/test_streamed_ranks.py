@@ -59,6 +59,7 @@ def plain_answer():
 @pytest.mark.parametrize(
     ("strategy", "granularity"), [("optim", "row"), ("optim_grads_params", "element"), ("optim_grads_params", "tensor")]
 )
+@pytest.mark.slow
 def test_a_state_is_loaded_whoever_gives_it(strategy, granularity):
     for found in run_ranks(load_in_every_way, 2, strategy, granularity):
         found.pop("y")
@@ -74,6 +75,7 @@ def load_on_replicas(rank, ranks):
     return same(other_state(), model.full_state_dict()), some
 
 
+@pytest.mark.slow
 def test_any_one_rank_of_a_mesh_may_give_and_two_of_four_may_not():
     for differing, (text, _) in run_ranks(load_on_replicas, 4):
         assert differing == []

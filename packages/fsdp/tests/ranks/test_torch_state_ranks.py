@@ -100,6 +100,7 @@ def both_granularities(rank, ranks, folder):  # in one job: importing DCP and FS
     return [there_and_back(rank, ranks, f"{folder}/{grain}", grain, kind) for grain, kind in kinds.items()]
 
 
+@pytest.mark.slow
 def test_dcp_takes_training_to_fsdp2_and_back_bit_for_bit(tmp_path):
     for results in run_ranks(both_granularities, 2, str(tmp_path)):
         for form, there, state, lr, back in results:
@@ -131,6 +132,7 @@ def on_replicas(rank, ranks):
     return found
 
 
+@pytest.mark.slow
 def test_dtensors_of_a_hybrid_mesh_are_replicated_and_cut():
     for found in run_ranks(on_replicas, 4):
         assert [one for one, _ in found] == [[], [], [], []]
@@ -164,6 +166,7 @@ def wrong(rank, ranks):
     return found, same(before, flat(torch_state.get_optimizer_state_dict(model, optimizer)))
 
 
+@pytest.mark.slow
 def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_loaded():
     first, second = run_ranks(wrong, 2)
     assert first == second

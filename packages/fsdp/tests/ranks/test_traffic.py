@@ -71,6 +71,7 @@ def count_step(
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.slow
 def test_a_step_moves_at_most_what_the_table_says(strategy):
     accumulate = 2
     calls, nbytes, model_bytes, units = run_ranks(count_step, 2, strategy, accumulate, {}, {}, "backend")[0]
@@ -86,6 +87,7 @@ def test_a_step_moves_at_most_what_the_table_says(strategy):
         assert calls["all_gather"] == units
 
 
+@pytest.mark.slow
 def test_recompute_around_or_inside_a_unit_gathers_nothing_more():
     plain = run_ranks(count_step, 2, "optim_grads_params", 2, {}, {}, "backend")[0][0]
     for recompute in ("inside", "around", "reentrant"):
@@ -93,11 +95,13 @@ def test_recompute_around_or_inside_a_unit_gathers_nothing_more():
         assert result == plain, recompute
 
 
+@pytest.mark.slow
 def test_a_buffer_for_every_unit_is_gathered_once_per_step():
     calls, _, _, units = run_ranks(count_step, 2, "optim_grads_params", 3, {}, {"gathered_bytes": "all"}, "backend")[0]
     assert calls["all_gather"] == units
 
 
+@pytest.mark.slow
 def test_rank_order_sends_on_gloo_what_the_back_ends_order_sends():
     backend = run_ranks(count_step, 2, "optim_grads", 2, {}, {}, "backend")[0]
     assert run_ranks(count_step, 2, "optim_grads", 2, {}, {}, "rank_order")[0] == backend

@@ -40,6 +40,7 @@ def train_all(rank, ranks):
     return found
 
 
+@pytest.mark.slow
 def test_models_train_bitwise_on_two_ranks_and_generate():
     for found in run_ranks(train_all, 2):
         assert len(found) == 5 and not any(found.values()), found

@@ -192,6 +192,7 @@ def torchs_clip(rank, ranks):
     return found
 
 
+@pytest.mark.slow
 def test_torchs_clip_over_shards_is_refused_and_a_users_own_sum_of_norms_is_not():
     for found in run_ranks(torchs_clip, 2):
         for (strategy, _), said in found.items():

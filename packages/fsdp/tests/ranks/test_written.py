@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from fsdp_bench_helpers import Net
 from fsdp_bytes_helpers import forward_backward, written
@@ -42,6 +43,7 @@ def count(rank: int, ranks: int, size: int) -> dict[str, tuple[int, int]]:
     return found
 
 
+@pytest.mark.slow
 def test_forward_and_backward_write_each_gradient_once_more_and_divide_the_shard() -> None:
     model = 4 * sum(p.numel() for p in Net(WIDTH, LAYERS).parameters())
     for size in (2, 8):

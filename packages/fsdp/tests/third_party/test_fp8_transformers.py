@@ -38,6 +38,7 @@ def test_bytes_train_as_what_they_stand_for(matmul):
 
 
 @pytest.mark.parametrize("matmul", ["emulate", "scaled"])
+@pytest.mark.slow
 def test_activation_checkpointing_changes_no_bit(matmul):
     plain = train(matmul)[1].full_state_dict()
     for reentrant in (True, False):

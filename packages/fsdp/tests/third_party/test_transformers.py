@@ -94,6 +94,7 @@ def test_a_model_on_the_meta_device_is_filled_from_the_file_that_save_pretrained
     assert torch.equal(loss_of(net, 0, 0), loss_of(plain, 0, 0))
 
 
+@pytest.mark.slow
 def test_compiled_decoder_layers_train_as_plain_ones():
     net = make("llama")
     for layer in net.model.layers:
@@ -106,6 +107,7 @@ def test_compiled_decoder_layers_train_as_plain_ones():
     assert same(emulate("llama", ranks=1, steps=2), model.full_state_dict()) == []
 
 
+@pytest.mark.slow
 def test_the_example_learns_to_count_generates_what_it_learned_and_saves_what_from_pretrained_reads(
     tmp_path, monkeypatch, capsys
 ):

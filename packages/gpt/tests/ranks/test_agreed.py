@@ -36,12 +36,14 @@ def clock_rank(rank: int, ranks: int, text: str) -> tuple[int, float | None, str
 
 
 @pytest.mark.parametrize("layout", ["pp", "dp", "tp"])
+@pytest.mark.slow
 def test_ranks_with_different_clocks_save_by_time_at_one_step(tmp_path, layout):
     config = tiny_config(tmp_path, "model.num_layers=2", "train.steps=5", f"parallel.{layout}=2")
     ranktest.run_ranks(clock_rank, 2, config.to_toml(), timeout=JOB_S)
     assert [entry["step"] for entry in lines(config, "save")] == [3, 5]
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_is_chosen_by_rank_0_for_all(tmp_path):
     first = tiny_config(tmp_path, "train.steps=2", "checkpoint.every=1")
     run(first, 1)
@@ -52,6 +54,7 @@ def test_the_newest_checkpoint_is_chosen_by_rank_0_for_all(tmp_path):
     assert final_tensors(config)
 
 
+@pytest.mark.slow
 def test_init_from_is_resolved_by_rank_0_for_all(tmp_path):
     source = tiny_config(tmp_path, "train.steps=2", "checkpoint.every=1", run="source")
     run(source, 1)
@@ -62,6 +65,7 @@ def test_init_from_is_resolved_by_rank_0_for_all(tmp_path):
     assert lines(late, "step")[0]["loss"] == pytest.approx(lines(alone, "step")[0]["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_bytes_that_one_rank_finds_damaged_send_all_ranks_to_the_checkpoint_before(tmp_path):
     config = tiny_config(tmp_path, "train.steps=2", "checkpoint.every=1", "train.global_batch_size=4")
     run(config, 1)
@@ -114,6 +118,7 @@ def rank_on_a_full_disk(rank: int, ranks: int, text: str) -> None:
     train_rank(rank, ranks, text)
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_on_one_rank_ends_the_run_and_leaves_the_older_checkpoint_whole(tmp_path):
     config = tiny_config(tmp_path, "train.steps=5", "checkpoint.every=2")
     with pytest.raises(ranktest.RankFailed, match=r"File too large: this rank needs \d+ bytes.*run/checkpoints"):

@@ -65,6 +65,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_gathers_of_a_step_are_the_fewest_that_the_program_allows(trained, case):
     (_, ranks), planned = trained[case, BUDGET], False
     for rank, (plan, sizes, text) in enumerate(ranks):

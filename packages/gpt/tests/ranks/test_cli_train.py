@@ -35,6 +35,7 @@ def wait_for_steps(folder, count, seconds=60):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_two_sigterms_to_the_command_save_the_step_at_hand_and_are_143(config_file, tmp_path):
     command = [sys.executable, "-m", "sixfold.gpt", "train", config_file, "parallel.pp=2"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -56,6 +57,7 @@ def test_two_sigterms_to_the_command_save_the_step_at_hand_and_are_143(config_fi
 # Below, the command runs in this process: its ranks come from a server that has torch loaded already.
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_and_the_next_start_goes_on_at_another_layout(config_file, tmp_path, capsys):
     run = tmp_path / "run"
     assert cli.main(["train", config_file, "parallel.pp=2", "train.steps=2"]) == 0
@@ -89,6 +91,7 @@ KILLED = (
         ("parallel.pp=2", signal.SIGSTOP, 5, "rank 0 waits .* rank 1 did not answer: a signal had stopped its process"),
     ],
 )
+@pytest.mark.slow
 def test_a_run_that_lost_a_rank_is_started_again_from_its_newest_checkpoint(
     tmp_path, capsys, monkeypatch, layout, number, seconds, why
 ):
@@ -110,6 +113,7 @@ def test_a_run_that_lost_a_rank_is_started_again_from_its_newest_checkpoint(
     assert losses[2] == losses[3], "the repeated step has the loss that it had"
 
 
+@pytest.mark.slow
 def test_an_error_that_every_rank_meets_is_said_once(config_file, tmp_path, capsys):
     command = ["train", config_file, "parallel.pp=2", "train.steps=1"]
     assert cli.main(command) == 0

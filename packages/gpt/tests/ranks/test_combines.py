@@ -88,6 +88,7 @@ def trained(request, tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_it_trains_as_one_process(trained, case):
     config, alone = trained[case]
     # Products are bfloat16's, and a matrix in parts has a scale for each of them: other bytes stand for its weights.
@@ -125,6 +126,7 @@ def asked_once(rank: int, ranks: int, text: str) -> tuple[int, float | None, str
     return train_rank(rank, ranks, text)
 
 
+@pytest.mark.slow
 def test_a_stop_that_one_rank_is_asked_for_is_agreed_by_those_that_share_its_stage(tmp_path):
     config = tiny_config(tmp_path, *STEPS, "train.steps=9", "parallel.cp=2", "parallel.tp=2")
     found = ranktest.run_ranks(asked_once, 4, config.to_toml(), timeout=JOB_S)

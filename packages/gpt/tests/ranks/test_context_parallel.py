@@ -54,6 +54,7 @@ def attended(rank, ranks, cases):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.slow
 def test_attention_over_ranks_equals_one_process_forward_and_backward(request, ranks):
     shares = (4, 2, 1) if request.config.getoption("--context-matrix") else (2,)  # key heads
     cases = [(*way, groups, inner) for way in WAYS for groups in shares for inner in PACKED]
@@ -95,6 +96,7 @@ def trained_part(rank, ranks, cases):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.slow
 def test_a_model_over_ranks_has_the_losses_and_summed_gradients_of_one_process(request, ranks):
     packed = "across borders"
     again = ("none", "selective", "full") if request.config.getoption("--context-matrix") else ("selective",)
@@ -141,6 +143,7 @@ def held(rank, ranks, comm, row):
     return largest.numel, max(kept)
 
 
+@pytest.mark.slow
 def test_in_the_ring_no_rank_holds_the_keys_of_two():
     row, ranks = 64, 4
     keys = row // ranks * 64
@@ -177,6 +180,7 @@ def test_every_wait_for_keys_and_their_gradients_has_the_deadline_of_the_group()
     assert all(0.4 < seconds < 20 for seconds in waited), "they waited for 0.5 s; the rest is a busy machine"
 
 
+@pytest.mark.slow
 def test_a_run_over_ranks_trains_as_one_process_does(tmp_path):
     short = ("model.num_layers=2", "train.steps=2", "train.global_batch_size=4", "eval.every=1", "eval.batches=2")
     ways = [

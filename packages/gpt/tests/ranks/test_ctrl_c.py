@@ -24,6 +24,7 @@ def ranks_are_being_prepared(pid):
 @pytest.mark.parametrize(
     ("until", "moments"), [(numpy_is_loading, (0.0,)), (ranks_are_being_prepared, (0.0, 0.3))], ids=["imports", "ranks"]
 )
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_traceback_whenever_it_comes(tmp_path, until, moments):
     path = tmp_path / "endless.toml"
     path.write_text(tiny_config(tmp_path, "train.steps=100000").to_toml())

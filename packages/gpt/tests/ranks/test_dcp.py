@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from gpt_helpers import tiny_config
@@ -17,6 +18,7 @@ def newest(config):
     return retention.latest(f"{config.run.dir}/checkpoints")
 
 
+@pytest.mark.slow
 def test_plain_torch_dcp_reads_the_model_and_the_moments_of_a_sharded_run(tmp_path):
     config = tiny_config(tmp_path, "parallel.dp=2", "train.steps=2")
     run(config, 2)
@@ -35,6 +37,7 @@ def test_plain_torch_dcp_reads_the_model_and_the_moments_of_a_sharded_run(tmp_pa
     assert whole.keys() == tensors.keys() and all(torch.equal(whole[key], tensors[key]) for key in tensors)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_a_folder_that_torch_wrote(tmp_path):
     config = tiny_config(tmp_path, "train.steps=1", f"checkpoint.init_from={tmp_path / 'dcp'}")
     model = GPTModel(config.model)

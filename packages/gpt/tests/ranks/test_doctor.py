@@ -70,6 +70,7 @@ def missing(rank: int, ranks: int):
     return ""
 
 
+@pytest.mark.slow
 def test_two_healthy_ranks_find_nothing_to_mend_and_write_what_plan_reads(tmp_path):
     lines, found = ranktest.run_ranks(healthy, 2, str(tmp_path), timeout=60)[0]
     whats = [line[5:].partition(":")[0] for line in lines]

@@ -50,6 +50,7 @@ def killed_after(run, count, *words):
         process.communicate()
 
 
+@pytest.mark.slow
 def test_prepare_train_kill_resume_plot_sample_export_with_a_bpe_tokenizer(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     texts = [text.decode() for text in topics()]

@@ -62,6 +62,7 @@ def held_by_the_load(rank: int, ranks: int, text: str) -> int:
     return found[0]
 
 
+@pytest.mark.slow
 def test_an_import_trains_at_pp2_dp2_from_the_loss_of_transformers_and_no_rank_holds_the_model(tmp_path):
     write_folder(tmp_path / "hf", "qwen3_tied_scaling", dtype=torch.bfloat16, shard="1MB", **SIZES)
     # Read anew: .float() of a bf16 model would keep RoPE's frequencies rounded.
@@ -94,6 +95,7 @@ def test_a_run_in_the_imported_folder_goes_on_from_step_0_and_keeps_its_model(tm
 
 
 @pytest.mark.parametrize(("name", "ends"), [("imported", [256, 7]), ("new", 256), ("other", 7)])
+@pytest.mark.slow
 def test_a_trained_import_is_exported_with_what_its_config_and_folder_said(tmp_path, name, ends):
     """The run's documents end with 256; where the import's do not, its ids are of another tokenizer."""
     write_folder(tmp_path / "hf", "llama", vocab_size=257)

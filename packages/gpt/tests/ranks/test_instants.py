@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
 from gpt_helpers import tiny_config
 from run_helpers import JOB_S, lines, losses, run_all, world_of
 from torch.distributed import PrefixStore
@@ -60,6 +61,7 @@ def job_world(rank, ranks, number):
     return replace(world, store=PrefixStore(f"job-{number}", world.store))
 
 
+@pytest.mark.slow
 def test_one_rank_that_is_asked_stops_all_at_the_same_saved_step(tmp_path):
     jobs = [
         (tiny_config(tmp_path, *SMALL, run=f"job-{number}"), whom, place)

@@ -22,6 +22,7 @@ from sixfold.gpt.loop import Run
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 
 
+@pytest.mark.slow
 def test_one_process_trains_as_a_plain_torch_loop(tmp_path):
     config = tiny_config(tmp_path, "train.steps=20")
     run(config, 1)
@@ -68,6 +69,7 @@ def trained(tmp_path_factory, chosen):
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize(("ranks", "overrides"), LAYOUTS, ids=lambda v: ",".join(v) if isinstance(v, tuple) else str(v))
+@pytest.mark.slow
 def test_losses_and_norms_do_not_depend_on_the_layout(trained, ranks, overrides):
     config = trained[ranks, overrides]
     expected_losses, expected_norms = zip(*plain_run(config, config.train.steps), strict=True)
@@ -76,6 +78,7 @@ def test_losses_and_norms_do_not_depend_on_the_layout(trained, ranks, overrides)
     assert [entry["grad_norm"] for entry in lines(config, "step")] == pytest.approx(expected_norms, rel=2e-6)
 
 
+@pytest.mark.slow
 def test_a_rank_without_parameters_trains_and_writes_what_all_ranks_know(tmp_path):
     config = tiny_config(tmp_path, "parallel.pp=3", "parallel.layers_per_stage=[2, 0, 2]", "train.steps=2")
     run(config, 3)
@@ -88,6 +91,7 @@ def test_a_rank_without_parameters_trains_and_writes_what_all_ranks_know(tmp_pat
     assert decay == {name: 0.0 if "norm" in name else 0.1 for name in weights}
 
 
+@pytest.mark.slow
 def test_initial_weights_of_stages_are_bitwise_those_of_the_whole_model(tmp_path):
     def initial(ranks: int, *overrides: str) -> dict[str, torch.Tensor]:
         name = f"run{ranks}{len(overrides)}"
@@ -146,6 +150,7 @@ def whole_and_cut(tmp_path_factory, chosen):
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("ranks", "overrides"), RESUMED, ids=lambda v: ",".join(v) if isinstance(v, tuple) else str(v))
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_the_run_that_never_stopped(whole_and_cut, ranks, overrides):
     whole, cut = whole_and_cut[ranks, overrides]
     assert [entry["step"] for entry in lines(cut, "resume")] == [2]
@@ -166,6 +171,7 @@ def killed_after_save(rank: int, ranks: int, text: str) -> None:
     train_rank(rank, ranks, text)
 
 
+@pytest.mark.slow
 def test_killed_as_a_pipeline_and_resumed_as_sharded_data_parallel(tmp_path):
     config = tiny_config(tmp_path, "parallel.pp=2", "checkpoint.every=2")
     with pytest.raises(ranktest.RankFailed, match="rank 1"):
@@ -178,6 +184,7 @@ def test_killed_as_a_pipeline_and_resumed_as_sharded_data_parallel(tmp_path):
     assert losses(config) == pytest.approx(expected[:3] + expected[2:], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_evaluation_leaves_no_trace_in_training(tmp_path):
     without = tiny_config(tmp_path, "parallel.pp=2", run="without")
     evaluated = tiny_config(tmp_path, "parallel.pp=2", "eval.every=2", "eval.batches=2", run="with")
@@ -187,6 +194,7 @@ def test_evaluation_leaves_no_trace_in_training(tmp_path):
     assert all(entry["tokens"] == 2 * 8 * 32 for entry in lines(evaluated, "eval"))
 
 
+@pytest.mark.slow
 def test_a_batch_ramp_continues_the_same_order_of_samples(tmp_path):
     config = tiny_config(tmp_path, "train.batch_ramp=[[1, 4], [3, 8]]", "parallel.pp=2")
     run(config, 2)
@@ -194,6 +202,7 @@ def test_a_batch_ramp_continues_the_same_order_of_samples(tmp_path):
     assert losses(config) == pytest.approx(plain_losses(config, 4), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_non_finite_loss_stops_before_the_optimizer_and_names_the_module(tmp_path):
     config = tiny_config(tmp_path, "parallel.pp=2", "optimizer.lr=3e38", "train.clip_grad=0", "checkpoint.every=1")
     with pytest.raises(ranktest.RankFailed, match="not finite"):

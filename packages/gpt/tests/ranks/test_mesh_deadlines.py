@@ -55,6 +55,7 @@ def deadlines(rank: int, ranks: int, degrees: dict[str, int]) -> dict[str, float
     }
 
 
+@pytest.mark.slow
 def test_every_group_of_a_mesh_has_the_deadline_of_the_run():
     seen = set()
     for degrees in ({"dp": 2, "dp_replicate": 2, "cp": 2, "ep": 2}, {"pp": 2, "dp": 1, "tp": 2}):

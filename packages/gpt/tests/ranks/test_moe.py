@@ -111,6 +111,7 @@ def of_one_process(routing: str, microbatches: int, tokens: int) -> tuple[list[A
 
 
 @pytest.mark.parametrize(("ep", "tp"), [(2, 1), (1, 2), (2, 2)])
+@pytest.mark.slow
 def test_outputs_and_all_gradients_are_those_of_one_process(ep, tp):
     parts = run_ranks(on_ranks, ep * tp, ep, tp)
     for routing, sequence in parts[0]:

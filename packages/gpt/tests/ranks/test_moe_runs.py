@@ -131,6 +131,7 @@ def plain_steps(config: TrainConfig, rates: list[float]) -> list[tuple[float, fl
     return found
 
 
+@pytest.mark.slow
 def test_one_process_trains_as_a_plain_loop_with_the_balance_in_its_loss(alone):
     steps = lines(alone, "step")
     found = plain_steps(alone, [entry["lr"] for entry in steps])
@@ -138,6 +139,7 @@ def test_one_process_trains_as_a_plain_loop_with_the_balance_in_its_loss(alone):
     assert [entry["grad_norm"] for entry in steps] == pytest.approx([norm for _, norm in found], rel=2e-6)
 
 
+@pytest.mark.slow
 def test_losses_norms_and_loads_do_not_depend_on_the_layout(alone, trained, layout):
     config = trained[layout]
     assert losses(config) == pytest.approx(losses(alone), rel=1e-6)
@@ -158,6 +160,7 @@ def test_the_load_of_a_step_is_told_for_each_layer_with_experts(alone):
 
 
 @pytest.mark.parametrize(("before", "after"), [("ep2 tp2", "alone"), ("ep2 whole weights", "tp2 whole sequences")])
+@pytest.mark.slow
 def test_a_run_goes_on_at_another_layout(alone, trained, folder, before, after):
     ranks, overrides = (1, ()) if after == "alone" else LAYOUTS[after]
     config = experts(folder, f"from {before} to {after}", *overrides)
@@ -202,6 +205,7 @@ def fp8_loss(config: TrainConfig, parts: int) -> float:
     return total / float(batch.loss_mask.sum())
 
 
+@pytest.mark.slow
 def test_fp8_experts_are_the_weights_that_their_bytes_stand_for(folder):
     fp8 = ("train.precision=fp8", "train.steps=1", "model.init_std=0.2")
     alone, apart = (experts(folder, f"fp8 {n}", *fp8, *more) for n, more in enumerate([(), ("parallel.ep=2",)]))

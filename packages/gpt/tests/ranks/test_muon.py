@@ -71,6 +71,7 @@ def plain_losses(config):
     return found
 
 
+@pytest.mark.slow
 def test_one_process_trains_as_torchs_muon_and_adamw(trained):
     assert losses(trained[ALONE]) == pytest.approx(plain_losses(trained[ALONE]), rel=1e-6)
 

@@ -50,6 +50,7 @@ def losses_by_dataset_of_the_first_step(config):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
 def test_the_loss_by_dataset_is_that_of_the_samples_which_the_order_takes_from_it(runs, layout):
     expected = losses_by_dataset_of_the_first_step(runs["alone"])
     first = lines(runs[layout], "step")[0]

@@ -42,12 +42,14 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_a_key_changes_no_bit_of_what_is_trained(trained, case):
     beside, own = trained[case]
     assert losses(own) == losses(beside)
     assert_same_tensors(final_tensors(own), final_tensors(beside))
 
 
+@pytest.mark.slow
 def test_fp8_weights_train_near_bfloat16_and_main_weights_stay_float32(trained, tmp_path):
     fp8 = trained["fp8 over shards"][0]
     plain = tiny_config(tmp_path, "train.steps=2", "train.precision=bf16")

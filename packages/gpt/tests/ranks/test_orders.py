@@ -33,6 +33,7 @@ def losses(config):
 
 
 @pytest.mark.parametrize("order", ["megatron", "apportioned"])
+@pytest.mark.slow
 def test_an_index_is_built_in_shares_and_read_by_all(order, tmp_path):
     options = (f"data.order={order}", "train.steps=2")
     config = tiny_config(tmp_path, *options, f"data.cache_dir={tmp_path}/shared", run="shared")

@@ -45,6 +45,7 @@ def config_of(tmp_path, run, *overrides):
     return tiny_config(tmp_path, *data, "data.max_epochs=0", "schedule.shape=constant", *overrides, run=run)
 
 
+@pytest.mark.slow
 def test_a_dataset_of_ones_own_gives_every_layout_the_same_samples_before_and_after_a_resume(tmp_path):
     alone = config_of(tmp_path, "alone")
     jobs(0, 1, [alone.to_toml()])

@@ -37,6 +37,7 @@ def jobs(rank: int, ranks: int, texts: list[str]) -> None:
 LAYOUTS = (["parallel.pp=2"], ["parallel.dp=2"], ["parallel.pp=2", "parallel.schedule=zb_h1"])
 
 
+@pytest.mark.slow
 def test_the_decoder_of_the_example_trains_alike_at_every_layout_and_resumes_at_another(tmp_path):
     assert len(EXAMPLE.read_text().splitlines()) <= 90
 

@@ -153,6 +153,7 @@ def measured(request):
     return found
 
 
+@pytest.mark.slow
 def test_memory_of_a_plan_is_what_a_run_holds(measured, ranks, case):
     config = config_of(ranks, KNOWN[ranks][case])
     layout = Layout(config, check_world(config, ranks), "cpu")
@@ -218,6 +219,7 @@ def flights(chosen):
 
 
 @pytest.mark.parametrize("flight", FLIGHTS)
+@pytest.mark.slow
 def test_activations_of_a_plan_are_the_most_that_graphs_hold_with_several_microbatches_in_flight(flights, flight):
     """Beside them the plan counts inputs and outputs of stages that wait, which are no saved tensors: 2 to 4 % here."""
     config, rows = flights[flight]

@@ -48,6 +48,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_a_plan_trains_the_bits_of_a_known_schedule(trained, case):
     known, plan = trained[case]
     steps = [[(line["loss"], line["grad_norm"], line["lr"]) for line in lines(run, "step")] for run in (plan, known)]

@@ -132,6 +132,7 @@ def test_sigterm_before_the_ranks_can_save_is_143_too(tmp_path):
         (signal.SIGUSR1, signal.SIGUSR2),
     ],
 )  # fmt: skip
+@pytest.mark.slow
 def test_signals_of_one_moment_are_one_and_every_rank_saves(tmp_path, numbers):
     process = launcher("save_slowly_on_sigterm", tmp_path, same_s="5")
     wait_for(tmp_path, 2)
@@ -142,6 +143,7 @@ def test_signals_of_one_moment_are_one_and_every_rank_saves(tmp_path, numbers):
     assert {p.name for p in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
 
 
+@pytest.mark.slow
 def test_a_signal_that_comes_later_ends_the_ranks_at_once_and_the_status_does_not_say_saved(tmp_path):
     process = launcher("ignore_sigterm", tmp_path, same_s="0.2")
     pids = wait_for(tmp_path, 2)
@@ -172,6 +174,7 @@ def stop_this_process_once(folder):
     return watch
 
 
+@pytest.mark.slow
 def test_ranks_die_with_a_killed_launcher_and_share_its_session(tmp_path):
     process = launcher("ignore_sigterm", tmp_path)
     pids = wait_for(tmp_path, 2)

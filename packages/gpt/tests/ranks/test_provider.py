@@ -58,6 +58,7 @@ def told(rank: int, ranks: int, text: str) -> list[tuple]:
     return calls
 
 
+@pytest.mark.slow
 def test_a_provider_is_told_which_stage_it_builds_and_with_which_layers(tmp_path):
     config = tiny_config(tmp_path, "parallel.pp=4", "train.steps=1")
     assert ranktest.run_ranks(told, 4, config.to_toml(), timeout=JOB_S) == [
@@ -117,6 +118,7 @@ def modes_seen(rank: int, ranks: int, text: str) -> tuple[list[bool], list[bool]
     return modes, [module.training for module in made[0].modules() if isinstance(module, nn.Linear)]
 
 
+@pytest.mark.slow
 def test_evaluation_runs_a_provider_in_eval_mode_and_gives_each_module_its_own_mode_back(tmp_path):
     options = ("parallel.pp=2", "train.steps=2", "eval.batches=1")
     plain = tiny_config(tmp_path, *options, run="plain")

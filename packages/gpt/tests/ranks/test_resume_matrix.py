@@ -190,6 +190,7 @@ def resumed(request, wholes):
     return {key: config for key, (_, config) in (same | other).items()}
 
 
+@pytest.mark.slow
 def test_a_resume_is_bitwise_the_run_that_never_stopped(wholes, resumed, layout, cut):
     whole, again = wholes[1][layout][1], resumed[layout, cut]
     assert [entry["step"] for entry in lines(again, "resume")] == [cut]

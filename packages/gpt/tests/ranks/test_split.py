@@ -56,6 +56,7 @@ def trained(tmp_path_factory, chosen):
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_a_split_backward_is_bitwise_the_whole_one(trained, case):
     assert by_name(case.split()[0]).split and not by_name(CASES[case][1][2].partition("=")[2]).split
     split, whole = trained[case]

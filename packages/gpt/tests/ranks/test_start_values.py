@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from gpt_helpers import tiny_config
 from run_helpers import JOB_S, assert_same_tensors, final_tensors, run, train_rank
 
@@ -36,6 +37,7 @@ def drawn_by(ranks, config):
 WIDE = ("model.num_layers=1", "model.hidden_size=256", "model.ffn_hidden_size=1024", "train.steps=0")
 
 
+@pytest.mark.slow
 def test_a_shard_draws_its_own_elements_and_a_resumed_run_none(tmp_path):
     options = (*WIDE, "checkpoint.save_initial=true")
     alone = tiny_config(tmp_path, *options, run="alone")

@@ -45,6 +45,7 @@ def late_rank(rank: int, ranks: int, text: str) -> None:
     train_rank(rank, ranks, text)
 
 
+@pytest.mark.slow
 def test_waits_of_evaluations_and_of_optimizers_are_taken_off_no_other_part(tmp_path):
     config = tiny_config(
         tmp_path, "train.steps=3", "train.global_batch_size=4", "log.straggler_every=3", "parallel.dp=2",
@@ -60,6 +61,7 @@ def test_waits_of_evaluations_and_of_optimizers_are_taken_off_no_other_part(tmp_
 
 
 @pytest.mark.parametrize(("layout", "part"), [("parallel.dp=2", "compute"), ("parallel.pp=2", "data")])
+@pytest.mark.slow
 def test_a_slow_rank_is_named_with_what_it_is_slow_in(tmp_path, layout, part):
     config = tiny_config(tmp_path, "train.steps=2", "train.global_batch_size=4", "log.straggler_every=2", layout)
     ranktest.run_ranks(slow_rank, 2, config.to_toml(), part, timeout=JOB_S)

@@ -149,6 +149,7 @@ def differences(one: TrainConfig, other: TrainConfig) -> list[str]:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("ranks", "layout", "wrongs"), CASES, ids=lambda v: ",".join(v) if isinstance(v, tuple) else v)
+@pytest.mark.slow
 def test_a_sum_that_is_left_out_or_done_twice_is_seen(tmp_path, ranks, layout, wrongs):
     configs = {how: tiny_config(tmp_path, *SMALL, *layout, run=how.replace(" ", "-")) for how in ("right", *wrongs)}
     texts = {how: one.to_toml() for how, one in configs.items()}

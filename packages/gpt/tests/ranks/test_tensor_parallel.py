@@ -78,6 +78,7 @@ def whole_gradient(parts: list[Any], name: str, sequence: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("sequence", [True, False])
 @pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.slow
 def test_losses_logits_and_every_gradient_are_the_whole_models(of_two, kind, sequence):
     model = GPTModel(MODELS[kind])
     losses, gradients = trained(model, cu_seqlens=PACKED)
@@ -197,6 +198,7 @@ def split_and_whole(rank: int, ranks: int, recompute: str) -> tuple[bool, list[i
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.slow
 def test_split_backwards_have_the_bits_of_whole_ones_and_hold_nothing_gathered_until_w(recompute):
     for same, alive in run_ranks(split_and_whole, 2, recompute):
         assert same
@@ -260,6 +262,7 @@ def overlapped_and_not(rank: int, ranks: int, recompute: str) -> tuple[float, li
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.slow
 def test_gathers_in_chunks_are_on_their_way_before_products_and_give_what_the_whole_gives(recompute):
     for difference, first, left in run_ranks(overlapped_and_not, 2, recompute):
         assert difference <= 1e-6
@@ -279,6 +282,7 @@ def overlapped_split(rank: int, ranks: int) -> bool:
     return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
 
+@pytest.mark.slow
 def test_chunks_in_split_backwards_have_the_bits_of_whole_ones():
     assert all(run_ranks(overlapped_split, 2))
 
@@ -295,6 +299,7 @@ def through_logits_and_host_memory(rank: int, ranks: int) -> tuple[bool, dict[st
     return same, results[0], host.away_bytes
 
 
+@pytest.mark.slow
 def test_gradients_go_through_whole_logits_and_activations_through_host_memory():
     config = MODELS["untied, biases, q and k norms"]
     model = GPTModel(config)

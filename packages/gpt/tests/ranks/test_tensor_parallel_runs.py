@@ -11,6 +11,7 @@ FP8 = (*SHORT, "train.precision=fp8")
 SPLIT = ("parallel.tp=2", "parallel.tp_overlap=true", "parallel.schedule=zb_h1")
 
 
+@pytest.mark.slow
 def test_fp8_and_chunks_under_split_backwards(tmp_path):
     alone, apart, plain, chunks = (
         tiny_config(tmp_path, *options, run=f"run{n}")

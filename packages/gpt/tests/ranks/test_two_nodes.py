@@ -8,6 +8,7 @@ import re
 import socket
 from pathlib import Path
 
+import pytest
 import torch.distributed as dist
 from gpt_helpers import tiny_config
 from run_helpers import JOB_S, final_tensors, lines
@@ -41,6 +42,7 @@ def written(tmp_path: Path) -> tuple[Path, object]:
     return path, config
 
 
+@pytest.mark.slow
 def test_the_batch_script_trains_on_two_nodes_as_srun_starts_it(tmp_path):
     path, config = written(tmp_path)
     command = command_of(EXAMPLES / "slurm_two_nodes.sbatch", [str(path), "log.every=1"], tmp_path)
@@ -59,6 +61,7 @@ def test_the_batch_script_asks_for_a_gpu_a_task_and_for_a_signal_before_its_time
     assert options["signal"] == "TERM@600" and "#SBATCH --requeue" in text
 
 
+@pytest.mark.slow
 def test_the_pytorchjob_trains_on_two_pods_as_the_operator_starts_them(tmp_path):
     path, config = written(tmp_path)
     text = (EXAMPLES / "pytorchjob.yaml").read_text()

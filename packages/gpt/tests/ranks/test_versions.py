@@ -62,6 +62,7 @@ def trained(tmp_path_factory):
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_a_resumed_run_is_bitwise_the_run_that_went_on(trained, case):
     whole, cut = trained[case]
     assert [entry["step"] for entry in lines(cut, "resume")] == [CUT]
@@ -157,6 +158,7 @@ def test_there_is_no_norm_of_all_gradients(trained):
     assert {entry["grad_norm"] for entry in lines(trained["pipedream"][0], "step")} == {None}
 
 
+@pytest.mark.slow
 def test_a_gradient_that_is_not_finite_stops_its_stage_and_is_named(tmp_path):
     config = tiny_config(tmp_path, *TWO_BW, "optimizer.lr=3e38", "checkpoint.every=1")
     with pytest.raises(

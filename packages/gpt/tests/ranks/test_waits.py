@@ -37,6 +37,7 @@ def test_every_group_of_a_mesh_has_the_deadline_of_the_run(parallel):
     assert ranktest.run_ranks(deadlines, 4, parallel, timeout=JOB_S) == [{7.0}] * 4
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_ends_the_run_within_its_deadline_and_is_named(tmp_path, capsys):
     path = tmp_path / "endless.toml"
     path.write_text(tiny_config(tmp_path, "train.steps=100000", "run.timeout_seconds=5").to_toml())
@@ -86,6 +87,7 @@ def hanging_rank(rank, ranks, text):
         ("parallel.dp=2", r"rank 1 lives but did not come; .*step 1; op gather; rank 1"),
     ],
 )
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_named_with_what_was_waited_for(tmp_path, layout, words):
     config = tiny_config(tmp_path, "train.steps=3", "train.global_batch_size=4", "run.timeout_seconds=2", layout)
     began = time.monotonic()
@@ -113,6 +115,7 @@ def told_of_the_last_rank(rank: int, ranks: int, text: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_ranks_have_their_numbers_in_the_job_wherever_a_pipeline_tells_of_them(tmp_path):
     layout = ("parallel.pp=2", "parallel.tp=2")  # pipelines of ranks 0 and 2, 1 and 3
     config = tiny_config(tmp_path, "train.steps=3", "train.global_batch_size=4", "run.timeout_seconds=3", *layout)

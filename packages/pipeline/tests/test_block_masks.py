@@ -49,6 +49,7 @@ def plainly(module: nn.Module, x: Tensor, document: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("m", [1, 2])
 @torch.no_grad()
+@pytest.mark.slow
 def test_each_microbatch_sees_the_documents_of_its_own_rows(m):
     torch.manual_seed(0)
     module, document, x = Attends(), documents(4), torch.randn(4, LENGTH, WIDTH)

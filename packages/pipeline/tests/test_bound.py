@@ -85,6 +85,7 @@ TINY = [
 
 
 @pytest.mark.parametrize(("placement", "m", "kinds"), TINY)
+@pytest.mark.slow
 def test_the_best_of_all_programs_of_a_tiny_size_is_not_below_the_bound(placement, m, kinds):
     rng = random.Random(f"{placement}{m}{kinds}")
     ranks = max(placement) + 1
@@ -120,6 +121,7 @@ def fitting(ranks: int, m: int, chunks: int, cap: float, costs: Costs) -> list[P
 @pytest.mark.sampled
 @pytest.mark.parametrize("overlap", [1.0, 0.8])
 @pytest.mark.parametrize(("ranks", "m", "chunks"), [(2, 3, 1), (4, 8, 2), (3, 7, 2), (2, 5, 4), (3, 5, 3), (4, 6, 1)])
+@pytest.mark.slow
 def test_a_plan_is_never_longer_than_the_best_shipped_schedule(ranks, m, chunks, overlap, monkeypatch):
     rng = random.Random(f"{ranks} {m} {chunks} {overlap}")
     for cap in (math.inf, ranks + 0.5):
@@ -138,6 +140,7 @@ def test_a_plan_is_never_longer_than_the_best_shipped_schedule(ranks, m, chunks,
         assert found.timeline == simulate(found.program, costs)
 
 
+@pytest.mark.slow
 def test_a_plan_that_could_gain_by_overlap_does_not_say_that_it_is_optimal():
     costs = Costs([0.5] * 8, [0.5] * 8, [0.5] * 8, overlap=0.8)
     found = plan(costs, ranks=4, microbatches=8, time_limit_s=0.5)

@@ -146,6 +146,7 @@ def test_hanayo_where_the_paper_is_too_good_and_where_two_waves_reach_it():
 
 
 @pytest.mark.parametrize(("p", "m", "waves"), [(2, 8, 1), (4, 8, 1), (4, 16, 2), (8, 16, 1), (8, 64, 1), (8, 24, 2)])
+@pytest.mark.slow
 def test_hanayo_holds_little_where_that_costs_little(p, m, waves):
     program, wide = timed(hanayo(p, m, waves)), timed(hanayo(p, m, waves, memory_cap=m))
     assert max(program.peak_activations) < m  # GPipe's

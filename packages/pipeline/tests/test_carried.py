@@ -72,6 +72,7 @@ def check(program: Program, drains: Any = (), steps: int = 5, make: str = "adamw
 @pytest.mark.sampled
 @pytest.mark.parametrize("threads", [False, True], ids=["one", "threads"])
 @pytest.mark.parametrize(("p", "m"), [(1, 1), (1, 3), (2, 1), (2, 2), (2, 5), (3, 2), (3, 4), (4, 3), (4, 8)])
+@pytest.mark.slow
 def test_2bw_is_the_delayed_recurrence_whatever_drains_happen(p, m, threads):
     check(pipedream_2bw(p, m, 2 + m % 2), threads=threads)
     check(pipedream_2bw(p, m), drains=(0, 2, 3), make="momentum", threads=threads)
@@ -174,6 +175,7 @@ def test_events_are_numbered_by_the_batches_that_ran():
     assert result.timeline.makespan > 0
 
 
+@pytest.mark.slow
 def test_behind_a_drain_nothing_of_a_batch_is_held_and_before_it_only_what_is_in_flight():
     seen: list[weakref.ref[Any]] = []  # what the first stage is given: the runner's own copies
 

@@ -123,6 +123,7 @@ def test_export_writes_what_the_passes_make(run, tmp_path):
     assert status == 1 and "CSV has no STEP" in err
 
 
+@pytest.mark.slow
 def test_draw_takes_a_measured_trace(run, tmp_path):
     common = ("one_f_one_b", "--ranks", "2", "--microbatches", "3")
     trace = tmp_path / "measured.json"
@@ -210,6 +211,7 @@ def test_a_program_that_hangs_is_drawn_as_text_and_simulate_shows_its_counter_ex
     assert run("draw", str(file), "--format", "svg")[0] == 1
 
 
+@pytest.mark.slow
 def test_a_program_is_read_from_standard_input_and_an_unknown_verb_ends_with_two():
     command = [sys.executable, "-m", "sixfold.pipeline"]
     done = subprocess.run(
@@ -222,6 +224,7 @@ def test_a_program_is_read_from_standard_input_and_an_unknown_verb_ends_with_two
     assert (done.returncode, done.stderr) == (0, "")
 
 
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error_and_the_exit_status_stands():
     common = ["--ranks", "2", "--microbatches", "3", "--json"]
     for arguments, status in [(["verify", "gpipe"], 0), (["verify", "gpipe", "--memory-cap", "1"], 1)]:

@@ -42,6 +42,7 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize(("make", "p", "times"), sizes, ids=ids)
 
 
+@pytest.mark.slow
 def test_no_more_bubble_than_the_authors_in_their_memory_at_equal_and_unequal_costs(make, p, times):
     memory, idle, unequal = THEIRS[make][p]
     program = make(p, times * p)
@@ -95,6 +96,7 @@ def test_a_plan_finds_what_is_written_down_and_nothing_shorter(ranks, microbatch
     assert found.timeline.makespan == pytest.approx(simulate(program, costs).makespan, rel=1e-9)
 
 
+@pytest.mark.slow
 def test_a_large_one_takes_seconds_of_this_process():
     before = time.process_time()
     v_half(32, 256)

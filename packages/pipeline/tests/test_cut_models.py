@@ -107,6 +107,7 @@ def check_cut(name: str, count: int) -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_a_model_that_scales_norms_caps_or_tells_layers_apart_is_cut_with_its_own_logits_and_gradients(name):
     check_cut(name, 3)
 
@@ -114,6 +115,7 @@ def test_a_model_that_scales_norms_caps_or_tells_layers_apart_is_cut_with_its_ow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("count", [2, 3, 4])
 @pytest.mark.parametrize("name", MODELS | MORE)
+@pytest.mark.slow
 def test_so_are_more_models_and_cuts(name, count):
     check_cut(name, count)
 
@@ -182,6 +184,7 @@ def test_the_balance_of_each_layer_joins_by_add_loss_in_a_hook_as_the_error_says
 
 
 @pytest.mark.parametrize("program", [one_f_one_b(2, M), zb_h1(2, M)], ids=lambda program: program.name)
+@pytest.mark.slow
 def test_a_model_with_lora_is_cut_as_the_error_says_and_has_the_gradients_of_plain_torch(program):
     peft = pytest.importorskip("peft", reason="needs peft, a peer that only tests use")
     torch.manual_seed(3)

@@ -36,6 +36,7 @@ def words_of(program: Program) -> str:
 
 @by_name
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.slow
 def test_losses_and_gradients_have_the_bits_of_the_plain_loop(schedule, ranks, request):
     for program in programs(schedule, ranks, request.config.getoption("--full-matrix")):
         m = program.microbatches

@@ -237,6 +237,7 @@ def test_what_shards_a_stage_is_called_in_the_order_of_the_program(program, lowe
 # ---- Programs per step, profiles, agreement
 
 
+@pytest.mark.slow
 def test_one_runner_runs_all_programs_of_its_stages_each_step_another():
     by_placement: dict[tuple[int, ...], list[Program]] = {}
     for program in PROGRAMS:

@@ -306,6 +306,7 @@ def test_a_tight_cap_raises_the_bound():
 
 
 @pytest.mark.parametrize("seed", range(4))
+@pytest.mark.slow
 def test_the_bound_of_any_placement_is_not_above_the_best_of_all_placements(seed):
     rng = random.Random(seed)
     costs = random_costs(rng, 4)
@@ -347,6 +348,7 @@ def test_stages_that_the_ranks_do_not_divide_are_placed():
     assert found.lower_bound <= found.timeline.makespan
 
 
+@pytest.mark.slow
 def test_a_large_plan_keeps_its_time():
     costs = Costs([0.5] * 128, [0.8] * 128, [0.3] * 128, 0.1, activation=[0.5] * 128)
     began = time.perf_counter(), time.process_time()
@@ -403,6 +405,7 @@ def test_greedy_and_periodic_orders_never_hang_at_the_least_cap_of_deferring_sta
         verify(shop.program(order), memory_cap=max(alone.peak_activations), costs=costs)
 
 
+@pytest.mark.slow
 def test_a_busy_machine_leaves_no_shipped_schedule_out(monkeypatch):
     # A process that has to wait for its core for 0.3 s somewhere in the first moments of the search.
     clock = search.time.perf_counter

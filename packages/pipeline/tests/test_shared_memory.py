@@ -197,6 +197,7 @@ def test_messages_may_be_taken_in_another_order_than_they_came():
     assert [int(destination.wait(7, Route(0, True, k), RECEIVE)[1]) for k in (2, 0, 1)] == [2, 0, 1]
 
 
+@pytest.mark.slow
 def test_many_shapes_are_not_remembered_for_ever():
     source, destination = ends()
     for k in range(2500):

@@ -90,6 +90,7 @@ def test_restored_in_one_process_with_random_numbers_and_buffers(program, cut):
 
 
 @pytest.mark.parametrize("name", [*PROGRAMS, "2bw", "pipedream"])
+@pytest.mark.slow
 def test_restored_on_threads_behind_every_step(name):
     program = {"2bw": pipedream_2bw(4, 3), "pipedream": pipedream(3, 4), **PROGRAMS}[name]
     batches, p = made_batches(5, endless(program).batch), len(program.ranks)

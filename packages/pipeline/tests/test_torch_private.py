@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 import sixfold.pipeline
@@ -35,6 +36,7 @@ def used() -> set[str]:
     return {name for name in found if not any(other.startswith(f"{name}.") for other in found)} - {"_C", "_C._autograd"}
 
 
+@pytest.mark.slow
 def test_every_private_name_of_torch_that_a_source_uses_is_listed():
     assert not used() - set(torch_private.PRIVATE), "list them in torch_private.py"
 

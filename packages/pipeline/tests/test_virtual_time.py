@@ -195,6 +195,7 @@ def test_a_forward_again_is_measured_as_simulated(monkeypatch):
     assert timeline.makespan == pytest.approx(simulate(program, costs).makespan, abs=NEAR_S)
 
 
+@pytest.mark.slow
 def test_measuring_and_planning_end_with_a_smaller_bubble_than_any_schedule_shipped(monkeypatch):
     """The example's loop: a cheap first stage, an expensive last one."""
     whole = [[60.0, *[100.0] * 4, 150.0], [0.0, *[130.0] * 4, 180.0], [90.0, *[70.0] * 4, 120.0]]

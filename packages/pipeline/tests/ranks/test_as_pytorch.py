@@ -47,6 +47,7 @@ def both(rank: int, ranks: int) -> None:
     assert equal_bits(gradients(ours), gradients(theirs))
 
 
+@pytest.mark.slow
 def test_a_step_has_the_losses_and_gradients_of_pytorchs():
     pytest.importorskip("numpy", reason="PyTorch's stages send each other their shapes as objects, which needs it")
     run_ranks(both, 2)

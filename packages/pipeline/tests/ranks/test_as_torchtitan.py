@@ -182,6 +182,7 @@ def plainly() -> tuple[list[list[float]], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("1F1B", 1), ("Interleaved1F1B", 2), ("ZBVZeroBubble", 2)])
+@pytest.mark.slow
 def test_a_trainer_of_torchtitans_shape_learns_what_plain_torch_learns(name, chunks):
     expected, weights = plainly()
     found = run_ranks(trained, 2, name, chunks)

@@ -40,5 +40,6 @@ def with_much_between(rank: int, ranks: int, edges: str | None) -> bool:
 
 
 @pytest.mark.parametrize("edges", ["groups", None])
+@pytest.mark.slow
 def test_what_is_done_between_the_steps_of_2bw_deadlocks_nobody(edges):
     assert run_ranks(with_much_between, 3, edges) == [True] * 3

@@ -214,5 +214,6 @@ def check_everything(rank: int, ranks: int) -> None:
     check_deadline(rank, ranks)
 
 
+@pytest.mark.slow
 def test_replicas_and_shards_have_the_gradients_of_the_plain_loop():
     run_ranks(check_everything, 2)

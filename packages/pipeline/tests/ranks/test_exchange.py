@@ -49,6 +49,7 @@ def change_shapes(rank: int, ranks: int, edges: str | None) -> None:
 
 
 @pytest.mark.parametrize("edges", ["groups", "one", "host", None])
+@pytest.mark.slow
 def test_shapes_and_programs_may_change_from_step_to_step(edges):
     run_ranks(change_shapes, 2, edges)
 
@@ -287,6 +288,7 @@ def run_ahead(rank: int, ranks: int, edges: str | None, dynamic: bool) -> None:
 
 
 @pytest.mark.parametrize(("edges", "dynamic"), [("groups", False), ("groups", True), (None, False)])
+@pytest.mark.slow
 def test_ranks_that_send_much_before_they_use_what_they_get_do_not_block_each_other(edges, dynamic):
     run_ranks(run_ahead, 2, edges, dynamic)
 

@@ -84,6 +84,7 @@ def beside_torch(rank: int, ranks: int, folder: str) -> None:
                 torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_names_files_stages_and_steps_of_torch_give_its_losses_outputs_and_gradients(tmp_path):
     pytest.importorskip("numpy", reason="PyTorch's stages send each other their shapes as objects, which needs it")
     run_ranks(beside_torch, 2, str(tmp_path), timeout=100)
@@ -227,6 +228,7 @@ def replicated(rank: int, ranks: int) -> None:
 PIPELINES, REPLICAS = ([0, 1], [2, 3]), ([0, 2], [1, 3])
 
 
+@pytest.mark.slow
 def test_stages_in_ddp_are_reduced_as_torch_reduces_them():
     pytest.importorskip("numpy", reason="PyTorch's stages send each other their shapes as objects, which needs it")
     run_ranks(replicated, 4)

@@ -37,5 +37,6 @@ def check_bits(rank: int, ranks: int, names: list[str]) -> None:
     ("ranks", "names"),
     [(2, list(FLUSH)), (4, ["interleaved", "hanayo", "zb_h2", "zb_v", "v_min", "dualpipe_v"])],
 )
+@pytest.mark.slow
 def test_gradients_of_all_schedules_have_the_bits_of_the_plain_loop(ranks, names):
     run_ranks(check_bits, ranks, names)

@@ -46,6 +46,7 @@ def run_all(rank: int, ranks: int, microbatches: int) -> int:
 
 
 @pytest.mark.parametrize("m", [1, 5])
+@pytest.mark.slow
 def test_every_schedule_on_four_ranks_has_the_bits_of_the_plain_loop(m):
     programs = by_placement(4, m)
     assert run_ranks(run_all, 4, m) == [sum(map(len, programs.values())) + len(programs)] * 4
@@ -119,6 +120,7 @@ SOME = ("naive", "one_f_one_b", "interleaved", "zb_v")  # over gloo, without --f
 
 
 @pytest.mark.parametrize("edges", [None, "groups"])
+@pytest.mark.slow
 def test_live_outputs_of_processes_are_those_of_the_simulator(edges, request):
     every = tuple(entry.name for entry in registered())
     names = every if edges is None or request.config.getoption("--full-matrix") else SOME

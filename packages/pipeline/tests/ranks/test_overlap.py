@@ -47,6 +47,7 @@ def train(rank: int, ranks: int, edges: str | None) -> None:
 
 
 @pytest.mark.parametrize("edges", ["groups", None])
+@pytest.mark.slow
 def test_2bw_with_collectives_between_steps_and_a_restart_in_the_midst(edges):
     run_ranks(train, 3, edges)
 

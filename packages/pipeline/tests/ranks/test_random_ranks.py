@@ -38,5 +38,6 @@ def run_at_random(rank: int, ranks: int, seed: int, edges: str | None) -> str:
 
 
 @pytest.mark.parametrize(("ranks", "edges"), [(2, "groups"), (3, "groups"), (3, None)])
+@pytest.mark.slow
 def test_no_random_run_of_processes_hangs(ranks, edges):
     assert run_ranks(run_at_random, ranks, ranks, edges) == [""] * ranks

@@ -191,11 +191,13 @@ def test_another_call_on_one_rank_ends_all_soon_and_says_so(act, at, edges):
 
 
 @pytest.mark.parametrize("at", [0, 2])
+@pytest.mark.slow
 def test_new_shapes_that_one_rank_alone_announces_end_all_soon(at):
     texts = told(run_ranks(other_call, 3, "new shapes", at, "groups", True))
     assert any("make the same calls" in text for text in texts), texts
 
 
+@pytest.mark.slow
 def test_a_new_program_on_all_ranks_but_one_ends_all_soon():
     texts = told(run_ranks(other_call, 3, "new program", 1, "groups", False))
     assert any("make the same calls" in text for text in texts), texts
@@ -216,6 +218,7 @@ def late(rank: int, ranks: int, edges: str | None) -> list[float]:
 
 
 @pytest.mark.parametrize("edges", [None, "groups"])
+@pytest.mark.slow
 def test_a_rank_that_comes_late_to_a_new_program_is_waited_for(edges):
     *others, last = run_ranks(late, 3, edges)
     assert others == [[], []] and len(last) == 16

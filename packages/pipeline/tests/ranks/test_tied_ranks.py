@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from pipeline_helpers import Shared, batch, equal_bits, layers, square_loss
@@ -44,6 +45,7 @@ def add_up(rank: int, ranks: int) -> None:
         assert equal_bits([ours[s].factor.grad], [wanted])
 
 
+@pytest.mark.slow
 def test_every_holder_on_every_rank_gets_the_sum():
     run_ranks(add_up, 3)
 

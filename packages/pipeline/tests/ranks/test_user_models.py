@@ -84,6 +84,7 @@ def train(rank: int, ranks: int, name: str, dropout: float, chunks: int) -> tupl
 
 
 @pytest.mark.parametrize(("name", "chunks"), [("llama", 1), ("llama", 2), ("gpt2", 1)])
+@pytest.mark.slow
 def test_a_hugging_face_model_in_stages_has_the_gradients_of_plain_torch(name, chunks):
     model = model_of(name, 0.0)
     ids, targets, mask = batch()
@@ -103,6 +104,7 @@ def test_a_hugging_face_model_in_stages_has_the_gradients_of_plain_torch(name, c
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.slow
 def test_dropout_in_stages_draws_as_plain_torch_does_from_the_seed_of_each_rank(name):
     found = run_ranks(train, 2, name, 0.25, 1)
     model = model_of(name, 0.25)

@@ -115,7 +115,7 @@ def check_program(
         one: all edges are one communicator.
     Raises:
         ScheduleError: it is for other ranks or stages, is refused by ``verify`` (a SEND never waits), or steps a
-            stage without an optimizer.
+            stage without an optimizer, or with another stage's.
     """
     if rank is not None and ranks != len(program.ranks):
         raise ScheduleError(f"the program has {len(program.ranks)} ranks, the group {ranks}; they are equal")
@@ -134,12 +134,26 @@ def check_program(
             if stage.optimizer is None and any(True for _ in stage.parameters()):
                 rule = f"stage {stage.index} has no optimizer; make it with Stage(..., optimizer=)"
                 raise ScheduleError(f"rank {at} [{position}] {action}: {rule}", **where)  # type: ignore[arg-type]
+            if (other := _stepped_too(stage, stages.values())) is not None:
+                rule = (
+                    f"the optimizer of stage {stage.index} has parameters of stage {other}, whose gradients may be "
+                    "incomplete here; give each stage an optimizer of its own parameters"
+                )
+                raise ScheduleError(f"rank {at} [{position}] {action}: {rule}", **where)  # type: ignore[arg-type]
             if stage.tied:
                 rule = f"stage {stage.index} has tied parameters, whose gradients are summed behind the last STEP"
                 raise ScheduleError(
                     f"rank {at} [{position}] {action}: {rule}; step behind the runner",
                     **where,  # type: ignore[arg-type]
                 )
+
+
+def _stepped_too(stage: Stage, stages: Iterable[Stage]) -> int | None:
+    """Another stage that the optimizer of ``stage`` steps, or None."""
+    groups: Any = getattr(stage.optimizer, "param_groups", ())
+    stepped = {id(p) for group in groups for p in group["params"]} - {id(p) for p in stage.parameters()}
+    others = (other for other in stages if other is not stage)
+    return next((other.index for other in others if any(id(p) in stepped for p in other.parameters())), None)
 
 
 def complete(program: Program) -> Program:

@@ -140,6 +140,7 @@ class PipelineRunner:
         self._gradients = StepGradients()
         self.deferred: dict[int, float] = {}
         self._told = False  # of a W with little to do
+        self._stepped = False  # the optimizers, in the last step
         self._guard, self._optimizers = BufferGuard(), OptimizerCheck(stages)
         self._links: dict[int, Links] = {}  # of this rank; empty where all are in this process
         self._program = program
@@ -340,16 +341,22 @@ class PipelineRunner:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over all stages is at most ``max_norm``, as torch's of the whole model.
 
-        All ranks call it, behind a step and in front of the optimizer. A tied parameter counts once.
+        All ranks call it, behind a step and in front of the optimizer. A tied parameter counts once. Where the program
+        has STEPs the optimizers have stepped by then: each clips its stage's own in a ``register_step_pre_hook``.
 
         Returns:
             the norm before, equal on all ranks.
         Raises:
-            ScheduleError: a number is not above zero, a stage has data_parallel, which owns its gradients, or a rank
-                makes another call.
+            ScheduleError: a number is not above zero, the last step ran STEPs, a stage has data_parallel, which owns
+                its gradients, or a rank makes another call.
             PipelineTimeout: a rank did not take part before the deadline.
         """
         self._not_broken()
+        if self._stepped:  # on all ranks
+            raise ScheduleError(
+                "the program's STEPs ran the optimizers inside step(), and left no gradients to clip; clip those of "
+                "each stage in its optimizer's register_step_pre_hook, or run a program without STEPs"
+            )
         self._meet(f"clip_grad_norm_ of {max_norm!r}, {norm_type!r}")
         max_norm, norm_type = check_norm(max_norm, norm_type)
         owned = [s.index for s in self._stages.values() if not isinstance(s.data_parallel, Replicas | None)]
@@ -489,6 +496,8 @@ class PipelineRunner:
                 tell_of_empty_w(self.deferred)
                 self._told = bool(self.deferred)
         self._ran = compiled
+        if mode == "step":
+            self._stepped = compiled.steps
         result = compiled.result()
         compiled.clear()
         return result

@@ -206,6 +206,7 @@ def test_the_page_offers_every_schedule_and_the_bounds_that_are_checked():
     assert {f"sx-{name}" for name in LIMITS} | {"sx-schedule", "sx-program", "sx-form", "sx-zoom"} <= labelled
 
 
+@pytest.mark.slow
 def test_what_the_worker_unpacks_answers_without_torch_and_numpy(tmp_path):
     build.put_python(tmp_path / "python.zip")
     with zipfile.ZipFile(tmp_path / "python.zip") as archive:

@@ -139,6 +139,7 @@ def test_a_number_that_is_not_that_of_its_row_is_seen(tmp_path):
 
 
 @each_page
+@pytest.mark.slow
 def test_both_programs_print_what_the_page_says(page, tmp_path, request):
     whole = request.config.getoption("--whole-site")
     if page not in IN_EVERY_RUN and not whole:

@@ -143,6 +143,7 @@ def test_a_missing_prefix_is_named():
 
 
 @pytest.mark.parametrize(("order", "weighted"), [("apportioned", True), ("apportioned", False), ("megatron", False)])
+@pytest.mark.slow
 def test_too_many_datasets_for_int16_are_refused_when_the_config_is_made(order, weighted):
     def made(datasets):
         weights = np.full(datasets, 0.5) if weighted else None

@@ -188,6 +188,7 @@ def test_a_wrong_command_line_is_exit_code_2(arguments, capsys):
     assert "usage: python -m sixfold.blending" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_it_runs_as_a_module(said, parts, tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps(said))

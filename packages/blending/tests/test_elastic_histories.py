@@ -189,6 +189,7 @@ class History:
 
 
 @pytest.mark.parametrize("document_shuffle", ["block", "global"])
+@pytest.mark.slow
 def test_no_history_repeats_or_loses_a_token_and_each_position_is_the_stated_one(
     history_chunk, document_shuffle, monkeypatch, record_property
 ):

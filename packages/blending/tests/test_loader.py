@@ -126,6 +126,7 @@ def test_a_sampler_with_an_end_gives_every_sample_once_and_no_rank_an_empty_batc
 
 
 @pytest.mark.parametrize("ramp", [(), ((16, 1),), ((10, 3), (18, 2))])
+@pytest.mark.slow
 def test_whatever_its_end_a_sampler_has_no_empty_batch_or_is_refused_before_its_first_step(ramp):
     refused = 0
     for begin, batch_size, ranks, end in product((0, 3), (1, 2), (2, 3, 5), range(3, 41)):

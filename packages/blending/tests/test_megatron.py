@@ -81,6 +81,7 @@ def compare_case(seed, prefixes, folder):
 
 
 @pytest.mark.filterwarnings("ignore:.*more than once")
+@pytest.mark.slow
 def test_indices_cache_names_files_and_samples_are_identical_over_random_configs(
     megatron_chunk, prefixes, tmp_path, record_property
 ):

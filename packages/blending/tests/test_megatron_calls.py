@@ -76,6 +76,7 @@ def test_a_config_without_a_blend_gives_mock_data(order, sizes):
         BlendedMegatronDatasetBuilder(MockGPTDataset, sizes, lambda: True, given)
 
 
+@pytest.mark.slow
 def test_mock_data_in_megatrons_order_is_the_peers(tmp_path):
     gpt = peer("gpt_dataset")
     with as_rank_0():

@@ -21,6 +21,7 @@ print(images, [str(warning.category.__name__) for warning in told])
 """
 
 
+@pytest.mark.slow
 def test_without_the_extension_numpy_gives_the_same_after_one_warning():
     from sixfold.blending.order import permute
 

@@ -114,6 +114,7 @@ def test_labels_are_the_successors_on_the_line_through_many_epochs(level, S):
         assert batch["labels"][row].tolist() == text[1:]
 
 
+@pytest.mark.slow
 def test_blocks_of_many_sequences_are_searched_as_numpy_does(level):
     """65,000 sequences: blocks of 63, permutations on 6 bits; 265,000: of 256 on 8."""
     for sequences in (5_000, 65_000, 265_000):

@@ -97,6 +97,7 @@ def test_a_corpus_of_five_billion_documents_starts_at_once_in_little_memory(monk
 
 @pytest.mark.parametrize("document_shuffle", ["block", "global"])
 @pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.slow
 def test_an_epoch_that_grows_gives_the_samples_of_one_that_is_known_at_once(
     scattered, document_shuffle, level, monkeypatch
 ):

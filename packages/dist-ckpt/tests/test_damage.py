@@ -77,6 +77,7 @@ def extend(data, rng):
 DAMAGES = (flip, flip, garble, zero, move, cut, extend)
 
 
+@pytest.mark.slow
 def test_every_random_damage_of_a_checkpoint_is_found(tmp_path, corruptions):
     for fill in (1, 2):
         state = {key: one(key, tensor) for key, tensor in values(fill).items()}

@@ -251,6 +251,7 @@ def test_small_and_large_tensors_share_a_file_and_every_byte_of_it_is_hashed(tmp
     ]
 
 
+@pytest.mark.slow
 def test_damage_anywhere_in_blocks_that_hold_small_large_and_strided_parts_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(integrity, "BLOCK_BYTES", 1 << 18)
     state = {

@@ -46,6 +46,7 @@ def load_all(path, **options):
     return dist_ckpt.load(state(0.0), path, **options)
 
 
+@pytest.mark.slow
 def test_every_sampled_flip_of_every_file_is_found_and_named(folder):
     rng = random.Random(0)
     intact = folder_bytes(folder)

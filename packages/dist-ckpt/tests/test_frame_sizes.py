@@ -48,6 +48,7 @@ def test_the_crc_stands_where_zip_has_it_whatever_the_size_looks_like(tmp_path, 
 
 
 @pytest.mark.parametrize("size", [33_639_248, 67_324_752], ids=["central", "local"])
+@pytest.mark.slow
 def test_a_chunk_whose_size_is_a_signature_is_read_by_torch_and_zipfile(tmp_path, size):
     pytest.importorskip("numpy", reason="needs numpy, through which a tensor shows its bytes")
     tensor = torch.zeros(size, dtype=torch.uint8)

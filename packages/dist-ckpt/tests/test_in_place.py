@@ -96,6 +96,7 @@ def dtensor_between_forward_and_backward(rank, ranks, folder):
         loss.backward()
 
 
+@pytest.mark.slow
 def test_autograd_hears_of_a_load_into_a_dtensor(tmp_path):
     run_ranks(dtensor_between_forward_and_backward, 2, tmp_path / "c")
 
@@ -197,6 +198,7 @@ def meta_fsdp2(rank, ranks, folder, expected):
     assert values(model) == expected
 
 
+@pytest.mark.slow
 def test_a_model_on_the_meta_device_is_told_to_take_memory_and_loads_then(tmp_path):
     plain = net(0)
     dist_ckpt.save({"model": plain.state_dict()}, tmp_path / "c", group=None)

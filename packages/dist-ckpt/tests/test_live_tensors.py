@@ -40,6 +40,7 @@ def in_memory(folder):
 
 
 @pytest.mark.parametrize("place", [lambda folder: folder / "c", in_memory], ids=["folder", "stream"])
+@pytest.mark.slow
 def test_a_save_beside_a_thread_that_writes_the_tensor_is_whole(tmp_path, place):
     tensor, where = torch.zeros(ELEMENTS), place(tmp_path)
     for _ in range(3):

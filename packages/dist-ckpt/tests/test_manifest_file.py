@@ -67,6 +67,7 @@ def plain(manifest):
     st.sampled_from(["", "0123456789abcdef"]),
     st.randoms(use_true_random=False),
 )
+@pytest.mark.slow
 def test_what_is_written_is_read_back_and_a_box_finds_the_chunks_that_it_shares_elements_with(
     tensors, objects, id, rng
 ):

@@ -111,6 +111,7 @@ def load_columns(path):
     return dist_ckpt.load({"w": part}, path, validate_access_integrity=False)["w"]
 
 
+@pytest.mark.slow
 def test_a_folder_of_torch_loads_with_fewer_descriptors_than_files(of_dcp):
     loaded = few_descriptors(lambda: {key: value.tolist() for key, value in load_all(of_dcp).items()})
     assert loaded == {f"w{i}": [float(i)] * 3 for i in range(FILES)}
@@ -118,6 +119,7 @@ def test_a_folder_of_torch_loads_with_fewer_descriptors_than_files(of_dcp):
 
 @pytest.mark.parametrize("kind", ["of_ranks", "of_zarr"])
 @pytest.mark.parametrize("verify", ["touched", "off"])
+@pytest.mark.slow
 def test_the_files_of_many_ranks_load_with_fewer_descriptors(request, kind, verify):
     path = request.getfixturevalue(kind)
 
@@ -149,6 +151,7 @@ def test_every_tool_reads_them_with_few_descriptors(request, tmp_path, kind):
     assert [step for step, _ in found] == ([1] if kind == "of_ranks" else [])
 
 
+@pytest.mark.slow
 def test_a_damaged_file_among_them_is_named_with_few_descriptors(of_ranks, tmp_path):
     def use():
         copy = tmp_path / "c"

@@ -118,6 +118,7 @@ def test_a_mangled_memo_index_allocates_nothing():
         metadata.decode(b"\x80\x04Nr\xff\xff\xff\xff.", trusted_bytes=False)
 
 
+@pytest.mark.slow
 def test_every_truncation_and_many_flips_end_in_a_typed_error_or_a_manifest():
     data = encoded(Index.of(MANIFEST))
     for length in range(len(data)):

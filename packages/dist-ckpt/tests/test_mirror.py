@@ -363,6 +363,7 @@ def test_a_frame_of_our_length_that_is_not_ours_is_read_by_its_own_directory(mem
     assert torch.equal(loaded_columns(memory)[0], WHOLE)
 
 
+@pytest.mark.slow
 def test_a_folder_of_torch_dcp_in_an_object_store_loads(s3, tmp_path):
     """Without integrity.json: the same fetch, the frames' own checksums."""
     with pytest.warns(UserWarning, match="single process"):
@@ -547,6 +548,7 @@ def two_writers():
 
 
 @pytest.mark.parametrize("verify", ["touched", "full", "off"])
+@pytest.mark.slow
 def test_frames_of_another_writer_among_ours_give_their_own_values(two_writers, verify):
     store, _ = two_writers
     values, _ = loaded_columns(store, verify=verify)
@@ -578,6 +580,7 @@ def test_a_record_of_another_writers_frame_is_told_of_when_its_values_are_right(
     assert sorted(told) == [(n, value.double().sum().item()) for n, value in enumerate([*SMALL.values(), WHOLE])]
 
 
+@pytest.mark.slow
 def test_damage_in_a_frame_of_another_writer_among_ours_is_told_as_damage(two_writers):
     store, name = two_writers
     sound = store.files[name]

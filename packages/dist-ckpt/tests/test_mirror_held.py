@@ -132,6 +132,7 @@ def test_what_two_targets_want_is_fetched_once(seen, second, verify):
     assert sorted(blocks_in(seen.fetched)) == list(range(5))
 
 
+@pytest.mark.slow
 def test_a_damaged_block_that_was_taken_is_told_with_its_key_and_fetches_nothing_again(seen):
     store = stored(v=WHOLE + 1, w=WHOLE)
     name, (first, *_) = data_file(store), whole_blocks(store)[0]
@@ -166,6 +167,7 @@ def test_damage_at_a_border_is_told_also_where_the_store_gives_nothing_again(see
         dist_ckpt.load({"w": one("w", torch.zeros_like(WHOLE))}, store, group=None)
 
 
+@pytest.mark.slow
 def test_what_is_fetched_again_is_hashed_again(monkeypatch):
     """Of another writer's frame, taken for ours: the values stand elsewhere, and blocks that were taken come anew."""
     store = stored(t=torch.ones(2000), w=WHOLE)
@@ -316,6 +318,7 @@ def test_a_rank_that_has_given_up_calls_nothing_there_that_is_not(large):
 
 
 @pytest.mark.parametrize("block_bytes", [1 << 12, 1 << 17, 3_000_000, BLOCK, 2 * BLOCK])
+@pytest.mark.slow
 def test_what_is_held_is_bounded_also_while_a_part_of_a_range_is_left(large, monkeypatch, block_bytes):
     store, data = large
     monkeypatch.setattr(mirror, "_HELD_BYTES", 10 << 20)
@@ -341,6 +344,7 @@ def test_what_is_held_is_bounded_also_while_a_part_of_a_range_is_left(large, mon
         assert not found._held
 
 
+@pytest.mark.slow
 def test_what_a_store_may_use_again_is_written_at_once(large):
     store, _ = large
 

@@ -193,6 +193,7 @@ def shared_load(rank, ranks, folder):
     return strategy.asked
 
 
+@pytest.mark.slow
 def test_a_users_strategy_is_asked_for_main_replicas_by_the_parallel_wrapper(tmp_path):
     asked = run_ranks(shared_load, 2, tmp_path / "step")
     assert all(replica in (0, (0,)) for of_rank in asked for _, replica in of_rank)

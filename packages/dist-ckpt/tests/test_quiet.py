@@ -175,6 +175,7 @@ def test_whoever_stands_still_at_a_store_is_found_and_all_others_end_alike(seed,
 
 @pytest.mark.parametrize("locks_work", [True, False])
 @pytest.mark.parametrize("count", [2, 64, 1024])
+@pytest.mark.slow
 def test_a_wait_costs_two_operations_a_second_and_rank_and_lists_nothing(ranks, monkeypatch, count, locks_work):
     all_ranks, turns = ranks(count, locks_work=locks_work), 8
     job = all_ranks.jobs[0]

@@ -92,6 +92,7 @@ def test_a_store_that_asks_to_slow_down_or_breaks_now_and_then_is_asked_again(s3
         assert value_of(place) == 2.0
 
 
+@pytest.mark.slow
 def test_a_store_that_stays_away_is_one_error_after_the_deadline_and_the_old_checkpoint_stays(s3, place):
     dist_ckpt.save(small(1.0), place)
     s3.set(faults=[Fault(what="error", kind="put", key="*.distcp")])

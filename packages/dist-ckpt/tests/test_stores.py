@@ -518,6 +518,7 @@ def test_a_broken_upload_is_begun_anew_and_a_store_that_stays_away_is_one_error(
 
 
 @pytest.mark.parametrize("kind", ["memory", "of a user", "folder", "url"])
+@pytest.mark.slow
 def test_a_part_of_another_save_can_be_taken_over(kind, tmp_path):
     """As ranks with a kept plan write for a save of their own (dcp.Writer)."""
     if kind == "url":

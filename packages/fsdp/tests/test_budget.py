@@ -104,6 +104,7 @@ TABLE = [  # program, units that the budget holds, the plan's gathers
 
 
 @pytest.mark.parametrize(("program", "resident", "fewest"), TABLE)
+@pytest.mark.slow
 def test_a_step_gathers_as_few_units_as_the_plan(program, resident, fewest):
     size = unit_bytes()
     driver = Driver(program, gathered_bytes=resident * size + size // 2)
@@ -140,6 +141,7 @@ def test_another_order_heals_itself_and_comes_to_its_own_plan():
     assert driver.model.report()["plan"]["peak_bytes"] <= 2 * size
 
 
+@pytest.mark.slow
 def test_addresses_stay_while_the_order_stays():
     size = unit_bytes()
     driver = Driver(INTERLEAVED, gathered_bytes=3 * size)
@@ -161,6 +163,7 @@ def events_of(driver):
 
 
 @pytest.mark.parametrize(("resident", "ahead"), [(2, 1), (4, 2), (3, None), (3, 0)])
+@pytest.mark.slow
 def test_prefetched_bytes_stay_under_the_budget_and_run_ahead(resident, ahead):
     size = unit_bytes()
     ahead_bytes = ahead and ahead * size
@@ -298,6 +301,7 @@ def planned(driver, program, resident):
     return actions
 
 
+@pytest.mark.slow
 def test_a_given_plan_is_followed_from_the_first_step_on():
     size = unit_bytes()
     for program, resident in ((ONE_F_ONE_B, 2), (INTERLEAVED, 3), (ZB_V, 6)):

@@ -176,6 +176,7 @@ def allocations(fp8):
     )
 
 
+@pytest.mark.slow
 def test_fp8_allocates_nothing_more_per_step():
     assert allocations(is_fp8) == allocations(None)
 

@@ -58,6 +58,7 @@ def test_every_element_lies_in_one_shard_and_tensors_are_contiguous_and_disjoint
 
 @given(spec_lists(), st.integers(1, 9), st.none() | st.lists(st.integers(0, 3), min_size=9, max_size=9))
 @settings(max_examples=80, deadline=None)
+@pytest.mark.slow
 def test_cuts_fall_on_blocks_only(specs, world_size, held):
     layout = plan_layout(specs, world_size, held=held and held[:world_size])
     for rank in range(world_size):

@@ -458,6 +458,7 @@ def test_an_array_of_a_weight_that_is_read_unseen_is_nan_in_the_debug_mode():
         assert bool(call(x_of(0)).isnan().all())
 
 
+@pytest.mark.slow
 def test_perceiver_of_transformers_trains_as_plain():
     transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
     config = transformers.PerceiverConfig(

@@ -55,6 +55,7 @@ def form(one):
 
 
 @pytest.mark.parametrize("name", [*NAMES, *WHOLE])
+@pytest.mark.slow
 def test_state_is_made_as_the_first_step_makes_it_with_every_switch(name):
     switches = [switch for of, switch in CASES if of == name]
     assert "lr tensor" in switches
@@ -69,6 +70,7 @@ def test_state_is_made_as_the_first_step_makes_it_with_every_switch(name):
 
 
 @pytest.mark.parametrize("name", [name for name in [*NAMES, *WHOLE] if takes(name, {"capturable": True})])
+@pytest.mark.slow
 def test_capturable_state_counts_steps_on_the_device_and_is_made_without_a_step(name):
     """A step of it needs a device; its state has the form of the plain one's, and every step count is a tensor."""
     captured, other = world(name, {"capturable": True}), world(name, {})

@@ -211,6 +211,7 @@ def test_state_made_ahead_lies_in_host_memory_and_begins_the_first_step(name):
     assert same(plain.weights(), world.weights()) == []
 
 
+@pytest.mark.slow
 def test_a_loaded_state_dict_goes_to_host_memory():
     world, other = World(OFFLOAD, adamw), World(OFFLOAD, adamw)
     for one in (world, other):

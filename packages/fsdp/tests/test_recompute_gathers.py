@@ -79,6 +79,7 @@ def test_a_checkpoint_inside_units_of_any_size_gathers_as_often_as_none(memory, 
 
 
 @pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.slow
 def test_under_a_byte_budget_a_recomputed_unit_is_gathered_once_too(reentrant):
     """Memory for the root and three of four units: two of them are still there when the backward begins."""
     net = Segments(1, None)

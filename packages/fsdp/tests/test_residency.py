@@ -113,6 +113,7 @@ def test_a_large_embedding_is_gathered_again_rather_than_all_layers():
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("units", "equal"), [(200, True), (200, False), (33, False)])
+@pytest.mark.slow
 def test_ten_thousand_uses_are_planned_within_seconds(units, equal):
     chance = random.Random(0)
     names = [f"blocks.{i}" for i in range(units)]

@@ -123,6 +123,7 @@ def run(net, model, steps=2):
     return model.full_state_dict()
 
 
+@pytest.mark.slow
 def test_training_stays_close_to_the_emulation_and_learns():
     torch.manual_seed(0)
     losses = {}

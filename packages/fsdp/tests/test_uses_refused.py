@@ -436,6 +436,7 @@ def test_a_parameter_frozen_before_wrapping_stays_frozen_and_says_so():
             thaw()
 
 
+@pytest.mark.slow
 def test_a_module_whose_wrapper_is_gone_says_so_instead_of_computing_with_what_is_left():
     torch.manual_seed(0)
     net = Net()

@@ -191,6 +191,7 @@ def test_to_toml_reads_back_as_the_same_configuration(overrides, tmp_path):
 
 @settings(max_examples=40, deadline=None)
 @given(name=st.text(min_size=1).filter(str.isprintable) | st.characters(codec="utf-8"), lr=st.floats(0, 1e300))
+@pytest.mark.slow
 def test_any_text_and_number_survives_to_toml(name, lr):
     assume("://" not in name and not name.startswith("~"))  # refused in run.dir
     config = config_with()

@@ -62,6 +62,7 @@ def copy(whole, tmp_path):
 
 
 @pytest.mark.parametrize("damage", [name for name in DAMAGE if name not in DEEP])
+@pytest.mark.slow
 def test_damage_is_seen_at_the_start_with_the_file_that_has_it(copy, damage):
     _, root = copy
     folder = retention.step_path(root, 3)
@@ -71,6 +72,7 @@ def test_damage_is_seen_at_the_start_with_the_file_that_has_it(copy, damage):
 
 
 @pytest.mark.parametrize("damage", ["a truncated file", "a file in its place", *DEEP])
+@pytest.mark.slow
 def test_the_run_goes_on_from_the_checkpoint_before_and_ends_as_it_would_have(copy, whole, damage, capsys):
     config, root = copy
     DAMAGE[damage](retention.step_path(root, 3))
@@ -97,6 +99,7 @@ def test_what_was_loaded_in_part_leaves_no_trace_in_initial_weights_without_opti
     assert losses(config)[1:] == losses(whole)
 
 
+@pytest.mark.slow
 def test_two_damaged_checkpoints_are_two_lines(copy, capsys):
     config, root = copy
     DAMAGE["flipped bytes of tensors"](retention.step_path(root, 3))
@@ -116,6 +119,7 @@ def test_a_damaged_checkpoint_does_not_count_among_those_that_are_kept(copy):
 
 
 @pytest.mark.parametrize("damage", ["a missing file", "flipped bytes of tensors"])
+@pytest.mark.slow
 def test_without_a_good_checkpoint_nothing_is_begun_anew(copy, damage):
     config, root = copy
     for step in (1, 2, 3):

@@ -246,6 +246,7 @@ def test_nothing_is_replaced(tmp_path, capsys):
         assert main(["export", str(tmp_path / "run"), path]) == 2
 
 
+@pytest.mark.slow
 def test_a_full_disk_or_a_kill_leaves_no_folder_that_looks_whole(tmp_path, monkeypatch):
     write_folder(tmp_path / "hf", "llama")
     import_model(tmp_path / "hf", tmp_path / "run")
@@ -405,6 +406,7 @@ def test_gradients_of_an_imported_mixture_are_the_peers(tmp_path, case):
             assert (found - expected).abs().max() < 2e-5 * expected.abs().max().clamp(min=1), name
 
 
+@pytest.mark.slow
 def test_the_balance_of_an_import_is_that_of_transformers(tmp_path):
     model = write_folder(tmp_path / "hf", "qwen2_moe", num_hidden_layers=1)
     import_model(tmp_path / "hf", tmp_path / "run")

@@ -44,6 +44,7 @@ def test_a_run_goes_on_from_its_initial_weights(tmp_path):
     assert [e["loss"] for e in lines(resumed, "step")] == [e["loss"] for e in lines(whole, "step")]
 
 
+@pytest.mark.slow
 def test_sigterm_is_its_users_again_after_training(tmp_path):
     before = signal.getsignal(signal.SIGTERM)
     train(tiny_config(tmp_path, "train.steps=3"))
@@ -117,6 +118,7 @@ def test_background_saves_hold_the_values_of_their_step_and_the_last_is_there_at
 SIZES = ("train.steps=2", "train.global_batch_size=80", "train.micro_batch_size=80")
 
 
+@pytest.mark.slow
 def test_the_start_line_says_the_order_and_how_often_each_dataset_is_read(tmp_path):
     config = tiny_config(tmp_path, *SIZES, "data.split='100,0,0'")
     train(config)

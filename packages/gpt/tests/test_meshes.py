@@ -130,6 +130,7 @@ def chosen(config: pytest.Config) -> list[tuple[int, dict[str, int]]]:
     return [(5, degrees) for degrees in combinations(8)[::3]] + [(2, degrees) for degrees in combinations(4)[::3]]
 
 
+@pytest.mark.slow
 def test_groups_hold_the_ranks_that_their_axes_say(request, deadlines):
     for rank, degrees in chosen(request.config):
         world = degrees["pp"] * degrees["dp"] * degrees["cp"] * degrees["tp"]

@@ -212,6 +212,7 @@ def command(words, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore:Unable to enable fault handler")
 @pytest.mark.parametrize(("words", "status", "expected"), list(entries()))
+@pytest.mark.slow
 def test_a_mistake_is_explained_in_one_line(here, monkeypatch, capfd, words, status, expected):
     for name, value in here.items():
         words, expected = words.replace(f"{{{name}}}", str(value)), expected.replace(f"{{{name}}}", str(value))

@@ -106,6 +106,7 @@ def test_the_loss_of_a_token_is_that_of_its_logits_and_masked_ones_are_zero():
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize("s", [24, BLOCKS_LONGEST + 8])
+@pytest.mark.slow
 def test_recomputation_leaves_every_bit_of_losses_and_gradients(mode, s):
     tokens = torch.randint(0, 100, (1, s), generator=torch.Generator().manual_seed(4))
     results = []

@@ -80,6 +80,7 @@ def test_a_prefix_that_only_a_change_names_is_looked_at_before_the_run(tmp_path)
         preflight(config)
 
 
+@pytest.mark.slow
 def test_a_change_of_the_past_is_refused_when_the_run_is_resumed(tmp_path):
     train(config_of(tmp_path, "changes", "train.steps=3"))
     other = CHANGES.replace("weights = [0.0, 1.0]", "weights = [1.0, 1.0]")

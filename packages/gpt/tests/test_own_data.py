@@ -120,6 +120,7 @@ ITEMS = {
 
 
 @pytest.mark.parametrize("case", ITEMS)
+@pytest.mark.slow
 def test_an_item_that_is_none_is_named_with_dataset_and_number(tmp_path, case):
     item, says = ITEMS[case]
 

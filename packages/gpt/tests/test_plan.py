@@ -216,6 +216,7 @@ def cpu_seconds_of_children():
     return used.ru_utime + used.ru_stime
 
 
+@pytest.mark.slow
 def test_planning_a_thousand_ranks_loads_no_torch_and_takes_little_time():
     code = f"""
 import sys

@@ -32,6 +32,7 @@ def test_every_row_has_a_public_source_and_there_are_rows_of_every_kind():
     assert {row.device for row in ROWS} == set(SEEN)
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_table_as_it_is_today(rows):
     assert table(rows) in PAGE.read_text(), "python -m sixfold.gpt.published prints the table of the page"
 

@@ -60,6 +60,7 @@ def test_a_search_ranks_what_fits_and_misses_nothing_better_that_was_tried_by_ha
     assert tight.best[0].planned.step_s >= times[0]
 
 
+@pytest.mark.slow
 def test_a_search_tries_tensor_context_and_expert_parallelism_within_a_node():
     experts = big("model.num_experts=8", "model.moe_ffn_hidden_size=2048", "model.num_layers=4")
     axes = [f"parallel.{axis}" for axis in ("tp", "cp", "ep")]
@@ -75,6 +76,7 @@ def test_a_search_tries_tensor_context_and_expert_parallelism_within_a_node():
     assert best and all(one.changes.get("parallel.tp", 1) * one.changes.get("parallel.cp", 1) > 1 for one in best)
 
 
+@pytest.mark.slow
 def test_the_verb_prints_a_page_and_one_json_object(tmp_path, capsys):
     path = tmp_path / "big.toml"
     path.write_text(big().to_toml())

@@ -121,6 +121,7 @@ def test_less_communication_is_exposed_by_slower_devices_and_faster_links():
     assert exposed(flops=0.5) < exposed() and exposed(links=2.0) < exposed()
 
 
+@pytest.mark.slow
 def test_fsdp_beside_three_dimensions_is_comparable_in_time_and_takes_less_memory():
     """The slide has 427 beside 465 TFLOP/s for Llama-3-70B in bf16, and less memory for FSDP in every case."""
     batch = "train.global_batch_size=1024"

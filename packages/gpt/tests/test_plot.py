@@ -98,6 +98,7 @@ def test_without_matplotlib_the_error_says_what_to_install(tmp_path, monkeypatch
         plot([write_run(tmp_path / "run")], tmp_path / "loss.svg")
 
 
+@pytest.mark.slow
 def test_each_dataset_has_a_curve_of_the_steps_that_read_it(tmp_path):
     entries = records(("step", 1, 3.0), ("step", 2, 2.0), ("step", 3, 1.0))
     for record, losses in zip(entries, ({"wiki": 4.0, "code": 2.0}, {"wiki": 3.0}, {"code": 1.0}), strict=True):

@@ -70,6 +70,7 @@ def test_a_seed_gives_the_same_text_and_another_seed_another():
     assert texts[0] == texts[1] != texts[2]
 
 
+@pytest.mark.slow
 def test_draws_follow_the_tempered_distribution_of_the_top_k():
     logits, generator = torch.log(torch.tensor([0.1, 0.4, 0.2, 0.3])), torch.Generator().manual_seed(0)
     drawn = np.bincount([next_token(logits, 0.5, 3, generator) for _ in range(4000)], minlength=4) / 4000

@@ -8,6 +8,7 @@ from sixfold.gpt import train
 from sixfold.pipeline import PipelineRunner, PipelineTimeout
 
 
+@pytest.mark.slow
 def test_a_message_that_missed_its_deadline_is_told_before_the_optimizer_steps(tmp_path, monkeypatch):
     told = []
 

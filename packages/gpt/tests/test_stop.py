@@ -92,6 +92,7 @@ def test_a_step_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
     assert [entry["step"] for entry in lines(config, "save")] == [1]
 
 
+@pytest.mark.slow
 def test_a_data_thread_that_hangs_ends_the_run_at_its_deadline(tmp_path, monkeypatch):
     config = tiny_config(tmp_path)
     free, reading, result = threading.Event(), loop.TokenStream.step, loop.Ahead.result
@@ -117,6 +118,7 @@ def test_a_data_thread_that_hangs_ends_the_run_at_its_deadline(tmp_path, monkeyp
     assert [entry["step"] for entry in lines(config, "step")] == [1, 2]
 
 
+@pytest.mark.slow
 def test_data_read_for_a_plan_has_the_deadline_too_and_is_read_once(tmp_path, monkeypatch):
     free, reading, result, read = threading.Event(), loop.TokenStream.step, loop.Ahead.result, []
     monkeypatch.setattr(loop, "CLOSE_S", 0.1)

@@ -198,6 +198,7 @@ def test_the_last_step_is_evaluated_whatever_eval_every_is(tmp_path):
 
 
 @pytest.mark.parametrize("how", ["checkpoint.init_from", "sample", "export"])
+@pytest.mark.slow
 def test_a_hugging_face_folder_in_the_place_of_a_run_leads_to_import(tmp_path, capsys, how):
     if how == "export":
         pytest.importorskip("safetensors", reason="needs the extra hf, without which export says what to install")

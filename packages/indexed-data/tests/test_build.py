@@ -160,6 +160,7 @@ def test_a_bad_line_has_its_number_in_the_file_however_it_was_cut(folder, bad):
         assert sorted(os.listdir()) == ["a.jsonl", "b.jsonl"]
 
 
+@pytest.mark.slow
 def test_workers_write_the_same_bytes(folder):
     (folder / "a.jsonl").write_text(
         "".join(json.dumps({"text": f"document {i} " * (i % 50)}) + "\n" for i in range(500))
@@ -393,6 +394,7 @@ build(["a.jsonl"], "out", part_bytes=500, progress=lambda *_: time.sleep(0.05)) 
 """
 
 
+@pytest.mark.slow
 def test_a_killed_build_leaves_no_pair_and_the_next_one_finishes_it(folder):
     numbered(folder, 400)
     process = subprocess.Popen([sys.executable, "-c", KILLED])
@@ -407,6 +409,7 @@ def test_a_killed_build_leaves_no_pair_and_the_next_one_finishes_it(folder):
     assert sorted(os.listdir()) == ["a.jsonl", "out.bin", "out.idx", "whole.bin", "whole.idx"]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_an_error_that_names_its_part(folder):
     (folder / "my_tokenizer3.py").write_text(TOKENIZER)
     (folder / "a.jsonl").write_text('{"text": "ab"}\n' * 20 + '{"text": "kill"}\n')

@@ -348,6 +348,7 @@ def test_pointers_are_the_prefix_sum_over_block_borders(tmp_path, monkeypatch, n
     documents=st.lists(st.lists(st.lists(st.integers(0, 65_535), max_size=5), max_size=4), max_size=6),
     as_array=st.booleans(),
 )
+@pytest.mark.slow
 def test_what_is_written_is_read(tmp_path_factory, documents, as_array):
     prefix = tmp_path_factory.mktemp("pair") / "a"
     with IndexedDatasetBuilder(f"{prefix}.bin", np.uint16) as builder:

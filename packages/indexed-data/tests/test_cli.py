@@ -194,6 +194,7 @@ def test_a_progress_bar_is_drawn_on_a_terminal_only(monkeypatch, capsys):
     assert terminal.getvalue().count("\n") == 1
 
 
+@pytest.mark.slow
 def test_python_dash_m_is_the_same_command():
     command = [sys.executable, "-m", "sixfold.indexed_data"]
     done = subprocess.run([*command, "info", "nope"], capture_output=True, text=True)
@@ -202,6 +203,7 @@ def test_python_dash_m_is_the_same_command():
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_ctrl_c_exits_130_without_a_traceback(folder):
     (folder / "slow.py").write_text(
         "import time\nclass Slow:\n    vocab_size, eod = 9, 8\n    def encode(self, text):\n"

@@ -74,6 +74,7 @@ def test_noticed_on_open_and_in_verify(prefix, fault, mmap):
     assert caught.value.problem in report.problems
 
 
+@pytest.mark.slow
 def test_magic_is_checked_without_asserts_too(prefix):
     overwrite(prefix + ".idx", 0, b"XX")
     code = "import sys\nfrom sixfold.indexed_data import IndexedDataset\nIndexedDataset(sys.argv[1])"

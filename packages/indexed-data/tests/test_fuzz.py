@@ -50,6 +50,7 @@ def damaged(rng, idx):
     return idx
 
 
+@pytest.mark.slow
 def test_a_damaged_header_ends_in_the_typed_error_or_in_the_tokens_that_were_written(tmp_path, fuzz_chunk):
     seed, cases = fuzz_chunk
     rng = random.Random(seed)

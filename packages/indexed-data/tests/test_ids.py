@@ -103,6 +103,7 @@ def builders(folder):
             )
 
 
+@pytest.mark.slow
 def test_ids_of_every_type_are_stored_exactly_or_refused(tmp_path, kinds):
     given = [(name, ids, make(ids)) for name, low, high, make in kinds for ids in rows(low, high)]
     refused = 0

@@ -199,6 +199,7 @@ def test_a_merge_for_which_the_disk_is_too_small_keeps_its_inputs_and_the_old_ou
         (1, 4_000, r"the parts cannot be joined: .*File too large.*goes on from", 3),
     ],
 )
+@pytest.mark.slow
 def test_a_build_for_which_the_disk_is_too_small_goes_on_when_there_is_room(
     tmp_path, monkeypatch, workers, nbytes, message, kept
 ):

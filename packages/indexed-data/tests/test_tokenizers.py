@@ -53,6 +53,7 @@ SPOILED = {
 
 
 @pytest.mark.parametrize(("what", "workers"), [*((what, 1) for what in SPOILED), ("both", 2)])
+@pytest.mark.slow
 def test_a_file_with_truncation_or_padding_stores_whole_documents_and_says_so_once(folder, words, what, workers):
     spoil, note = SPOILED[what]
     spoil(words)
@@ -151,6 +152,7 @@ OUTPUTS = {  # expression: the ids that it means, None for what is to be refused
 
 
 @pytest.mark.parametrize("append_eod", [True, False])
+@pytest.mark.slow
 def test_what_a_tokenizer_gives_is_stored_exactly_or_refused(folder, append_eod, monkeypatch):
     module = f"outputs_{append_eod}"
     (folder / f"{module}.py").write_text(
@@ -271,6 +273,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.slow
 def test_a_killed_build_whose_tokenizer_was_edited_starts_anew_and_says_so(folder, numbered, what):
     changes, said = CHANGES[what]
     run("out", "kill")
@@ -325,6 +328,7 @@ def test_parts_of_a_tokenizer_that_encodes_as_before_are_kept(folder):
     assert (report.notes, report.documents, report.bad_lines) == ((), 40, 40)
 
 
+@pytest.mark.slow
 def test_a_killed_build_whose_tokenizer_file_was_replaced_within_its_time_and_size_starts_anew(folder, words):
     lines = (json.dumps({"text": f"w{i % 100} w1"}) + "\n" for i in range(100))
     (folder / "a.jsonl").write_text("".join(lines))
@@ -398,6 +402,7 @@ def test_an_input_that_changes_while_it_is_read_makes_no_pair(folder, numbered, 
     assert not [name for name in os.listdir() if name.startswith("out")]
 
 
+@pytest.mark.slow
 def test_workers_that_load_another_tokenizer_end_the_build(folder):
     """An edited module that the build's process has loaded already: its workers load the new one."""
     lines = (json.dumps({"text": f"document {i:03d}"}) + "\n" for i in range(40))

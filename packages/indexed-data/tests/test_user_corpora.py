@@ -146,6 +146,7 @@ def tokenizer(request, tmp_path_factory):
 
 @pytest.mark.sampled
 @pytest.mark.parametrize("corpus", CORPORA)
+@pytest.mark.slow
 def test_a_corpus_is_read_as_what_it_means_or_refused_with_its_place(tmp_path, monkeypatch, corpus, tokenizer):
     monkeypatch.chdir(tmp_path)
     name, content, options, expected = CORPORA[corpus]
@@ -217,6 +218,7 @@ def test_special_tokens_of_a_text_become_ids_where_that_is_asked_and_an_end_insi
 
 
 @pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.slow
 def test_the_template_of_a_tokenizer_is_left_out_with_a_note_and_taken_where_that_is_asked(bpe, workers):
     from tokenizers.processors import TemplateProcessing
 

@@ -121,6 +121,7 @@ from sixfold.indexed_data import build
 
 
 @pytest.mark.parametrize("guard", ["", 'if __name__ == "__main__":\n    '], ids=["without", "with"])
+@pytest.mark.slow
 def test_a_script_without_its_main_guard_is_told_so_and_with_it_builds(tmp_path, guard):
     (tmp_path / "a.jsonl").write_text('{"text": "one two three"}\n' * 8)
     (tmp_path / "script.py").write_text(SCRIPT.format(guard=guard))

@@ -166,6 +166,7 @@ def shards(draw):
     return dtype, multimodal, draw(st.lists(st.lists(document, max_size=4), min_size=1, max_size=3))
 
 
+@pytest.mark.slow
 def test_any_dataset_whole_or_merged_is_the_same_bytes_and_reads_the_same_both_ways(
     peer, tmp_path_factory, pytestconfig
 ):

@@ -158,6 +158,7 @@ def test_links_of_different_speed_count_in_a_plan():
     assert found.lower_bound <= found.timeline.makespan <= simulate(schedules.zb_v(3, 4), costs).makespan + 1e-9
 
 
+@pytest.mark.slow
 def test_overlap_counts_among_several_ways_too():
     def way(m, chunks):
         row = [8.0 / m / chunks / 3] * (2 * chunks)

@@ -381,6 +381,7 @@ def test_a_sequential_whose_last_layer_returns_a_tuple_of_one_gives_it_to_the_lo
     assert runner.step(x).losses[0].item() == pytest.approx(model(x)[0].sum().item())
 
 
+@pytest.mark.slow
 def test_layers_that_are_rescaled_by_their_place_in_eval_mode_have_the_models_logits():
     sizes = {"vocab_size": WORDS, "hidden_size": 16, "attention_hidden_size": 16, "num_hidden_layers": 8}
     torch.manual_seed(3)

@@ -147,6 +147,7 @@ def test_a_program_is_drawn_to_scale_with_unit_costs():
     assert draw(unshard(lower(program)), format="svg").count("<title>") == 8
 
 
+@pytest.mark.slow
 def test_png_is_a_picture_of_both(tmp_path):
     pytest.importorskip("matplotlib", reason="PNG is the extra plot, which needs matplotlib")
     draw_png(zb_v(2, 3), tmp_path / "a.png", beside=timeline_of(zb_v(2, 3), hop=0.5))

@@ -25,6 +25,7 @@ PROGRAMS = [one_f_one_b(2, M), zb_h1(2, M)]
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 @pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.slow
 def test_a_pass_inside_of_another_makes_the_gradients_that_it_was_asked_for(kind, program):
     check(MODULES[kind], program)
 
@@ -42,6 +43,7 @@ def test_where_a_forward_that_runs_a_backward_is_recomputed_a_checkpoint_is_name
 
 
 @pytest.mark.parametrize("make", [Deep, DeepInside])
+@pytest.mark.slow
 def test_a_pass_on_a_thread_of_autograds_is_known_by_who_runs_the_step(make, monkeypatch):
     asked: list[int] = []
     frames = sys._current_frames

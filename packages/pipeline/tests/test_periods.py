@@ -39,6 +39,7 @@ def bare(program: Program) -> Program:
 
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.slow
 def test_2bw_of_any_number_of_steps_is_continued_alike_and_as_the_generator_does(p, m):
     found = [continued(pipedream_2bw(p, m, steps)) for steps in range(2, 6)]
     assert all((each.steps, each.tails) == (found[0].steps, found[0].tails) for each in found)
@@ -50,6 +51,7 @@ def test_2bw_of_any_number_of_steps_is_continued_alike_and_as_the_generator_does
 
 
 @pytest.mark.parametrize("p", range(1, 7))
+@pytest.mark.slow
 def test_pipedream_fills_over_its_first_batches(p):
     found = [continued(pipedream(p, m)) for m in range(max(2, p), 3 * p + 2)]
     assert all((each.steps, each.tails) == (found[0].steps, found[0].tails) for each in found)

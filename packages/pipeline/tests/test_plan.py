@@ -348,6 +348,7 @@ def test_stages_that_the_ranks_do_not_divide_are_placed():
     assert found.lower_bound <= found.timeline.makespan
 
 
+@pytest.mark.slow
 def test_a_large_plan_keeps_its_time(monkeypatch):
     # The clock is the work: of this thread's calls and returns 5 million are a second, about what a machine makes.
     counted = itertools.count()
@@ -383,6 +384,7 @@ def test_what_input_gradients_keep_for_weight_gradients_stays_within_the_cap(see
     assert found.lower_bound <= simulate(found.program, costs).makespan == found.timeline.makespan
 
 
+@pytest.mark.slow
 def test_deferred_gradients_cost_nothing_where_backwards_are_whole():
     # Each I would add as much as F: within 1F1B's own memory the plan is 1F1B or better, though no I fits behind p F's.
     costs = Costs([1.0] * 4, [1.0] * 4, [1.0] * 4, activation=[1.0] * 4, deferred=[1.0] * 4)

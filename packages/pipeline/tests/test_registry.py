@@ -93,6 +93,7 @@ sys.exit(cli.main(["draw", "mine", "--ranks", "1", "--microbatches", "1"]))
 """
 
 
+@pytest.mark.slow
 def test_a_file_in_the_folder_is_all_that_a_schedule_takes(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
     done = subprocess.run([sys.executable, "-c", RUN, str(tmp_path)], capture_output=True, text=True, timeout=60)
@@ -115,6 +116,7 @@ RUNS = (
 )
 
 
+@pytest.mark.slow
 def test_what_runs_a_program_knows_no_schedule_by_name():
     folder = Path(schedules.__file__).parents[1]
     names = {entry.name for entry in schedules.registered()}

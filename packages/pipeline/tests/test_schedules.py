@@ -88,6 +88,7 @@ def orders(program: Program, kinds: tuple[Kind, ...]) -> list[list[int | None]]:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.slow
 def test_forwards_and_both_gradients_ascend_on_each_stage_and_the_program_is_proved(name):
     for p in (1, 2, 3, 5, 8):
         for m in (1, 2, 5, 2 * p):

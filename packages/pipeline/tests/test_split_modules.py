@@ -217,6 +217,7 @@ def test_a_stage_that_fails_in_its_forward_is_left_as_it_was():
     assert all("forward" not in part.__dict__ for part in model.modules())
 
 
+@pytest.mark.slow
 def test_compiled_parts_get_their_gradients_in_i():
     class Part(nn.Module):
         def __init__(self) -> None:

@@ -87,6 +87,7 @@ def run_at_random(seed: int) -> None:
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("part", range(RUNS // PER_TEST))
+@pytest.mark.slow
 def test_no_random_run_hangs(part, request):
     runs = request.config.getoption("--random-runs") * PER_TEST // RUNS
     for seed in range(part * runs, (part + 1) * runs):
@@ -119,6 +120,7 @@ def run_overlapping_at_random(seed: int) -> None:
     assert same_weights(modules, oracle), name
 
 
+@pytest.mark.slow
 def test_no_random_run_of_overlapping_batches_hangs(request):
     for seed in range(request.config.getoption("--random-runs") // 10):
         run_overlapping_at_random(seed)

@@ -48,6 +48,7 @@ def test_this_torch_has_them_all_and_another_is_told_what_it_lacks():
     assert gone == [f"torch.{name}" for name in torch_private.PRIVATE if name.startswith("nn.")]
 
 
+@pytest.mark.slow
 def test_no_other_source_reads_frames_of_threads_or_locals_of_functions():
     reading = {"f_locals", "_current_frames"}
     for path in SOURCES:

@@ -39,6 +39,7 @@ def csv(rows: dict) -> str:
 
 
 @pytest.mark.parametrize("name", LOOPED)
+@pytest.mark.slow
 def test_what_pytorch_makes_and_lowers_is_accepted(name):
     make, every_chunks = LOOPED[name]
     proved = 0

@@ -29,6 +29,7 @@ def build(rank: int, ranks: int, broken: int | None):
     return None if train is None else train.get_batch(range(40))["tokens"].tolist()
 
 
+@pytest.mark.slow
 def test_ranks_build_the_same_and_one_that_is_not_built_on_gets_nones():
     first, second, third = ranktest.run_ranks(build, 3, None)
     assert first == third

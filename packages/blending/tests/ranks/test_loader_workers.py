@@ -7,6 +7,7 @@ torch = pytest.importorskip("torch", reason="needs torch, the extra 'distributed
 
 
 @pytest.mark.parametrize("context", ["spawn", "forkserver"])
+@pytest.mark.slow
 def test_workers_that_are_started_anew_give_the_same_batches(context):
     from sixfold.blending.torch import PositionSampler
 

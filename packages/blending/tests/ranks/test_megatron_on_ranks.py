@@ -67,6 +67,7 @@ def outcome(rank_0, rank_1, fields, sizes, ours):
     return "identical on 2 ranks"
 
 
+@pytest.mark.slow
 def test_indices_built_by_two_ranks_are_the_peers_on_both_with_its_files(megatron_chunk, tmp_path, record_property):
     prefixes = write_pairs(tmp_path, np.random.default_rng(0))
     cases, folders = [], []

@@ -46,6 +46,7 @@ def build(rank: int, ranks: int):
     return found
 
 
+@pytest.mark.slow
 def test_ranks_with_other_data_or_another_config_are_told_so_on_all():
     first, second = ranktest.run_ranks(build, 2)
     assert first == second, "one error on all ranks"

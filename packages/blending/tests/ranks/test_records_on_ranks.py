@@ -59,6 +59,7 @@ def build(rank, ranks, prefixes, folder, absent=None, group=True, lost=None):
 
 
 @pytest.mark.parametrize("absent", [None, 0])
+@pytest.mark.slow
 def test_each_index_is_built_by_one_rank_and_read_in_full_by_none(absent, prefixes, tmp_path):
     found = ranktest.run_ranks(build, 3, prefixes, str(tmp_path / "cache"), absent)
     assert sorted(name for _, calls in found for name in calls) == ["build_indices"] * 4

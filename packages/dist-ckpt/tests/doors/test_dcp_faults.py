@@ -206,6 +206,7 @@ def count_syncs(root, kill_at=None):
     return in_child(save)
 
 
+@pytest.mark.slow
 def test_what_a_dead_save_leaves_is_taken_for_no_step_by_torchtitans_search(tmp_path):
     (tmp_path / "whole").mkdir()
     syncs = count_syncs(tmp_path / "whole")

@@ -200,6 +200,7 @@ def test_dcp_to_torch_save_takes_the_folder(tmp_path):
     assert same(torch.load(tmp_path / "whole.pt", weights_only=False), contents())
 
 
+@pytest.mark.slow
 def test_many_small_tensors_and_one_large_come_back(tmp_path):
     state = {f"layers.{n}.b": torch.full((3,), float(n)) for n in range(500)} | {"big": torch.arange(1_500_000)}
     dcp_save(state, dcp.Writer(tmp_path / "c"))

@@ -278,6 +278,7 @@ def lose_a_rank(rank, ranks, folder, victim, start_worker=Forked):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.slow
 def test_a_dead_rank_raises_on_every_other_within_seconds(tmp_path, victim):
     results = run_ranks(lose_a_rank, 2, tmp_path, victim, allow_exit=(victim,), timeout=60)
     kind, text, seconds, value = results[1 - victim]
@@ -431,6 +432,7 @@ def a_first_rank_whose_worker_is_stopped_before_it_moves(rank, ranks, folder):
     return end
 
 
+@pytest.mark.slow
 def test_nobody_says_that_the_older_checkpoint_stays_once_the_first_rank_has_begun_to_move(tmp_path):
     results = run_ranks(a_first_rank_whose_worker_is_stopped_before_it_moves, 2, tmp_path, timeout=90)
     kind, text, _ = results[1]
@@ -486,6 +488,7 @@ def lose_the_first_trainer_in_its_workers_commit(rank, ranks, folder, kind):
 
 
 @pytest.mark.parametrize(("kind", "end", "value"), [("moves", "committed", 2), ("stops", "LostPeerError", 1)])
+@pytest.mark.slow
 def test_a_trainer_that_dies_in_its_workers_commit_is_waited_for_and_the_others_hear_the_true_end(
     tmp_path, kind, end, value
 ):
@@ -552,6 +555,7 @@ def operations_of_a_wait(rank, ranks, folder):
     return found
 
 
+@pytest.mark.slow
 def test_waiting_ranks_look_at_the_file_system_twice_a_second_or_less(tmp_path):
     for found in run_ranks(operations_of_a_wait, 2, tmp_path, timeout=60):
         for operations, allowed in found.values():

@@ -35,6 +35,7 @@ def save_and_say(rank, ranks, folder):
     return {name: refused(state, folder / "c") for name, state in states.items()}
 
 
+@pytest.mark.slow
 def test_values_that_would_be_lost_are_an_error_with_their_place(tmp_path):
     first, second = run_ranks(save_and_say, 2, tmp_path)
     assert first == second

@@ -116,6 +116,7 @@ def one_of_many(rank, ranks, folder):
     return state["mine"].tolist()
 
 
+@pytest.mark.slow
 def test_a_group_of_some_ranks_and_each_rank_alone_have_checkpoints_of_their_own(tmp_path):
     assert run_ranks(one_of_many, 3, tmp_path) == [[1, 1], [2, 2], [0, 0]]
     assert all(tools.verify(path)["ok"] for path in tmp_path.iterdir())
@@ -154,6 +155,7 @@ def fail_in_many_ways(rank, ranks, folder):
     return seen, unchanged, wrong_of(state, 3.0)
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_is_torchs_error_on_all_and_the_old_checkpoint_stays(tmp_path):
     first, second = run_ranks(fail_in_many_ways, 2, tmp_path)
     assert first == second

@@ -202,6 +202,7 @@ def hugging_face(rank, ranks, folder, whole):
     )
 
 
+@pytest.mark.slow
 def test_a_hugging_face_folder_loads_on_ranks_by_rows_columns_and_whole(tmp_path):
     safe = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
     whole = {"embed": torch.randn(7, 4), "q": torch.randn(3, 6).to(torch.bfloat16), "all": torch.randn(3)}

@@ -95,6 +95,7 @@ def save_rows(rank, ranks, folder):
     dcp_save({"w": sharded(1.0, 0, (2048, 1536))[0]}, dcp.Writer(folder / "c"))
 
 
+@pytest.mark.slow
 def test_each_block_that_is_touched_is_hashed_by_one_rank(tmp_path):
     run_ranks(save_rows, 2, tmp_path)
     (first, equal), (second, also) = run_ranks(load_and_count, 2, tmp_path)

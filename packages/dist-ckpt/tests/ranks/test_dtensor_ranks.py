@@ -156,6 +156,7 @@ def refusals(rank, ranks, folder):
     return texts, sorted(path.name for path in folder.iterdir())
 
 
+@pytest.mark.slow
 def test_leaves_of_one_rank_are_refused_by_name_on_every_rank(tmp_path):
     first, second = run_ranks(refusals, 2, tmp_path)
     assert first == second

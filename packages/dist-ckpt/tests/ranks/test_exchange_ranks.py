@@ -103,6 +103,7 @@ def lose_one(rank, ranks, dies):
     return found, time.monotonic() - start
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_is_named_by_the_one_that_waits_for_it():
     results = run_ranks(lose_one, 5, False)
     late = "is dead, absent or later than timeout_s=0.8"
@@ -112,6 +113,7 @@ def test_a_rank_that_is_late_is_named_by_the_one_that_waits_for_it():
         assert seconds < 2.4
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_named_by_all_though_it_reports_to_one():
     results = run_ranks(lose_one, 5, True, allow_exit=(4,))
     for (kind, text), seconds in results[:4]:
@@ -248,6 +250,7 @@ def send_what_only_this_rank_knows(rank, ranks, sender, star):
 
 
 @pytest.mark.parametrize("star", [64, 2])
+@pytest.mark.slow
 def test_a_message_that_cannot_be_unpickled_is_a_typed_error_on_all_ranks_that_names_its_sender(star):
     results = run_ranks(send_what_only_this_rank_knows, 5, 4, star)
     for report, _, after, seconds in results:
@@ -260,6 +263,7 @@ def test_a_message_that_cannot_be_unpickled_is_a_typed_error_on_all_ranks_that_n
 
 
 @pytest.mark.parametrize("star", [64, 2])
+@pytest.mark.slow
 def test_a_decision_that_cannot_be_unpickled_is_a_typed_error_where_it_is_not_read_and_no_wait_for_others(star):
     results = run_ranks(send_what_only_this_rank_knows, 5, 0, star)
     assert results[0][1] == ["Odd", "Odd"]

@@ -257,6 +257,7 @@ def padded_flattened_and_converted(rank, ranks, folder):
     ]
 
 
+@pytest.mark.slow
 def test_padded_flattened_converted_and_strided_ranges_are_sent_on_too(tmp_path):
     assert run_ranks(padded_flattened_and_converted, 2, tmp_path / "c") == [[True] * 4] * 2
 
@@ -297,5 +298,6 @@ def load_slowly(rank, ranks, folder):
     return all(bool(tensor.eq(1).all()) for tensor in loaded.values())
 
 
+@pytest.mark.slow
 def test_ranks_that_read_for_longer_than_the_deadline_are_not_late_and_inference_mode_holds(tmp_path):
     assert run_ranks(load_slowly, 2, tmp_path / "c") == [True, True]

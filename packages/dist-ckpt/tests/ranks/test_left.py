@@ -52,6 +52,7 @@ def be_killed(rank, ranks, root):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_what_killed_trainers_leave_of_the_newest_step_goes_with_a_prune_a_minute_later(tmp_path):
     run_ranks(be_killed, 2, tmp_path, allow_exit=(0, 1), timeout=60)
     assert kinds(tmp_path) == ["job", "tmp"]
@@ -62,6 +63,7 @@ def test_what_killed_trainers_leave_of_the_newest_step_goes_with_a_prune_a_minut
     assert names(tmp_path) == ["step-00000001"]
 
 
+@pytest.mark.slow
 def test_what_trainers_of_another_host_leave_goes_when_it_has_been_still_for_a_day(tmp_path, monkeypatch):
     run_ranks(be_killed, 2, tmp_path, allow_exit=(0, 1), timeout=60)
     monkeypatch.setattr(board, "_kernel", lambda: b"0" * 32)
@@ -99,6 +101,7 @@ def prune_beside_living(rank, ranks, root, silent):
 
 
 @pytest.mark.parametrize("silent", [False, True])
+@pytest.mark.slow
 def test_a_living_background_save_that_stands_still_is_left_alone_by_any_prune(tmp_path, silent):
     for seen, _ in run_ranks(prune_beside_living, 2, tmp_path, silent, timeout=60):
         assert seen == [["job", "tmp"]] * 3

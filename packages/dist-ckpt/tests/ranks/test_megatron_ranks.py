@@ -63,6 +63,7 @@ def schedule_and_finalise(rank, ranks, folder):
     return (first, second, in_flight, done, polled), calls[:1] == ["own"], calls[1:], text, frozen
 
 
+@pytest.mark.slow
 def test_an_async_save_is_scheduled_and_finalised_as_megatron_does(tmp_path):
     results = run_ranks(schedule_and_finalise, 2, tmp_path)
     assert results[0] == results[1]
@@ -93,6 +94,7 @@ def distributions(rank, ranks, folder):
     return before, [d.main_rank_for_shard for d in (saved, read)], [d.all_ranks_for_shard for d in (saved, read)], mine
 
 
+@pytest.mark.slow
 def test_who_saves_and_who_loads_can_be_looked_at(tmp_path):
     results = run_ranks(distributions, 2, tmp_path)
     (before, main, holders, mine), (_, main_of_1, holders_of_1, _) = results

@@ -150,6 +150,7 @@ def load_and_fall(rank, ranks, place, spool, number):
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.slow
 def test_a_rank_that_falls_while_others_wait_for_its_blocks_is_named(folder, spool, number):
     kind, text, _ = run_ranks(load_and_fall, 2, folder, spool, number, allow_exit=(1,))[0]
     assert kind == "LostPeerError"
@@ -208,6 +209,7 @@ def load_with_an_error_of_one_rank(rank, ranks, place, spool):
     return loaded(rank, ranks, Folder(place), timeout_s=8.0, progress=progress)
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_before_it_fetches_is_not_waited_for(folder, spool):
     for kind, text, seconds in run_ranks(load_with_an_error_of_one_rank, 2, folder, spool):
         assert (kind, text.partition(" raised")[0]) == ("CheckpointError", f"progress(0, {WHOLE.nbytes // 2})")

@@ -91,5 +91,6 @@ def in_small_pieces(rank, ranks, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
+@pytest.mark.slow
 def test_values_of_any_stride_cross_in_pieces(way):
     assert run_ranks(in_small_pieces, 4, way) == [[]] * 4

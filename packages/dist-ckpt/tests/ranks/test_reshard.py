@@ -95,6 +95,7 @@ def half_of_the_job(rank, ranks, folder):
     return dist_ckpt.load_plain_tensors(folder / f"alone-{rank}")["w"].tolist()
 
 
+@pytest.mark.slow
 def test_a_subgroup_and_single_processes_save_beside_each_other(tmp_path):
     assert run_ranks(half_of_the_job, 4, tmp_path) == [[0.0, 0.0], [1.0, 1.0], [2.0, 2.0], [3.0, 3.0]]
     assert dist_ckpt.load_plain_tensors(tmp_path / "odd")["w"].tolist() == [1.0, 1.0, 3.0, 3.0]
@@ -110,6 +111,7 @@ def save_dtensor(rank, ranks, folder):
     dist_ckpt.save({"w": ShardedTensor.from_dtensor("w", uneven)}, folder)
 
 
+@pytest.mark.slow
 def test_dtensors_are_saved_with_their_replicas(tmp_path):
     run_ranks(save_dtensor, 4, tmp_path / "c")
     assert torch.equal(dist_ckpt.load_plain_tensors(tmp_path / "c")["w"], torch.arange(15.0).view(5, 3))
@@ -147,6 +149,7 @@ def guide_load(rank, ranks, folder):
     assert torch.all(loaded_state_dict["weight"] == expected_local_ten)
 
 
+@pytest.mark.slow
 def test_the_reference_guides_first_example_runs_with_its_import_changed(tmp_path):
     run_ranks(guide_save, 2, tmp_path)
     run_ranks(guide_load, 4, tmp_path)

@@ -71,6 +71,7 @@ def born_stopped(fds):
     return worker
 
 
+@pytest.mark.slow
 def test_the_next_save_and_close_end_beside_a_stopped_worker(stopped, tmp_path, monkeypatch):
     saver, _ = stopped
     monkeypatch.setattr(process, "_CLOSE_S", 0.3)

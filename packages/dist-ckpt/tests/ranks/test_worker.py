@@ -255,6 +255,7 @@ def test_where_warnings_are_errors_the_next_call_raises_it_once(saver, tmp_path)
     assert loaded_value(tmp_path / "c") == 3
 
 
+@pytest.mark.slow
 def test_threads_that_save_at_the_same_time_each_save_their_own_values(saver, tmp_path):
     """There is one arena: of two calls at a time the second would copy over the first one's values."""
     handles = {}

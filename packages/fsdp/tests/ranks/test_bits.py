@@ -72,6 +72,7 @@ def test_four_ranks_in_rank_order_equal_the_emulation(strategy: str) -> None:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.slow
 def test_bf16_compute_keeps_fp32_sums_and_main_weights(strategy: str) -> None:
     results = run_ranks(train_variants, 2, strategy, [{}], True, {"param_dtype": torch.bfloat16})
     expected = emulate(
@@ -87,6 +88,7 @@ def test_bf16_compute_keeps_fp32_sums_and_main_weights(strategy: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+@pytest.mark.slow
 def test_without_hints_every_backward_reduces(strategy: str) -> None:
     results = run_ranks(train_variants, 2, strategy, [{}], False, {})
     expected = emulate(ranks=2, steps=STEPS, accumulate=ACCUMULATE, net_options={}, per_microbatch=True)

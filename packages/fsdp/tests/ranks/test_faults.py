@@ -132,6 +132,7 @@ def skip_a_unit(rank, ranks, checks):
     return found, time.monotonic() - began, outcome(lambda: model(batch(0, 0, 0)))[0]
 
 
+@pytest.mark.slow
 def test_a_unit_skipped_on_one_rank_is_named_before_the_collective():
     for (text, unit, step, op, ranks), seconds, later in run_ranks(skip_a_unit, 3, "unit"):
         assert (unit, step, op, ranks) == ("blocks.1", 2, "gather", (1,)), text
@@ -359,6 +360,7 @@ DEADLINES = {"stops": 2.4, "hangs": 1.2, "does something else": 6.0}
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.slow
 def test_a_rank_that_stops_is_named_before_the_deadline(ranks):
     """SIGSTOP: no socket closes, and no store says anything."""
     results = run_ranks(in_step_two, ranks, "stops", allow_exit=(1,))

@@ -108,6 +108,7 @@ def nan_on_one_rank(rank, ranks):
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.slow
 def test_a_nan_on_one_rank_is_seen_on_all(ranks):
     assert run_ranks(nan_on_one_rank, ranks) == [[True, False]] * ranks
 
@@ -152,6 +153,7 @@ def count(rank, ranks):
     return counts[-1], {name: unit["wire_bytes"] for name, unit in units.items()}
 
 
+@pytest.mark.slow
 def test_one_gather_per_mixed_unit_and_one_small_all_reduce_per_step():
     (sizes, in_step), wire = run_ranks(count, 2)[0]
     assert sizes["allreduce"] == [4 * 6]
@@ -205,6 +207,7 @@ def load_and_look(rank, ranks):
     return found
 
 
+@pytest.mark.slow
 def test_a_whole_state_that_is_loaded_is_quantised_anew_also_with_checks_and_in_evaluation():
     results = run_ranks(load_and_look, 2)
     for i, block in enumerate(make_net().blocks):
@@ -231,6 +234,7 @@ def same_batch(rank, ranks, matmul):
 
 
 @pytest.mark.parametrize("matmul", ["scaled", "scaled_rows"])
+@pytest.mark.slow
 def test_products_of_bytes_do_not_depend_on_the_number_of_ranks(matmul):
     one = run_ranks(same_batch, 1, matmul)[0]
     assert [same(one, result) for result in run_ranks(same_batch, 2, matmul)] == [[], []]

@@ -58,6 +58,7 @@ def train_all(rank: int, ranks: int) -> dict[str, list[float]]:
     return {first: train(first) for first in FIRST} | {"in flight": train_in_flight()}
 
 
+@pytest.mark.slow
 def test_a_backward_over_two_losses_reduces_each_unit_once_beside_a_graph_without_backward() -> None:
     found = run_ranks(train_all, 1)[0]
     assert found.pop("in flight") == [3.0] * 3, "one for each micro-batch"

@@ -273,6 +273,7 @@ def large(name: str) -> bool:
     return name.endswith(("up.weight", "down.weight"))
 
 
+@pytest.mark.slow
 def test_fp8_weights_travel_in_one_byte_beside_others_in_one_collective_per_unit() -> None:
     ((_, found),) = run([Case(precision={"param_dtype": torch.bfloat16, "fp8": large})])
     quantised = sum(2 * wider * WIDTH * WIDTH for wider in WIDENED)
@@ -282,6 +283,7 @@ def test_fp8_weights_travel_in_one_byte_beside_others_in_one_collective_per_unit
     assert found.calls("all_reduce") == 1 and found.nbytes("all_reduce") < 2048, "the largest value of each tensor"
 
 
+@pytest.mark.slow
 def test_pieces_add_reductions_and_no_bytes() -> None:
     (_, whole), (_, pieces) = run([Case(), Case(bucket=200_000)])
     assert pieces.calls("reduce_scatter") > whole.calls("reduce_scatter") == len(whole.unit_bytes)

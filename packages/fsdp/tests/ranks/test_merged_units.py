@@ -81,6 +81,7 @@ def count(rank: int, ranks: int) -> list[tuple[list[tuple[int, int]], int]]:
     return [train(group, net, **buffers)[1:] for buffers in ({}, {"merge_bytes": 10**6}, {"merge_bytes": 10**4})]
 
 
+@pytest.mark.slow
 def test_merged_units_are_gathered_and_reduced_by_one_collective() -> None:
     found = run_ranks(count, 1)[0]
     for (gathers, reductions), units in found:

@@ -217,12 +217,14 @@ def start_values(rank, ranks, initial):
     return model.full_state_dict()["blocks.1.expert.bias"]
 
 
+@pytest.mark.slow
 def test_start_values_are_compared_within_a_mesh_and_peers_may_differ():
     for text, ranks in run_ranks(start_values, 4, "check"):
         assert ranks == (2,)
         assert "start values of blocks.1.expert.bias differ on rank 2 from those of its mesh, ranks [0, 2]" in text
 
 
+@pytest.mark.slow
 def test_models_are_compared_within_a_mesh():
     for text, ranks in run_ranks(start_values, 4, "shape"):
         assert ranks == (2,)
@@ -260,6 +262,7 @@ def wrap_wrongly(rank, ranks):
     return found
 
 
+@pytest.mark.slow
 def test_meshes_that_cannot_work_are_refused_on_all_ranks():
     first, second = run_ranks(wrap_wrongly, 2)
     says = [

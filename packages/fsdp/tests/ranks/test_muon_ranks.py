@@ -208,5 +208,6 @@ def resume(rank, ranks):
     return resumed(build, rank)
 
 
+@pytest.mark.slow
 def test_momentum_is_saved_and_loaded_by_records():
     assert run_ranks(resume, 2) == [([], []), ([], [])]

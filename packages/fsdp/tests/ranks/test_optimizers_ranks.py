@@ -140,5 +140,6 @@ def resume(rank, ranks, name):
 
 
 @pytest.mark.parametrize("name", ["adamw fused", "adafactor", "adafactor offload"])
+@pytest.mark.slow
 def test_state_is_saved_and_loaded_by_records(name):
     assert run_ranks(resume, 2, name) == [([], []), ([], [])]

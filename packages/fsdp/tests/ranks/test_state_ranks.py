@@ -53,6 +53,7 @@ def save_and_resume(rank, ranks, strategy, grain):
     ("strategy", "grain"),
     [("no_shard", "element"), ("optim", "row"), ("optim_grads_params", "tensor"), ("optim_grads_params", "element")],
 )
+@pytest.mark.slow
 def test_records_cover_each_element_once_and_resume_bitwise(strategy, grain):
     results = run_ranks(save_and_resume, 2, strategy, grain)
     covered = {}

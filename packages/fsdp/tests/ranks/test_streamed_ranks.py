@@ -104,6 +104,7 @@ def broken(rank, ranks):
     return untouched, found
 
 
+@pytest.mark.slow
 def test_what_is_wrong_on_one_rank_is_told_on_all_alike():
     first, second = run_ranks(broken, 2)
     assert first == second
@@ -147,6 +148,7 @@ def peaks(rank, ranks):
     )
 
 
+@pytest.mark.slow
 def test_no_rank_holds_more_than_one_unit_beyond_its_shards():
     unit, slack = 512 * 512 * 4, 100_000
     for rank, (load, out, full, total) in enumerate(run_ranks(peaks, 2)):
@@ -198,6 +200,7 @@ def on_own_meshes(rank, ranks):
     return found, one[0], dtensors[0]
 
 
+@pytest.mark.slow
 def test_parameters_on_meshes_of_their_own_are_loaded_by_every_rank_for_itself():
     for found, one, dtensors in run_ranks(on_own_meshes, 2):
         assert found == []

@@ -43,6 +43,7 @@ def hand_tied(rank, ranks):
     return found
 
 
+@pytest.mark.slow
 def test_a_weight_read_outside_its_unit_is_refused_in_every_mode_of_checks():
     for found in run_ranks(hand_tied, 2):
         assert all("embedding.weight: linear() reads its values outside a call" in text for text in found)
@@ -71,6 +72,7 @@ def of_the_inner_module(rank, ranks):
     return refusals, model.full_state_dict()
 
 
+@pytest.mark.slow
 def test_state_dicts_and_torchs_own_wrappers_are_refused_and_inner_calls_train_alike_on_all_ranks():
     results = run_ranks(of_the_inner_module, 2)
     for refusals, weights in results:
@@ -107,6 +109,7 @@ def of_inputs(rank, ranks):
     return [name for name, gradient in none.items() if gradient is not None], quiet["reductions"], twice["reductions"]
 
 
+@pytest.mark.slow
 def test_gradients_of_inputs_reduce_nothing_and_two_forwards_of_one_backward_reduce_each_unit_once():
     for left, quiet, twice in run_ranks(of_inputs, 2):
         assert left == [] and quiet == 0
@@ -137,6 +140,7 @@ def frozen_later(rank, ranks):
     return same(dict(plain.state_dict()), model.full_state_dict())
 
 
+@pytest.mark.slow
 def test_freezing_after_wrapping_is_honoured_on_all_ranks():
     assert run_ranks(frozen_later, 2) == [[], []]
 
@@ -161,6 +165,7 @@ def scaler_and_states(rank, ranks):
     return scaled, other, lbfgs, factored
 
 
+@pytest.mark.slow
 def test_optimizers_that_need_more_than_a_shard_are_refused_on_all_ranks():
     for rank, (scaled, other, lbfgs, factored) in enumerate(run_ranks(scaler_and_states, 2)):
         assert "GradScaler" in scaled and "bfloat16" in scaled

@@ -125,6 +125,7 @@ def wait_for_a_stopped_rank(rank, ranks, wait):
 
 
 @pytest.mark.parametrize("wait", WAITS)
+@pytest.mark.slow
 def test_a_wait_for_a_stopped_rank_ends_by_its_deadline_and_names_it(wait):
     text, seconds = run_ranks(wait_for_a_stopped_rank, 2, wait, allow_exit=(1,))[0]
     assert "the process of rank 1 is stopped; no sign of life from rank 1 (no " in text and WAITS[wait][2] in text
@@ -167,6 +168,7 @@ def meet_in_a_stopped_store(rank, ranks, when):
 
 
 @pytest.mark.parametrize("when", ["wrap", "step"])
+@pytest.mark.slow
 def test_a_fault_store_whose_process_is_stopped_holds_nobody(when):
     text, seconds = run_ranks(meet_in_a_stopped_store, 2, when, allow_exit=(1,))[0]
     assert "fault_store does not answer" in text

@@ -29,6 +29,7 @@ def train(matmul, reentrant=None):
 
 
 @pytest.mark.parametrize("matmul", ["scaled", "scaled_rows"])
+@pytest.mark.slow
 def test_bytes_train_as_what_they_stand_for(matmul):
     emulated, scaled = train("emulate")[2], train(matmul)
     assert emulated[-1] < 0.8 * emulated[0]

@@ -36,6 +36,7 @@ def train(name, reentrant, **options):
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.slow
 def test_a_model_trains_as_the_plain_one_with_and_without_its_own_activation_checkpointing(name):
     expected = emulate(name, ranks=1, steps=2)
     gathers = set()

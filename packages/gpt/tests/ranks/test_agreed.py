@@ -89,6 +89,7 @@ def hidden_rank(rank: int, ranks: int, text: str) -> None:
     train_rank(rank, ranks, text)
 
 
+@pytest.mark.slow
 def test_a_rank_that_never_sees_the_chosen_checkpoint_is_named_within_the_deadline(tmp_path):
     run(tiny_config(tmp_path, "train.steps=1"), 1)
     with pytest.raises(ranktest.RankFailed, match=r"rank 1 does not see .*step-00000001, which rank 0 chose"):

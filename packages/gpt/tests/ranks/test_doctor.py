@@ -92,6 +92,7 @@ def test_a_folder_that_is_not_shared_fails_by_the_ranks_that_do_not_see_it(tmp_p
     )
 
 
+@pytest.mark.slow
 def test_a_rank_without_an_answer_is_named_within_the_deadline(tmp_path):
     began = time.monotonic()
     lines = ranktest.run_ranks(silent, 2, str(tmp_path), timeout=60)[0]

@@ -82,6 +82,7 @@ def test_an_import_trains_at_pp2_dp2_from_the_loss_of_transformers_and_no_rank_h
     assert max(held) < model / 3, f"ranks took {held} bytes beside their shards to load a model of {model}"
 
 
+@pytest.mark.slow
 def test_a_run_in_the_imported_folder_goes_on_from_step_0_and_keeps_its_model(tmp_path):
     peer = write_folder(tmp_path / "hf", "llama", vocab_size=257)
     import_model(tmp_path / "hf", tmp_path / "imported")

@@ -200,6 +200,7 @@ def missed(rank: int, ranks: int) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_told_of_with_the_sum_from_which_it_stayed_away():
     first, _, second, _ = ranktest.run_ranks(missed, 4)
     assert len(first) + len(second) == len(SUMS)

@@ -55,6 +55,7 @@ def rank_of_another_node(rank, ranks, text, folders):
 
 
 @pytest.mark.parametrize("layout", ["dp", "pp"])
+@pytest.mark.slow
 def test_ranks_with_other_copies_of_the_data_are_refused_alike_in_the_order_without_an_index(layout, tmp_path):
     folders = [tmp_path / "node-0", tmp_path / "node-1"]
     for seed, folder in enumerate(folders):
@@ -78,6 +79,7 @@ def rank_whose_peer_is_gone(rank, ranks, text):
     Path(TrainConfig.from_text(text).run.dir, "told").write_text(str(error.value))
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_lost_while_the_data_is_opened_is_no_fault_of_the_data(tmp_path):
     config = tiny_config(tmp_path, "parallel.dp=2", "run.timeout_seconds=20")
     with pytest.raises(ranktest.RankFailed):

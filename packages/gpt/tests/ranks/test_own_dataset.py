@@ -57,6 +57,7 @@ def test_a_dataset_of_ones_own_gives_every_layout_the_same_samples_before_and_af
         assert losses(config) == pytest.approx(losses(alone), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_ranks_that_were_given_other_datasets_are_refused_alike(tmp_path):
     config = config_of(tmp_path, "odd", "parallel.dp=2")
     for text in ranktest.run_ranks(differing, 2, config.to_toml(), timeout=JOB_S):

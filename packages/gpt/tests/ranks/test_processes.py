@@ -109,6 +109,7 @@ def test_what_watch_raises_ends_the_ranks(tmp_path):
     assert not any(map(is_alive, wait_for(tmp_path, 2)))
 
 
+@pytest.mark.slow
 def test_sigterm_reaches_every_rank_and_the_launcher_says_143(tmp_path):
     process = launcher("save_on_sigterm", tmp_path)
     wait_for(tmp_path, 2)
@@ -118,6 +119,7 @@ def test_sigterm_reaches_every_rank_and_the_launcher_says_143(tmp_path):
     assert process.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_sigterm_before_the_ranks_can_save_is_143_too(tmp_path):
     process = launcher("sleep_unprepared", tmp_path)
     wait_for(tmp_path, 2)
@@ -187,6 +189,7 @@ def test_ranks_die_with_a_killed_launcher_and_share_its_session(tmp_path):
     assert not any(map(is_alive, pids))
 
 
+@pytest.mark.slow
 def test_a_warning_of_a_rank_is_one_line_that_names_it(tmp_path):
     process = launcher("warn", tmp_path, count=1)
     assert process.wait(20) == 0

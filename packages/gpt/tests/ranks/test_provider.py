@@ -158,6 +158,7 @@ def buffers_after(rank: int, ranks: int, text: str) -> tuple[int, list[float]]:
     return int(made[0].runs), made[0].seen.tolist()
 
 
+@pytest.mark.slow
 def test_buffers_of_a_provider_are_saved_and_loaded(tmp_path):
     whole, cut = (tiny_config(tmp_path, "train.steps=2", run=run) for run in ("whole", "cut"))
     expected = buffers_after(0, 1, whole.to_toml())
@@ -197,6 +198,7 @@ def extra_state_after(rank: int, ranks: int, text: str) -> tuple[int, list[float
     return made[0].state["runs"], made[0].state["amax"].tolist(), made[0].state["recipe"]
 
 
+@pytest.mark.slow
 def test_extra_state_of_a_provider_is_saved_and_loaded(tmp_path):
     whole, cut = (tiny_config(tmp_path, "train.steps=2", run=run) for run in ("whole", "cut"))
     expected = extra_state_after(0, 1, whole.to_toml())

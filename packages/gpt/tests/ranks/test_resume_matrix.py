@@ -206,6 +206,7 @@ def test_a_plan_is_bitwise_a_known_schedule(wholes, planned):
     assert_same_tensors(final_tensors(found[planned][1]), final_tensors(known))
 
 
+@pytest.mark.slow
 def test_a_resume_at_another_layout_trains_as_one_process(wholes, resumed, source, to):
     again, whole = resumed[source, to], wholes[1][source][1]
     saved = dist_ckpt.retention.step_path(Path(whole.run.dir) / "checkpoints", 2)

@@ -145,6 +145,7 @@ def test_2bw_with_a_ramp_of_the_batch_and_another_blend_trains_as_its_definition
 
 
 @pytest.mark.parametrize(("case", "flushes"), [("pipedream", (2,)), ("stash", ())])
+@pytest.mark.slow
 def test_pipedream_trains_as_its_definition_says(trained, case, flushes):
     config = trained[case][0]
     rates = [entry["lr"] for entry in lines(config, "step")]

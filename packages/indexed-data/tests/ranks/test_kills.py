@@ -19,6 +19,7 @@ def run(folder, *arguments):
 
 
 @each_kind
+@pytest.mark.slow
 def test_a_writer_killed_at_a_random_moment_leaves_a_whole_pair_or_none(tmp_path, kind, kill_chunk):
     seed, kills = kill_chunk
     kills = kills if kind == "build" else kills // 4  # a build is made of the others
@@ -28,6 +29,7 @@ def test_a_writer_killed_at_a_random_moment_leaves_a_whole_pair_or_none(tmp_path
 
 
 @each_kind
+@pytest.mark.slow
 def test_a_writer_killed_before_any_of_its_steps_leaves_a_whole_pair_or_none(tmp_path, kind):
     outcomes = run(tmp_path, "steps", kind)
     assert outcomes["old"] >= 3

@@ -44,6 +44,7 @@ def run(tmp_path, monkeypatch):
     return run_script
 
 
+@pytest.mark.slow
 def test_many_machines_write_what_one_build_writes(run):
     for task in range(TASKS):
         assert run("many_machines_build.sh", "inputs.txt", "wiki", task=task) == 0
@@ -54,6 +55,7 @@ def test_many_machines_write_what_one_build_writes(run):
     assert sorted(name for name in os.listdir() if name.startswith("wiki")) == ["wiki.bin", "wiki.idx"]
 
 
+@pytest.mark.slow
 def test_a_missing_shard_is_no_shorter_corpus(run):
     assert run("many_machines_build.sh", "inputs.txt", "wiki", task=0) == 0
     assert run("many_machines_merge.sh", "wiki", str(TASKS)) == 1

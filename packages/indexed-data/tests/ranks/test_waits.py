@@ -35,6 +35,7 @@ def interrupt(done, total):
 
 
 @pytest.mark.parametrize(("progress", "ends_with"), [(None, IndexedDataError), (interrupt, KeyboardInterrupt)])
+@pytest.mark.slow
 def test_a_build_whose_worker_is_stopped_ends_keeps_its_parts_and_leaves_no_process(
     tmp_path, monkeypatch, progress, ends_with
 ):
@@ -52,6 +53,7 @@ def test_a_build_whose_worker_is_stopped_ends_keeps_its_parts_and_leaves_no_proc
     assert os.path.exists("out.building/part-00000.json")
 
 
+@pytest.mark.slow
 def test_a_build_neither_waits_for_a_process_of_its_caller_nor_ends_it(tmp_path, monkeypatch):
     """Started while the build runs: by another thread, or by ``progress``."""
     monkeypatch.chdir(tmp_path)

@@ -23,6 +23,7 @@ class Slow:
 
 
 @pytest.mark.parametrize("stop", [signal.SIGKILL, signal.SIGINT])
+@pytest.mark.slow
 def test_workers_do_not_outlive_their_build(tmp_path, monkeypatch, stop):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "slow_tokenizer.py").write_text(SLOW)

@@ -93,6 +93,7 @@ def odd_stages(rank: int, ranks: int, frozen_first: bool) -> None:
 
 
 @pytest.mark.parametrize("frozen_first", [False, True])
+@pytest.mark.slow
 def test_frozen_stages_strided_outputs_and_integers_travel(frozen_first):
     run_ranks(odd_stages, 3, frozen_first)
 

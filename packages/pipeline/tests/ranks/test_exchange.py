@@ -96,6 +96,7 @@ class _Quiet(nn.Module):
 
 
 @pytest.mark.parametrize("edges", ["groups", "one", None])
+@pytest.mark.slow
 def test_a_changed_first_output_is_announced_and_a_later_one_is_refused_on_edges_of_every_sort(edges):
     sender, receiver = run_ranks(surprise, 2, False, edges)
     assert sender[:3] == receiver[:3] == ["fine"] * 3
@@ -146,6 +147,7 @@ def pairs(rank: int, ranks: int, edges: str | None) -> None:
 
 
 @pytest.mark.parametrize("edges", ["groups", None])
+@pytest.mark.slow
 def test_tuples_bfloat16_integers_and_an_empty_stage_travel(edges):
     run_ranks(pairs, 3, edges)
 
@@ -261,6 +263,7 @@ def in_a_subgroup(rank: int, ranks: int) -> None:
     assert equal_bits(gradients(modules[rank // 2]), gradients(oracle[rank // 2]))
 
 
+@pytest.mark.slow
 def test_pipelines_run_side_by_side_in_subgroups_and_two_runners_share_a_group():
     run_ranks(in_a_subgroup, 4)
 

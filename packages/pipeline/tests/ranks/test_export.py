@@ -58,6 +58,7 @@ def run_exports(rank: int, ranks: int, exports: list[tuple[str, str]], folder: s
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.slow
 def test_pytorchs_runtime_executes_our_exports_with_the_gradients_of_one_process(ranks, tmp_path, pytestconfig):
     exports = [(name, form) for name in FLUSH for form in ("compute_only", "compute_comms")]
     if not pytestconfig.getoption("--all-exports", False):

@@ -63,6 +63,7 @@ def step_with_a_failing_stage(rank: int, ranks: int, act: str, culprit: int, wit
     return found
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_stage_reaches_every_rank_with_its_rank_and_action():
     results = run_ranks(step_with_a_failing_stage, 3, "raise", 1, True)
     for kind, text, took in results:
@@ -87,6 +88,7 @@ def step_in_a_part_of_the_job(rank: int, ranks: int, faults: tuple[str, ...]) ->
     return found
 
 
+@pytest.mark.slow
 def test_reports_call_ranks_by_their_numbers_in_the_job_and_not_in_their_pipeline():
     _, first, second = run_ranks(step_in_a_part_of_the_job, 3, ("raise", "hang"))
     for _, text, _ in (first[0], second[0]):
@@ -103,6 +105,7 @@ def test_without_a_store_of_the_callers_the_groups_own_tells_what_failed():
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
+@pytest.mark.slow
 def test_a_killed_peer_is_a_timeout_on_every_live_rank(culprit):
     results = run_ranks(step_with_a_failing_stage, 3, "kill", culprit, True, allow_exit=(culprit,))
     assert results[culprit] is None
@@ -157,6 +160,7 @@ def lose_a_message(rank: int, ranks: int, lost: str, edges: str | None) -> Repor
 
 
 @pytest.mark.parametrize("edges", ["groups", None])
+@pytest.mark.slow
 def test_a_lost_message_is_a_timeout_that_says_where_everyone_stands(edges):
     results = run_ranks(lose_a_message, 3, "1SEND_F1", edges)
     place = r"\[\d+/\d+\] \d(RECV|SEND)_[FB]\d"
@@ -192,6 +196,7 @@ def stop_between_two(rank: int, ranks: int) -> Report:
     return found
 
 
+@pytest.mark.slow
 def test_beside_a_stopped_rank_each_other_says_where_all_stand():
     results = run_ranks(stop_between_two, 3, allow_exit=(1,))
     for rank in (0, 2):

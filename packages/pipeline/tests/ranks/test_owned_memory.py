@@ -122,6 +122,7 @@ def running_over_groups(rank, ranks, kind, edges):
 
 @pytest.mark.parametrize("kind", ["buffer", "attribute", "view", "detached"])
 @pytest.mark.parametrize("edges", ["threads", None, "groups"])
+@pytest.mark.slow
 def test_a_stage_may_return_what_its_next_forward_changes(kind, edges):
     if edges == "threads":
         both = two_modules(kind)

@@ -73,6 +73,7 @@ def step_beside_a_killed_rank(rank: int, ranks: int) -> Report:
     return report(lambda: runner.step(*batch(8)))
 
 
+@pytest.mark.slow
 def test_a_lost_rank_is_named_on_all_others_without_a_store_of_the_callers():
     first, second, _ = run_ranks(step_beside_a_killed_rank, 3, allow_exit={2})
     for text in told([first, second]):
@@ -185,6 +186,7 @@ def other_call(rank: int, ranks: int, act: str, at: int, edges: str | None, firs
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.sampled
 @pytest.mark.parametrize("act", ["new program", "known program", "evaluate", "forward", "agree", "timeline"])
+@pytest.mark.slow
 def test_another_call_on_one_rank_ends_all_soon_and_says_so(act, at, edges):
     texts = told(run_ranks(other_call, 3, act, at, edges, True))
     assert any("make the same calls" in text for text in texts), texts

@@ -40,6 +40,7 @@ def with_another_clock(rank: int, ranks: int) -> None:
     assert timeline.makespan < 60
 
 
+@pytest.mark.slow
 def test_events_of_processes_are_on_the_clock_of_rank_0():
     run_ranks(with_another_clock, 3)
 

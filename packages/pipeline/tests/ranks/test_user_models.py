@@ -136,6 +136,7 @@ def clipped(rank: int, ranks: int, norm_type: float) -> tuple[list[float], dict[
 
 
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+@pytest.mark.slow
 def test_clipping_over_stages_and_ties_is_that_of_the_whole_model(norm_type):
     model = model_of("gpt2", 0.0)
     ids, targets, mask = batch()

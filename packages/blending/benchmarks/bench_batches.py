@@ -19,7 +19,7 @@ import pytest
 from megatron_peer import Tokenizer, as_rank_0, peer
 
 from sixfold.blending import BlendedDataset, GPTDataset, GPTDatasetConfig, Prefetcher, Split
-from sixfold.blending.prefixes import open_prefix
+from sixfold.blending.documents.idx_bin import open_prefix
 
 B, S, BATCHES, MEAN = 16, 2048, 40, 1000
 BOUNDARIES = {"reset_position_ids": True, "eod_mask_loss": True, "create_cu_seqlens": True, "create_document_ids": True}

@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sixfold.blending.megatron.documents import _shuffle, plan_epochs
-from sixfold.blending.megatron.index import INDICES, build_indices, indices_fit
-from sixfold.blending.megatron.weights import normalized
-from sixfold.blending.native import Level, forced, levels
+from sixfold.blending.documents.source import Part
+from sixfold.blending.megatron.document_index import _shuffle, plan_epochs
+from sixfold.blending.megatron.index_order import INDICES, build_indices, indices_fit
+from sixfold.blending.megatron.sample_counts import normalized
+from sixfold.blending.numbers.kernels import Level, forced, levels
 from sixfold.blending.order import exhaustive, greedy
-from sixfold.blending.source import Part
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parent.parent / "tests")]
 from compared import compared  # noqa: E402

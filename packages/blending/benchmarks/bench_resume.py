@@ -90,8 +90,8 @@ def tell(what: str, found: dict[str, float]) -> None:
 
 
 def sums() -> None:
-    from sixfold.blending.shuffled import ShuffledLine
-    from sixfold.blending.source import Part
+    from sixfold.blending.documents.source import Part
+    from sixfold.blending.samples.document_shuffle import ShuffledLine
 
     class Held:
         dtype = np.dtype(np.uint16)

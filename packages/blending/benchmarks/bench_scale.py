@@ -19,15 +19,15 @@ import pytest
 from megatron_peer import peer
 
 from sixfold.blending import GPTDataset
-from sixfold.blending.apportion import apportion
-from sixfold.blending.apportioned import ApportionedBlend
-from sixfold.blending.megatron.documents import plan_epochs
-from sixfold.blending.megatron.index import build_indices
+from sixfold.blending.blend.exact_counts import ApportionedBlend
+from sixfold.blending.blend.position_shuffle import Shuffle
+from sixfold.blending.builder.rank_shares import build_cost, shares
+from sixfold.blending.documents.source import Part
+from sixfold.blending.megatron.document_index import plan_epochs
+from sixfold.blending.megatron.index_order import build_indices
+from sixfold.blending.numbers.largest_remainder import apportion
+from sixfold.blending.numbers.permutation import permute_range
 from sixfold.blending.order import QuotaTree
-from sixfold.blending.permute import permute_range
-from sixfold.blending.plan import build_cost, shares
-from sixfold.blending.shuffle import Shuffle
-from sixfold.blending.source import Part
 
 N, D, SEED = 2_000_000_000, 1_000, 1234
 SLICE = 2**22  # positions of a range, entries of a table

@@ -35,7 +35,7 @@ def pytest_generate_tests(metafunc):
     A chunk is a range of seeds; so few that no test comes near its timeout.
     """
     if "level" in metafunc.fixturenames:
-        from sixfold.blending.native import levels
+        from sixfold.blending.numbers.kernels import levels
 
         metafunc.parametrize("level", levels(), ids=lambda level: level.name, indirect=True)
     for name, (option, default, chunk) in CHUNKS.items():
@@ -46,7 +46,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture
 def level(request):
-    from sixfold.blending.native import forced
+    from sixfold.blending.numbers.kernels import forced
 
     with forced(request.param):
         yield request.param

@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from blending_helpers import ListDataset, config, naive_key, naive_permute, numbered, sequences_of
 
-from sixfold.blending import BlendedDataset, BlendedMegatronDatasetBuilder, BlendingError, shuffle
-from sixfold.blending.shuffle import Shuffle
-from sixfold.blending.source import ListSource
+from sixfold.blending import BlendedDataset, BlendedMegatronDatasetBuilder, BlendingError
+from sixfold.blending.blend import position_shuffle as shuffle
+from sixfold.blending.blend.position_shuffle import Shuffle
+from sixfold.blending.documents.source import ListSource
 
 
 @pytest.fixture(autouse=True)

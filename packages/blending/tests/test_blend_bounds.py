@@ -10,7 +10,7 @@ from math import lcm
 import numpy as np
 import pytest
 
-from sixfold.blending.native import forced, levels
+from sixfold.blending.numbers.kernels import forced, levels
 from sixfold.blending.order import QuotaTree
 
 PREFIX = 600  # positions from each begin

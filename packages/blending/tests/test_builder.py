@@ -12,10 +12,10 @@ from sixfold.blending import (
     BlendingError,
     GPTDataset,
     Split,
-    prefixes,
 )
-from sixfold.blending.builder import Built
-from sixfold.blending.source import ListSource
+from sixfold.blending.builder.builder import Built
+from sixfold.blending.documents import idx_bin as prefixes
+from sixfold.blending.documents.source import ListSource
 
 
 @pytest.fixture(autouse=True)

@@ -14,9 +14,10 @@ import pytest
 from blending_helpers import ListDataset, config, numbered, shuffle_as_a_whole
 from elastic_helpers import Stated
 
-from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder, grid
-from sixfold.blending.native import forced, levels
-from sixfold.blending.source import ListSource
+from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder
+from sixfold.blending.documents.source import ListSource
+from sixfold.blending.numbers.kernels import forced, levels
+from sixfold.blending.samples import chunk_grid as grid
 
 NAMES = "abcde"
 POSITIONS = 160  # at least so many in a history

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from sixfold.blending.gather import FIELDS, gather
-from sixfold.blending.native import Level, forced, kernels, levels
-from sixfold.blending.sample import TokenRows
-from sixfold.blending.source import Part
+from sixfold.blending.batches.gather import FIELDS, gather
+from sixfold.blending.batches.gpt_arrays import TokenRows
+from sixfold.blending.documents.source import Part
+from sixfold.blending.numbers.kernels import Level, forced, kernels, levels
 
 PAD = -1
 TYPES = ("int8", "uint8", "int16", "uint16", "int32", "uint32", "int64")

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from sixfold.blending import native
+from sixfold.blending.numbers import kernels as native
 
 WITHOUT = """
 import sys, warnings

@@ -16,11 +16,12 @@ from blending_helpers import (
     shuffle_as_a_whole,
 )
 
-from sixfold.blending import Split, grid
-from sixfold.blending import line as line_module
-from sixfold.blending.grid import SampleOrder
-from sixfold.blending.line import Line, block_size
-from sixfold.blending.source import ListSource, Part
+from sixfold.blending import Split
+from sixfold.blending.documents.source import ListSource, Part
+from sixfold.blending.samples import chunk_grid as grid
+from sixfold.blending.samples import token_line as line_module
+from sixfold.blending.samples.chunk_grid import SampleOrder
+from sixfold.blending.samples.token_line import Line, block_size
 
 GOLDEN, GLOBAL = (
     json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text())

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sixfold.blending.megatron.documents import EpochPlan, _shuffle, plan_epochs
-from sixfold.blending.megatron.samples import sample_index, sample_index_of
-from sixfold.blending.native import Level, forced, kernels, levels
+from sixfold.blending.megatron.document_index import EpochPlan, _shuffle, plan_epochs
+from sixfold.blending.megatron.sample_index import sample_index, sample_index_of
+from sixfold.blending.numbers.kernels import Level, forced, kernels, levels
 from sixfold.blending.order import QuotaTree, exhaustive, greedy
 
 LEVELS = [level for level in levels() if level != Level.NUMPY]

@@ -9,8 +9,8 @@ import pytest
 from blending_helpers import naive_key, naive_permute
 
 from sixfold.blending import BlendingError
+from sixfold.blending.numbers.permutation import order_key, permute_back, permute_range
 from sixfold.blending.order import permute
-from sixfold.blending.permute import order_key, permute_back, permute_range
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "order-1.json").read_text())
 

@@ -9,9 +9,9 @@ import pytest
 from blending_helpers import EOD, NaiveLine, config, sequences_of
 
 from sixfold.blending import BlendChange, BlendedDataset, BlendingError, GPTDataset, Split
-from sixfold.blending.native import Level, kernels
-from sixfold.blending.reader import BatchReader
-from sixfold.blending.source import ListSource
+from sixfold.blending.batches.reader import BatchReader
+from sixfold.blending.documents.source import ListSource
+from sixfold.blending.numbers.kernels import Level, kernels
 
 PAD = 77
 ORDERS = ("stateless", "megatron", "apportioned")
@@ -358,7 +358,7 @@ def test_out_has_an_array_for_each_name(level):
 
 
 def test_more_tokens_than_int32_counts_have_no_cu_seqlens():
-    from sixfold.blending.sample import _boundaries
+    from sixfold.blending.batches.gpt_arrays import _boundaries
 
     huge = np.broadcast_to(np.True_, (2**20, 2**11))
     with pytest.raises(BlendingError, match="up to 2147483648; they are int32"):

@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 from blending_helpers import blend, config, dataset, naive_key, naive_permute, sequences_of
 
-from sixfold.blending import BlendingError, GPTDataset, GPTDatasetConfig, Split, shuffled
-from sixfold.blending.native import kernels
-from sixfold.blending.reader import BatchReader
-from sixfold.blending.source import ListSource, Part
+from sixfold.blending import BlendingError, GPTDataset, GPTDatasetConfig, Split
+from sixfold.blending.batches.reader import BatchReader
+from sixfold.blending.documents.source import ListSource, Part
+from sixfold.blending.numbers.kernels import kernels
+from sixfold.blending.samples import document_shuffle as shuffled
 
 N = 2500
 LENGTHS = np.random.default_rng(1).integers(0, 12, N).tolist()

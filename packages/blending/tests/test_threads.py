@@ -6,7 +6,7 @@ import time
 import pytest
 
 from sixfold.blending import BlendingError
-from sixfold.blending.threads import on_threads
+from sixfold.blending.builder.threads import on_threads
 
 
 @pytest.mark.parametrize("threads", [1, 2, 7])

@@ -5,9 +5,10 @@ import re
 import pytest
 from blending_helpers import ListDataset, config, numbered, sequences_of
 
-from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, indices
-from sixfold.blending.plan import shares
-from sixfold.blending.source import ListSource
+from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError
+from sixfold.blending.builder.rank_shares import shares
+from sixfold.blending.cache.index_files import indices
+from sixfold.blending.documents.source import ListSource
 
 ranktest = pytest.importorskip("ranktest", reason="needs tools/ranktest")
 

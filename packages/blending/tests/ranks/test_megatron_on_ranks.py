@@ -22,7 +22,7 @@ from megatron_peer import (
 )
 
 from sixfold.blending import BlendingError
-from sixfold.blending.native import forced, levels
+from sixfold.blending.numbers.kernels import forced, levels
 
 ranktest = pytest.importorskip("ranktest", reason="needs tools/ranktest")
 FIRST_SEED = 1_000_000  # none of those that one process builds

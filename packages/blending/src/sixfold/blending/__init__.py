@@ -7,17 +7,17 @@ along the arrow: ``schedule.py`` and ``quota.py`` say which dataset, ``grid.py``
 ``sample.py`` which arrays.
 """
 
-from sixfold.blending.blended import BlendedDataset
-from sixfold.blending.builder import BlendedMegatronDatasetBuilder
-from sixfold.blending.config import BlendChange, BlendedMegatronDatasetConfig, GPTDatasetConfig
-from sixfold.blending.dataset import MegatronDataset
+from sixfold.blending.batches.prefetch import Prefetcher
+from sixfold.blending.builder.builder import BlendedMegatronDatasetBuilder
+from sixfold.blending.config.config import BlendChange, BlendedMegatronDatasetConfig, GPTDatasetConfig
+from sixfold.blending.config.splits import Split
+from sixfold.blending.datasets.base import MegatronDataset
+from sixfold.blending.datasets.blended import BlendedDataset
+from sixfold.blending.datasets.gpt import GPTDataset
+from sixfold.blending.datasets.mock import MockGPTDataset
+from sixfold.blending.datasets.provenance import TokenRange, Why
+from sixfold.blending.documents.source import DocumentSource
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.gpt import GPTDataset
-from sixfold.blending.mock import MockGPTDataset
-from sixfold.blending.prefetch import Prefetcher
-from sixfold.blending.source import DocumentSource
-from sixfold.blending.splits import Split
-from sixfold.blending.why import TokenRange, Why
 
 __all__ = [
     "BlendChange",

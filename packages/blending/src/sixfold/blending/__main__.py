@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from sixfold.blending.blended import BlendedDataset
-from sixfold.blending.builder import BlendedMegatronDatasetBuilder
-from sixfold.blending.checks import whole_number
-from sixfold.blending.config import BlendChange, GPTDatasetConfig
-from sixfold.blending.dataset import MegatronDataset
+from sixfold.blending.builder.builder import BlendedMegatronDatasetBuilder
+from sixfold.blending.config.config import BlendChange, GPTDatasetConfig
+from sixfold.blending.config.splits import Split
+from sixfold.blending.datasets.base import MegatronDataset
+from sixfold.blending.datasets.blended import BlendedDataset
+from sixfold.blending.datasets.gpt import GPTDataset
+from sixfold.blending.datasets.provenance import TokenRange, Why
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.gpt import GPTDataset
-from sixfold.blending.splits import Split
-from sixfold.blending.why import TokenRange, Why
+from sixfold.blending.numbers.checks import whole_number
 
 _TOKENIZER = ("eod", "pad", "vocab_size")
 _REQUIRED = frozenset({"random_seed", "sequence_length", "sizes"})

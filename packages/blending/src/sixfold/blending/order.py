@@ -4,9 +4,9 @@
 ``exhaustive`` are megatron-core's blends.
 """
 
-from sixfold.blending.apportion import apportion
+from sixfold.blending.blend.quota_tree import QuotaTree
 from sixfold.blending.megatron.greedy import exhaustive, greedy
-from sixfold.blending.permute import permute
-from sixfold.blending.quota import QuotaTree
+from sixfold.blending.numbers.largest_remainder import apportion
+from sixfold.blending.numbers.permutation import permute
 
 __all__ = ["QuotaTree", "apportion", "exhaustive", "greedy", "permute"]

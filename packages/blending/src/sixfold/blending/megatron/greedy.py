@@ -13,10 +13,10 @@ from math import inf
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.blending.apportion import Weights, exact_weights
-from sixfold.blending.checks import whole_number
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.native import I64, kernels
+from sixfold.blending.numbers.checks import whole_number
+from sixfold.blending.numbers.kernels import I64, kernels
+from sixfold.blending.numbers.largest_remainder import Weights, exact_weights
 
 DATASETS_BELOW = 32_767  # the dataset index is int16, and the peer refuses its last value
 _LOOP_BELOW = 32  # datasets up to which a loop over floats beats three calls of numpy (measured)

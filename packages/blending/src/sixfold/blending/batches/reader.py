@@ -1,0 +1,159 @@
+"""Samples of several datasets into one set of rows: searched together, read together.
+
+    (dataset, sample) --> BatchReader (this file): ranges --> gather.py --> TokenRows
+
+The compiled kernels find the ranges of all datasets of a batch in one call (``native/search.c``); where they cannot say
+(no kernels, a source without pointers, damage) ``grid.py`` and ``line.py`` do, or raise. Handles
+keep maps and indices open; they are made when a dataset is first read.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+
+from sixfold.blending.batches.gather import FIELDS, gather, open_map
+from sixfold.blending.batches.gpt_arrays import TokenRows
+from sixfold.blending.documents.source import Part
+from sixfold.blending.numbers.kernels import I64, Kernels, kernels
+from sixfold.blending.samples.chunk_grid import Pieces
+from sixfold.blending.samples.token_line import Ranges
+
+_TOO_LITTLE_ROOM = -1  # of search.c; any other negative number leaves the batch to numpy
+_ATTEMPTS = 10_000  # each adds an epoch, a string or a dataset, or doubles the room
+
+
+class Order(Protocol):
+    """``grid.SampleOrder`` or ``megatron.index.IndexOrder``: which ranges a sample is."""
+
+    def pieces(self, samples: I64, /) -> Pieces: ...
+    def ranges(self, pieces: Pieces, more: int) -> tuple[I64, Ranges]: ...
+    def finder(self, native: Kernels) -> object: ...
+    def add(self, native: Kernels, finder: object, what: int) -> None: ...
+
+
+class Readable(Protocol):
+    """What is read here: ``MegatronDataset``."""
+
+    @property
+    def part(self) -> Part: ...
+    @property
+    def order(self) -> Order: ...
+
+
+@dataclass(frozen=True)
+class _Handles:
+    """What the kernels have open of D datasets; a value, so that threads that open at once lose at worst an opening."""
+
+    finders: tuple[object | None, ...]
+    maps: tuple[object | None, ...]  # None: not yet; False: its source has none
+    unsearched: frozenset[int] = frozenset()  # datasets that numpy has to search
+    unmapped: frozenset[int] = frozenset()  # and those that it has to read
+
+
+class BatchReader:
+    """Reads D datasets; see the module."""
+
+    def __init__(self, datasets: Sequence[Readable]) -> None:
+        self._datasets = datasets
+        self._parts = [dataset.part for dataset in datasets]
+        none: tuple[object | None, ...] = (None,) * len(datasets)
+        self._handles = _Handles(none, none)
+        self._room = 64  # ranges; it grows with what batches need
+
+    def read(self, source_B: I64, sample_B: I64, rows: TokenRows) -> None:
+        """Fill row b with sample ``sample_B[b]`` of dataset ``source_B[b]``, and mark where documents begin.
+
+        Raises:
+            The source's own error, or BlendingError: its data is damaged, or ids do not fit the rows.
+        """
+        native = kernels()
+        if native is None:
+            gather(self._parts, (), self._by_numpy(source_B, sample_B), rows)
+            return
+        handles = self._handles
+        ranges, handles = self._searched(native, handles, source_B, sample_B, rows.tokens.shape[1])
+        if ranges is None:
+            ranges = self._by_numpy(source_B, sample_B)
+            for source in np.unique(source_B).tolist():
+                handles = self._with_map(native, handles, source)
+        self._handles = handles
+        gather(self._parts, handles.maps, ranges, rows, handles.unmapped)
+
+    def _searched(
+        self, native: Kernels, handles: _Handles, source_B: I64, sample_B: I64, sequence_length: int
+    ) -> tuple[I64 | None, _Handles]:
+        """The ranges by the kernel, None if it cannot say; and what is open now."""
+        given: set[tuple[int, int, bool]] = set()
+        for _ in range(_ATTEMPTS):
+            ranges = np.empty((self._room, len(FIELDS)), dtype=np.int64)
+            found = native.find_samples(handles.finders, sequence_length, source_B, sample_B, ranges)
+            if isinstance(found, tuple):
+                source, what = found
+                finder = handles.finders[source]
+                missing = (source, what, finder is None)
+                if missing in given or source in handles.unsearched:
+                    break  # a batch of more epochs than a finder keeps would turn them over for ever
+                given.add(missing)
+                if finder is None:
+                    handles = self._with_finder(native, handles, source)
+                else:
+                    self._datasets[source].order.add(native, finder, what)
+            elif found >= 0:
+                return ranges[:found], handles
+            elif found == _TOO_LITTLE_ROOM:
+                self._room *= 2
+            else:
+                break
+        return None, handles
+
+    def _with_finder(self, native: Kernels, handles: _Handles, source: int) -> _Handles:
+        """With a dataset's finder and map, or the dataset among the unsearched."""
+        try:
+            finder = self._datasets[source].order.finder(native)
+        except (TypeError, ValueError, BufferError):  # such as lengths of another type
+            return replace(handles, unsearched=handles.unsearched | {source})
+        finders = (*handles.finders[:source], finder, *handles.finders[source + 1 :])
+        return self._with_map(native, replace(handles, finders=finders), source)
+
+    def _with_map(self, native: Kernels, handles: _Handles, source: int) -> _Handles:
+        """With a dataset's map, if it is not there."""
+        if handles.maps[source] is not None:
+            return handles
+        map_ = open_map(native, self._parts[source])
+        unmapped = handles.unmapped if map_ is not None else handles.unmapped | {source}
+        maps = (*handles.maps[:source], False if map_ is None else map_, *handles.maps[source + 1 :])
+        return replace(handles, maps=maps, unmapped=unmapped)
+
+    def _by_numpy(self, source_B: I64, sample_B: I64) -> I64:
+        """The ranges, dataset by dataset."""
+        tables = [np.empty((0, len(FIELDS)), dtype=np.int64)]
+        for source in np.unique(source_B).tolist():
+            at_B = np.flatnonzero(source_B == source)
+            tables.append(self._table(source, sample_B[at_B], at_B))
+        return np.concatenate(tables)
+
+    def _table(self, source: int, sample_B: I64, at_B: I64) -> I64:
+        """``gather.FIELDS`` of the samples of one dataset, which go to rows ``at_B``."""
+        order, part = self._datasets[source].order, self._parts[source]
+        pieces = order.pieces(sample_B)
+        length_P, ranges = order.ranges(pieces, 1)
+        first_P = np.cumsum(length_P) - length_P
+        inside_R = np.cumsum(ranges.length) - ranges.length - first_P[ranges.piece]
+        first_token_R = part.first_token(ranges.sequence)
+        columns = {
+            "source": source,
+            "sequence": ranges.sequence,
+            "offset": ranges.offset,
+            "begin": -1 if first_token_R is None else first_token_R + ranges.offset,
+            "length": ranges.length,
+            "shown": np.clip(pieces.length[ranges.piece] - inside_R, 0, ranges.length),
+            "row": at_B[pieces.row[ranges.piece]],
+            "column": pieces.column[ranges.piece] + inside_R,
+            "labels": ranges.length - (inside_R == 0),
+        }
+        table = np.empty((ranges.piece.size, len(FIELDS)), dtype=np.int64)
+        for field, name in enumerate(FIELDS):
+            table[:, field] = columns[name]
+        return table

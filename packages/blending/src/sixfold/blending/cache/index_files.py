@@ -1,0 +1,329 @@
+"""Index files on disk (this file: the only one that touches it): used if they fit, else built and written.
+
+    description, build, fits --> load_or_build (this file) --> arrays, mapped from the files
+
+Names are megatron-core's, ``{md5}-{class}-{split}-{what}``, so its folders are used here and ours by it. Its key says
+nothing of the data or of some options, and it may have died between two files. So beside them lies
+``...-sixfold.json``, which tells what they were built from and the size and time of every file. Where that
+is missing or does not match, the arrays are read and checked in full; what does not fit is built anew.
+
+[Note: description last] megatron-core takes a cache whose files are all there for whole. So the description is
+removed before anything is replaced, every file is written under another name and renamed, the description
+last. A reader that finds it finds all the others.
+
+[Note: one record per blend] No one else reads the apportioned order, and the names of its files hold all that they are
+made of: two writers of one name write the same bytes. So its datasets have neither description nor side file; one
+``Record`` tells what the side files would. What it does not tell of is read and checked in full.
+
+[Note: flushed before vouched for] After a power cut a file may have its name and not its bytes. A record vouches only
+for arrays that were flushed to the disk before it was written; it and a description that are cut are no longer what is
+expected. The arrays of a blend are flushed together in the end: one by one they would be most of the time of a start.
+"""
+
+import errno
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.blending.cache.file_mapping import map_bytes
+from sixfold.blending.errors import BlendingError
+
+Arrays = dict[str, npt.NDArray[Any]]
+Stamp = list[int]  # size and time of the last change of a file
+Note = dict[str, Any]
+_NOTE_VERSION = 1
+_FLUSHES = 16  # files at a time, where there are so many: the disk flushes several as fast as one
+# What numpy.save writes before integers; any other header is numpy's to read.
+_HEADER = re.compile(
+    rb"\x93NUMPY\x01\x00..\{'descr': '(<[iu][248])', 'fortran_order': False, "
+    rb"'shape': \((\d+),(?: (\d+))?\), \} *\n",
+    re.DOTALL,
+)
+_HEADER_BYTES = 128
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}-.+\.\d+-[0-9a-f]{8}")  # of _put
+_ABANDONED_NS = 3600 * 10**9
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheEntry:
+    """The files of one index.
+
+    Attributes:
+        folder: where they lie.
+        stem: the beginning of their names.
+        description: the text of ``description.txt``.
+        names: of the arrays.
+        facts: what the description does not say of what they depend on; JSON values.
+        sources: ``stamps_of`` the files they depend on, best from before these were opened; None for data that is no
+            file and can change unseen.
+    """
+
+    folder: str
+    stem: str
+    description: str
+    names: tuple[str, ...]
+    facts: Mapping[str, Any]
+    sources: Sequence[Stamp] | None
+
+    def path(self, what: str) -> str:
+        """``what`` is the end of the file's name."""
+        return f"{self.folder}/{self.stem}-{what}"
+
+    @property
+    def paths(self) -> dict[str, str]:
+        """The file of each array."""
+        return {name: self.path(f"{name}.npy") for name in self.names}
+
+    def note(self, stamps: Mapping[str, Stamp]) -> Note:
+        """What the arrays were built from, and the ``stamps`` of their files."""
+        return {
+            "version": _NOTE_VERSION,
+            "facts": dict(self.facts),
+            "sources": None if self.sources is None else list(self.sources),
+            "arrays": dict(stamps),
+        }
+
+
+def stamps_of(paths: Iterable[str]) -> list[Stamp] | None:
+    """Size and time of files; None if one cannot be looked at."""
+    try:
+        return [_stamp(os.stat(path)) for path in paths]
+    except OSError:
+        return None
+
+
+class Record:
+    """Notes of the entries of one blend, or of one entry: the metadata file beside the arrays.
+
+    Attributes:
+        notes: of each entry by its stem: those of the file, of this process, and those it was told by others.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        try:
+            read = json.loads(Path(path).read_bytes())
+        except (OSError, ValueError):
+            read = None
+        self.notes: dict[str, Note] = read if isinstance(read, dict) else {}
+        self._kept = dict(self.notes)
+        self._unflushed: list[str] = []
+
+    def vouches(self, entry: CacheEntry, stamps: Mapping[str, Stamp]) -> bool:
+        """Whether files of these ``stamps`` were built from what ``entry`` is built from."""
+        return entry.sources is not None and self.notes.get(entry.stem) == entry.note(stamps)
+
+    def add(self, entry: CacheEntry, stamps: Mapping[str, Stamp]) -> None:
+        """Vouch for the files of ``entry``, which were built or read in full."""
+        self.notes[entry.stem] = entry.note(stamps)
+
+    def written(self, paths: Iterable[str]) -> None:
+        """Flush these files before anything vouches for them elsewhere; see ``flush``."""
+        self._unflushed += paths
+
+    def flush(self) -> None:
+        """Wait until all files that were written are on the disk. Raises OSError where they do not get there."""
+        paths, self._unflushed = self._unflushed, []
+        if len(paths) < _FLUSHES:
+            list(map(_flush, paths))
+            return
+        with ThreadPoolExecutor(_FLUSHES) as pool:
+            list(pool.map(_flush, paths))
+
+    def write(self) -> None:
+        """Spare the next start the full check. Raises OSError where nothing can be written."""
+        self.flush()
+        if self.notes != self._kept:
+            _put(self._path, json.dumps(self.notes, sort_keys=True).encode())
+            self._kept = dict(self.notes)
+
+
+class MappedArrays(Arrays):
+    """Arrays mapped from whole files; pickled as their names, so that a worker maps them again and copies nothing.
+
+    Attributes:
+        stamps: of the files that were mapped.
+    """
+
+    def __init__(self, paths: Mapping[str, str]) -> None:
+        super().__init__()
+        self.stamps: dict[str, Stamp] = {}
+        paths = {name: os.path.abspath(path) for name, path in paths.items()}  # a worker's folder may be another
+        for name, path in paths.items():
+            with open(path, "rb") as file:
+                self.stamps[name] = _stamp(os.fstat(file.fileno()))
+                self[name] = _mapped(file, self.stamps[name][0])
+        self._paths = paths
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _mapped_again, (self._paths, self.stamps)
+
+
+def _mapped(file: BinaryIO, size: int) -> npt.NDArray[Any]:
+    """One .npy, mapped. Nothing is ever unpickled: a file of objects is a ValueError."""
+    raw = map_bytes(file.fileno(), size)
+    found = _HEADER.fullmatch(raw[:_HEADER_BYTES].tobytes())
+    if found is None:
+        return np.lib.format.open_memmap(file.name, mode="r")
+    dtype = np.dtype(found[1].decode())
+    shape = tuple(int(number) for number in found.groups()[1:] if number is not None)
+    end = _HEADER_BYTES + dtype.itemsize * prod(shape)
+    if end > size:
+        raise ValueError(f"{file.name} is cut")
+    return raw[_HEADER_BYTES:end].view(dtype).reshape(shape)
+
+
+def _mapped_again(paths: Mapping[str, str], stamps: dict[str, Stamp]) -> MappedArrays:
+    """Raises BlendingError if a file is not the one that was mapped before."""
+    try:
+        arrays = MappedArrays(paths)
+    except (OSError, ValueError) as error:
+        raise BlendingError(f"an index was mapped here and cannot be mapped again: {error}") from error
+    if arrays.stamps != stamps:
+        raise BlendingError(f"the index {next(iter(paths.values()))} has changed since it was mapped; build it again")
+    return arrays
+
+
+def load_or_build(
+    entry: CacheEntry,
+    build: Callable[[], Arrays],
+    *,
+    quick: Callable[[Arrays], bool],
+    full: Callable[[Arrays], bool],
+    record: Record | None = None,
+) -> Arrays:
+    """The arrays of ``entry``, mapped read-only.
+
+    Args:
+        build: makes them.
+        quick: whether arrays with a matching note fit; does not read them.
+        full: whether arrays of unknown origin fit.
+        record: of the blend, which the caller writes in the end; None for a description and a side file of
+            this entry's own, as megatron-core reads it.
+    Raises:
+        BlendingError: the folder cannot be written to.
+    """
+    own = Record(entry.path("sixfold.json")) if record is None else None
+    notes = record or own
+    assert notes is not None, "there is the blend's record or one of its own"
+    arrays = _read(entry, described=own is not None)
+    if arrays is not None:
+        if notes.vouches(entry, arrays.stamps) and quick(arrays):
+            notes.add(entry, arrays.stamps)
+            return arrays
+        if full(arrays):
+            notes.add(entry, arrays.stamps)
+            if own is not None:
+                try_to_write(own)
+            return arrays
+    del arrays
+    built = build()
+    try:
+        written = _write(entry, built, notes, own)
+    except OSError as error:
+        raise BlendingError(
+            f"cannot write the index {entry.path('...')}: {_why_not(error, entry.folder, built)}; set path_to_cache to "
+            "a folder that can be written"
+        ) from error
+    notes.add(entry, written)
+    arrays = _read(entry, described=own is not None)
+    # Another process may have put its files in their place since: the peer's names are the same for other options.
+    return arrays if arrays is not None and (arrays.stamps == written or full(arrays)) else built
+
+
+def _why_not(error: OSError, folder: str, arrays: Arrays) -> str:
+    """numpy tells of a full disk as of two numbers of items."""
+    need = sum(array.nbytes for array in arrays.values())
+    with suppress(OSError):
+        free = shutil.disk_usage(folder).free
+        if error.errno == errno.ENOSPC or (error.errno is None and free < need):
+            return f"the disk is full, {need} bytes are needed and {free} are free"
+    return str(error) if error.errno is not None else f"not all of {need} bytes could be written: {error}"
+
+
+def try_to_write(record: Record) -> None:
+    """Write it if that is possible: without it the next start reads the arrays in full."""
+    try:
+        record.write()
+    except OSError:
+        return
+
+
+def sweep(folder: str) -> None:
+    """Remove what writers that were killed left: temporary files an hour older than the last change of the folder.
+
+    Both times are of the clock of the disk. A file that is being written is younger.
+    """
+    with suppress(OSError), os.scandir(folder) as found:
+        newest = os.stat(folder).st_mtime_ns
+        for entry in found:
+            if _TEMPORARY.fullmatch(entry.name) and newest - entry.stat().st_mtime_ns > _ABANDONED_NS:
+                os.unlink(entry.path)
+
+
+def _read(entry: CacheEntry, *, described: bool) -> MappedArrays | None:
+    """Mapped arrays if every file is there, whole and an array of numbers."""
+    try:
+        if described and Path(entry.path("description.txt")).read_bytes() != entry.description.encode():
+            return None
+        return MappedArrays(entry.paths)
+    except (OSError, ValueError, EOFError, SyntaxError):
+        return None
+
+
+def _stamp(status: os.stat_result) -> Stamp:
+    return [status.st_size, status.st_mtime_ns]
+
+
+def _write(entry: CacheEntry, arrays: Arrays, record: Record, own: Record | None) -> dict[str, Stamp]:
+    """Stamps of the files written. With a record of their own see [Note: description last]."""
+    Path(entry.folder).mkdir(parents=True, exist_ok=True)
+    description = Path(entry.path("description.txt"))
+    if own is not None:
+        description.unlink(missing_ok=True)
+    stamps = {name: _put(path, arrays[name]) for name, path in entry.paths.items()}
+    record.written(entry.paths.values())
+    if own is not None:
+        own.add(entry, stamps)
+        own.write()
+        _put(str(description), entry.description.encode())
+    return stamps
+
+
+def _flush(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _put(path: str, content: npt.NDArray[Any] | bytes) -> Stamp:
+    """Write a file whole or not at all; its stamp is of what was written, whoever else writes there."""
+    folder, _, name = path.rpartition("/")
+    temporary = f"{folder}/.{name}.{os.getpid()}-{secrets.token_hex(4)}"
+    try:
+        with open(temporary, "xb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                np.save(file, content, allow_pickle=False)
+            file.flush()
+            stamp = _stamp(os.fstat(file.fileno()))
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return stamp

@@ -1,0 +1,500 @@
+"""One part of one dataset as a stream of samples; what the samples look like is left to a subclass.
+
+    source + split --> SampleOrder or IndexOrder --> MegatronDataset (this file) --> gpt.py, blended.py
+
+In the stateless order nothing is built: a dataset opens in microseconds whatever its size, and any sample is
+computed from its number. The others look it up in their indices. ``reader.py`` is the one path from numbers to
+token ids, and ``why`` tells the same ranges.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, Protocol, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.blending.batches.gpt_arrays import Batch, TokenRows
+from sixfold.blending.batches.reader import BatchReader
+from sixfold.blending.blend.quota_tree import PERIOD
+from sixfold.blending.blend.schedule import Era, Schedule
+from sixfold.blending.cache.index_files import Record, Stamp
+from sixfold.blending.cache.indices import index_order
+from sixfold.blending.config.config import BlendedMegatronDatasetConfig
+from sixfold.blending.config.splits import Split
+from sixfold.blending.datasets.checkpoint_state import (
+    STATE_VERSION,
+    State,
+    index_state,
+    refuse_other_past,
+    saved_position,
+    stream_state,
+)
+from sixfold.blending.datasets.epoch_limit import ENDLESS, EpochWatch, samples_within, tokens_given
+from sixfold.blending.datasets.provenance import TokenRange, Why
+from sixfold.blending.documents.idx_bin import open_prefix
+from sixfold.blending.documents.source import AbsentSource, DocumentSource, Part, several_sequences
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.megatron.cache_names import Identifiers, dataset_identifiers
+from sixfold.blending.megatron.document_index import plan_epochs, refuse_document
+from sixfold.blending.megatron.index_order import IndexOrder
+from sixfold.blending.numbers.checks import whole_number, whole_numbers
+from sixfold.blending.numbers.kernels import F64
+from sixfold.blending.numbers.permutation import I64
+from sixfold.blending.samples.chunk_grid import SampleOrder
+from sixfold.blending.samples.document_shuffle import line_of
+from sixfold.blending.samples.token_line import no_tokens
+
+Positions = Sequence[int] | range | npt.NDArray[Any]
+FARTHEST = 2**40  # positions of an endless stream: with 2^22 tokens each, a place on the line stays below 2^63
+
+
+def checked_positions(positions: Any, end: int | None) -> I64:
+    """``positions`` as (P,) int64.
+
+    Raises:
+        BlendingError: not whole numbers in one dimension.
+        IndexError: one that is negative or behind the end (None: ``FARTHEST``).
+    """
+    end = FARTHEST if end is None else end
+    if isinstance(positions, range):
+        ends = (positions[0], positions[-1]) if positions else (0, 0)
+        if min(ends) >= 0 and max(ends) < end:
+            return np.arange(positions.start, positions.stop, positions.step)
+    position_P = np.ascontiguousarray(whole_numbers("positions", positions))
+    if np.ndim(positions) != 1:
+        raise BlendingError(f"positions are of shape {np.shape(positions)}; they are whole numbers in one row")
+    if position_P.size and not 0 <= int(position_P.min()) <= int(position_P.max()) < end:
+        wrong = position_P[(position_P < 0) | (position_P >= end)][0]
+        raise IndexError(
+            f"position {wrong} is not in 0..{end - 1}" if end else f"position {wrong}: there are no samples"
+        )
+    return position_P
+
+
+def epoch_watch(
+    config: BlendedMegatronDatasetConfig, split: Split, datasets: "Sequence[MegatronDataset]"
+) -> EpochWatch | None:
+    """What watches over the epochs of a stream of training; None where there is no limit."""
+    if config.max_epochs is None or split is not Split.train:
+        return None
+    times, over = Fraction(config.max_epochs).as_integer_ratio()
+    within = [
+        ENDLESS if dataset.is_absent else samples_within(dataset.part.tokens * times // over, dataset.lengths)
+        for dataset in datasets
+    ]
+    return EpochWatch([dataset.name for dataset in datasets], within, config.max_epochs, config.max_epochs_error)
+
+
+class Lengths(Protocol):
+    """Whatever says how long the samples at positions are."""
+
+    @property
+    def only_length(self) -> int | None:
+        """The sequence length of every sample; None if there are several."""
+
+    def sequence_lengths(self, positions: I64, /) -> I64:
+        """Of each position."""
+
+
+def one_sequence_length(positions: I64, order: Lengths) -> int:
+    """The sequence length that all samples of a batch have.
+
+    Raises:
+        BlendingError: they have two.
+    """
+    if order.only_length is not None:
+        return order.only_length
+    lengths = order.sequence_lengths(positions if positions.size else np.zeros(1, dtype=np.int64))
+    other = np.flatnonzero(lengths != lengths[0])
+    if other.size:
+        raise BlendingError(
+            f"positions {positions[0]} and {positions[other[0]]} have sequence lengths {lengths[0]} and "
+            f"{lengths[other[0]]}; a batch has one: put the change on a batch's edge"
+        )
+    return int(lengths[0])
+
+
+class Samples(ABC):
+    """What every stream of samples offers: ``len``, ``[n]``, ``[[n, m]]``, ``get_batch``, ``why``, pickling."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Samples asked for; an endless stream gives positions behind it to ``get_batch``."""
+
+    @abstractmethod
+    def get_batch(self, positions: Positions, *, out: Batch | None = None) -> Batch:
+        """The samples at any positions as stacked arrays."""
+
+    @abstractmethod
+    def why(self, n: int) -> Why:
+        """Where the tokens of position ``n`` come from."""
+
+    @property
+    def length_changes(self) -> tuple[int, ...]:
+        """Positions from which on samples have another length."""
+        return ()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the reader, whose handles are of this process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_reader"}
+
+    def __getitem__(self, index: int | Positions | None) -> dict[str, Any]:
+        """One sample without the batch axis, or ``get_batch`` of a list of positions.
+
+        None gives sample 0 without loss: it fills a batch up (as megatron-core).
+
+        Raises:
+            IndexError: outside ``0 .. len - 1``.
+        """
+        if isinstance(index, bool):
+            raise BlendingError(f"positions are bool, {index}; they are whole numbers below 2^63")
+        if index is not None and not isinstance(index, int | np.integer):
+            return self.get_batch(index)
+        number = 0 if index is None else int(index)
+        if not 0 <= number < len(self):
+            raise IndexError(f"sample {number} is not in 0..{len(self) - 1}")
+        batch = self.get_batch([number])
+        sample: dict[str, Any] = {name: array if name == "cu_seqlens" else array[0] for name, array in batch.items()}
+        if index is None:
+            sample["loss_mask"][...] = 0
+        return sample
+
+    def __getitems__(self, positions: Positions) -> list[dict[str, Any]]:
+        """The samples at ``positions``, read as one batch: a torch loader with ``batch_sampler=`` calls it.
+
+        Raises:
+            IndexError: a position that the stream does not have; as of ``get_batch``, and not of ``[n]``.
+        """
+        numbers = checked_positions(positions, None)
+        batch = self.get_batch(numbers)
+        rows = [
+            {name: array[row] for name, array in batch.items() if name != "cu_seqlens"} for row in range(len(numbers))
+        ]
+        if "cu_seqlens" in batch:
+            width = batch["tokens"].shape[1]
+            boundaries = batch["cu_seqlens"]
+            edges = np.searchsorted(boundaries, np.arange(len(numbers) + 1) * width)
+            for row, sample in enumerate(rows):
+                sample["cu_seqlens"] = boundaries[edges[row] : edges[row + 1] + 1] - row * width
+        return rows
+
+
+class MegatronDataset(Samples):
+    """The samples of one part of one dataset; extend it with ``new_rows`` and ``make_batch``.
+
+    ``build_low_level_dataset`` and ``numel_low_level_dataset`` say where tokens come from, ``_key_config_attributes``
+    what of the config names cached indices; the contract is in docs/guide/blending-own-datasets.md.
+
+    Attributes:
+        num_samples: the length asked for; None is one epoch.
+        lengths: (first sample, sequence length) of each change of it; one without a blend that changes it.
+        indices: numbers of the part's sequences, a range or an array.
+    """
+
+    _record: Record | None = None  # of the blend that a builder makes this for, while it is made
+    _stamps: Sequence[Stamp] | None = None  # of its pair before a builder opened it, while it is made
+
+    def __init__(
+        self,
+        indexed_dataset: DocumentSource,
+        dataset_path: str | None,
+        indexed_indices: "range | npt.ArrayLike",
+        num_samples: int | None,
+        index_split: Split,
+        config: BlendedMegatronDatasetConfig,
+    ) -> None:
+        """Arguments as megatron-core's.
+
+        Args:
+            indexed_dataset: anything that is a ``DocumentSource``.
+            dataset_path: the prefix; the name in the order is ``config.name_of`` of it.
+            indexed_indices: the part's sequences.
+            num_samples: None for one epoch, else the length of an endless stream; with indices the least
+                number of samples to build.
+        Raises:
+            BlendingError: samples are asked of a part without tokens, or a number of them that is none.
+        """
+        if num_samples is not None:
+            num_samples = whole_number("num_samples", num_samples, 0)
+        self.indexed_dataset = indexed_dataset
+        self.dataset_path = dataset_path
+        self.num_samples = num_samples
+        self.index_split = index_split
+        self.config = config
+        self.part = Part(indexed_dataset, indexed_indices)
+        self.name = config.name_of(dataset_path or "")
+        self.lengths: tuple[tuple[int, int], ...] = ((0, config.sequence_length),)
+        self._epoch_only = num_samples is None
+        if num_samples != 0 or self._indexed:
+            self.order  # noqa: B018 - indices are built, and a part without tokens is refused, now
+
+    @staticmethod
+    def _key_config_attributes() -> list[str]:
+        """Fields of the config that name the cache files; a subclass adds those that its indices depend on."""
+        return ["random_seed", "sequence_length", "split", "split_matrix", "tokenizer"]
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: DocumentSource) -> int:
+        """What a split divides: sequences, all of them or the first so many."""
+        return len(low_level_dataset.sequence_lengths)
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str | None, config: BlendedMegatronDatasetConfig) -> DocumentSource:
+        """Open a prefix; override it for data that ``sixfold.indexed_data`` does not read, or that is made up.
+
+        Args:
+            dataset_path: None where the config has no blend.
+        """
+        assert dataset_path is not None, "the builder refuses a config without prefixes"
+        return open_prefix(dataset_path, mmap=config.mmap_bin_files)
+
+    @abstractmethod
+    def new_rows(self, samples: int, sequence_length: int, out: Batch | None = None) -> TokenRows:
+        """Rows of ids to fill."""
+
+    @abstractmethod
+    def make_batch(self, rows: TokenRows, out: Batch | None = None) -> Batch:
+        """The arrays of filled rows, of one dataset or of a blend."""
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether its data was deleted after it had left the blend."""
+        return isinstance(self.indexed_dataset, AbsentSource)
+
+    @property
+    def indices(self) -> range | I64:
+        return self.part.indices
+
+    @property
+    def _indexed(self) -> bool:
+        """Whether the order is made of indices, which end."""
+        return self.config.order != "stateless"
+
+    @property
+    def _end(self) -> int | None:
+        """Positions that there are; None for an endless stream."""
+        return len(self) if self._epoch_only or self._indexed else None
+
+    @property
+    def _extra_tokens(self) -> int:
+        """Tokens that a sample reads behind its own, for its last label."""
+        return 1
+
+    @property
+    def _keeps_partial(self) -> bool:
+        """Whether one epoch ends with a padded sample."""
+        return False
+
+    @property
+    def document_index(self) -> npt.NDArray[np.int32] | None:
+        """(epochs * sequences,) sequence in each place; None in the stateless order, as the two others."""
+        return self._array("document_index")
+
+    @property
+    def sample_index(self) -> npt.NDArray[Any] | None:
+        """(samples + 1, 2) place in ``document_index`` and offset at which each sample begins."""
+        return self._array("sample_index")
+
+    @property
+    def shuffle_index(self) -> npt.NDArray[Any] | None:
+        """(samples,) row of ``sample_index`` of each position."""
+        return self._array("shuffle_index")
+
+    def _array(self, name: str) -> npt.NDArray[Any] | None:
+        return self.order.arrays[name] if isinstance(self.order, IndexOrder) else None
+
+    @cached_property
+    def unique_identifiers(self) -> Identifiers:
+        """What names the cache files of this dataset, and is part of what names its blend's."""
+        keys = {name: getattr(self.config, name) for name in self._key_config_attributes()}
+        if self.config.order != "megatron":  # the peer's names have neither
+            keys |= {"order": self.config.order, "data": self.index_facts}
+        return dataset_identifiers(
+            type(self).__name__, self.dataset_path, self.num_samples, self.index_split.name, keys
+        )
+
+    @property
+    def index_options(self) -> dict[str, Any]:
+        """Options that indices depend on beside ``unique_identifiers``."""
+        return {"extra_tokens": self._extra_tokens, "keeps_partial": self._keeps_partial}
+
+    @property
+    def index_facts(self) -> dict[str, Any]:
+        """What indices depend on beside ``unique_identifiers``, which has nothing of the data."""
+        return self.index_options | self.part.fingerprint_of_lengths
+
+    @property
+    def document_shuffle(self) -> str:
+        """How the documents are shuffled: "global" or "block" in the stateless order, "global" in the others."""
+        return self.order.line.shuffle if isinstance(self.order, SampleOrder) else "global"
+
+    @property
+    def samples_per_epoch(self) -> int:
+        """(T - x) // S at the first sequence length; rounded up if the last one is kept, padded."""
+        tokens, S = max(0, self.part.tokens - self._extra_tokens), self.lengths[0][1]
+        return -(-tokens // S) if self._keeps_partial else tokens // S
+
+    @cached_property
+    def order(self) -> SampleOrder | IndexOrder:
+        """Which stretch of the line is which sample."""
+        if isinstance(self.indexed_dataset, AbsentSource):
+            raise self.indexed_dataset.asked()
+        if self._indexed:
+            return self._index_order()
+        seed, name, split = int(self.config.random_seed), self.name, self.index_split.name
+        line = line_of(self.part, seed, name, split, self.config.document_shuffle)
+        return SampleOrder(line, self.lengths, chunks=self.samples_per_epoch if self._epoch_only else None)
+
+    def _index_order(self) -> IndexOrder:
+        config = self.config
+        if self.part.tokens == 0 and self.num_samples != 0:
+            raise no_tokens(self.part, self.name, self.index_split.name)
+        refuse_document(self.part.last)  # before anything as long as the documents is made
+        plan = plan_epochs(
+            self.part.tokens,
+            self.num_samples,
+            config.sequence_length,
+            self._extra_tokens,
+            keep_partial=self._keeps_partial,
+        )
+        return index_order(
+            self.part,
+            plan,
+            seed=int(config.random_seed),
+            identifiers=self.unique_identifiers,
+            facts=self.index_facts,
+            path_to_cache=config.cache_folder,
+            record=self._record,
+            sources=self._stamps,
+        )
+
+    @cached_property
+    def _reader(self) -> BatchReader:
+        """What reads its samples."""
+        return BatchReader([self])
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """This dataset alone as a blend, for ``state_dict``."""
+        if self._epoch_only and self.samples_per_epoch:
+            return Schedule.one_epoch([self.samples_per_epoch], self.lengths[0][1])
+        return Schedule([Era(0, [PERIOD], self.lengths[0][1])])
+
+    def with_sequence_lengths(self, lengths: tuple[tuple[int, int], ...]) -> Self:
+        """The same data and name with (first sample, sequence length) of each change."""
+        other = object.__new__(type(self))
+        other.__dict__ = {
+            name: value
+            for name, value in self.__dict__.items()
+            if name not in ("order", "schedule", "_reader", "_watch")
+        }
+        other.lengths = lengths
+        return other
+
+    def __len__(self) -> int:
+        if self._indexed:
+            assert isinstance(self.order, IndexOrder), f"order {self.config.order} has indices"
+            return len(self.order)
+        return self.samples_per_epoch if self.num_samples is None else self.num_samples
+
+    def get_batch(self, positions: Positions, *, out: Batch | None = None) -> Batch:
+        """The samples at ``positions`` as stacked arrays.
+
+        Args:
+            positions: (B,) whole numbers in any order; beyond ``len`` too, unless this is one epoch.
+            out: arrays to write into, by name (see ``SampleLayout.batch``).
+        Raises:
+            IndexError: a position that the stream does not have.
+            BlendingError: positions of two sequence lengths.
+            The source's error, if its data is damaged.
+        """
+        sample_B = checked_positions(positions, self._end)
+        if sample_B.size:
+            self.watch_epochs(int(sample_B.max()) + 1)
+        rows = self.new_rows(sample_B.size, one_sequence_length(sample_B, self.order), out)
+        self._reader.read(np.zeros(sample_B.size, dtype=np.int64), sample_B, rows)
+        return self.make_batch(rows, out)
+
+    def why(self, n: int) -> Why:
+        """Where the tokens of sample ``n`` come from."""
+        checked_positions([n], self._end)
+        return Why(int(n), 0, self.name, int(n), self.token_ranges(int(n)), self.epochs_after(int(n)))
+
+    @property
+    def length_changes(self) -> tuple[int, ...]:
+        return tuple(first for first, _ in self.lengths[1:])
+
+    def epochs_after(self, samples: int) -> float:
+        """How often the first ``samples`` samples read the part's tokens; 0 of a part without any."""
+        if self.part.tokens == 0:
+            return 0.0
+        epochs = tokens_given(samples, self.lengths) / self.part.tokens
+        return min(1.0, epochs) if self._epoch_only else epochs
+
+    def epochs(self, n: int) -> F64:
+        """How often the first ``n`` positions read the dataset, (1,)."""
+        return np.array([self.epochs_after(whole_number("n", n, 0))])
+
+    @cached_property
+    def _watch(self) -> EpochWatch | None:
+        return epoch_watch(self.config, self.index_split, [self]) if not self._epoch_only else None
+
+    def watch_epochs(self, end: int) -> None:
+        """Tell once that the positions below ``end`` read the dataset more often than ``config.max_epochs``.
+
+        Raises:
+            BlendingError: they do, and ``config.max_epochs_error``.
+        """
+        if self._watch is not None and end > self._watch.next:
+            self._watch.look(end, lambda n: np.array([n]), self.epochs, lambda _, sample: sample)
+
+    def token_ranges(self, sample: int) -> tuple[TokenRange, ...]:
+        """The ranges of a sample's tokens, in order, without padding."""
+        _, ranges = self.order.ranges(self.order.pieces(np.array([sample])), 0)
+        first = self.part.first_token(ranges.sequence)
+        prefix = getattr(self.indexed_dataset, "path_prefix", None)
+        itemsize = np.dtype(self.indexed_dataset.dtype).itemsize
+        boundaries = several_sequences(self.indexed_dataset)
+        document_R = ranges.sequence
+        if boundaries is not None:
+            document_R = np.searchsorted(boundaries, ranges.sequence, side="right") - 1
+        found = []
+        for number in range(ranges.piece.size):
+            offset, length = int(ranges.offset[number]), int(ranges.length[number])
+            known = first is not None and prefix is not None
+            begin = (int(first[number]) + offset) * itemsize if known and first is not None else None
+            found.append(
+                TokenRange(
+                    epoch=None if self._indexed else int(ranges.epoch[number]),
+                    document=int(document_R[number]),
+                    offset=offset,
+                    length=length,
+                    path=f"{prefix}.bin" if known else None,
+                    byte_begin=begin,
+                    byte_end=None if begin is None else begin + length * itemsize,
+                    sequence=int(ranges.sequence[number]) if boundaries is not None else None,
+                )
+            )
+        return tuple(found)
+
+    def state_dict(self, position: int) -> State:
+        """What a checkpoint keeps to go on at ``position``; see ``state.py``."""
+        return self._state(position, STATE_VERSION)
+
+    def _state(self, position: int, version: int) -> State:
+        if self._indexed:
+            return index_state(position, self.config, self.index_split, [self], {"samples": len(self)}, version)
+        return stream_state(position, self.config, self.index_split, self.schedule, [self], version)
+
+    def load_state_dict(self, state: State) -> int:
+        """The position of a saved state.
+
+        Raises:
+            BlendingError: something that fixed the positions before it differs here.
+        """
+        position, version = saved_position(state)
+        refuse_other_past(state, self._state(position, version), [self])
+        return position

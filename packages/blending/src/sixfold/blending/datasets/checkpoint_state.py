@@ -1,0 +1,209 @@
+"""What a checkpoint keeps of a stream: a position, and what fixed the positions before it.
+
+    dataset --> stream_state --> JSON --> refuse_other_past (this file) --> the same position
+
+The order has no state of its own, so loading moves nothing: it returns the position and refuses a
+past that is not the one saved. What comes behind the position (later changes, sizes) may differ.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sixfold.blending.blend.schedule import Schedule
+from sixfold.blending.config.config import BlendedMegatronDatasetConfig
+from sixfold.blending.config.prefixes import base_name
+from sixfold.blending.config.splits import Split
+from sixfold.blending.documents.source import Part
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.numbers.checks import plain, whole_number
+
+if TYPE_CHECKING:
+    from sixfold.blending.datasets.base import MegatronDataset
+
+State = dict[str, Any]
+STATE_VERSION = 3
+_OLDEST = 1  # of release 0.1.0: other hashes of the data, and documents are shuffled in blocks
+_WITHOUT_MEMBERS = 2  # its hashes say nothing of which sequences of a pair a part has, and of their ids
+_SEGMENTS_TOLD = 4  # in full, the newest; of those before them a checksum, so that a state stays small
+
+
+def stream_state(
+    position: int,
+    config: BlendedMegatronDatasetConfig,
+    split: Split,
+    schedule: Schedule,
+    datasets: "Sequence[MegatronDataset]",
+    version: int = STATE_VERSION,
+) -> State:
+    """The state of a stream at ``position``: JSON values only, 1 KB and 400 bytes per dataset at most."""
+    position = whole_number("position", position, 0)
+    segments = [segment for segment in schedule.segments if segment.begin < position]
+    used = [any(segment.tree.quotas[number] for segment in segments) for number in range(len(datasets))]
+    part = config.split_matrix[split.value] if config.split_matrix and not config.mock else None
+    told = [
+        {
+            "begin": segment.begin,
+            "sequence_length": segment.sequence_length,
+            "quotas": {str(number): int(quota) for number, quota in enumerate(segment.tree.quotas) if quota},
+        }
+        for segment in segments
+    ]
+    earlier = told[:-_SEGMENTS_TOLD]
+    checksum = blake2b(json.dumps(earlier).encode(), digest_size=8).hexdigest()
+    return {
+        "state_version": version,
+        "order": config.order,
+        "position": position,
+        "seed": int(config.random_seed),
+        "part": split.name,
+        "split": [0.0, 1.0] if part is None else list(part),
+        "datasets": {
+            str(number): {"name": dataset.name, "absent": True}
+            if dataset.is_absent
+            else {"name": dataset.name, "document_shuffle": dataset.document_shuffle}
+            | _fingerprint(dataset.part, version)
+            for number, dataset in enumerate(datasets)
+            if used[number]
+        },
+        "earlier_segments": {"count": len(earlier), "hash": checksum} if earlier else None,
+        "segments": told[-_SEGMENTS_TOLD:],
+    }
+
+
+def index_state(
+    position: int,
+    config: BlendedMegatronDatasetConfig,
+    split: Split,
+    datasets: "Sequence[MegatronDataset]",
+    index: Mapping[str, Any],
+    version: int = STATE_VERSION,
+) -> State:
+    """The state of an order that is made of indices; they are fixed as a whole, with their sizes.
+
+    Args:
+        index: what the indices depend on beside the datasets, JSON values.
+    """
+    position = whole_number("position", position, 0)
+    state = {"state_version": version, "order": config.order, "position": position}
+    if position == 0:  # nothing was given that could be given again
+        return state
+    return state | {
+        "seed": int(config.random_seed),
+        "part": split.name,
+        "sequence_length": config.sequence_length,
+        "index": dict(index),
+        "datasets": {
+            str(number): {"name": dataset.name, "samples": len(dataset)}
+            | dataset.index_options
+            | _fingerprint(dataset.part, version)
+            for number, dataset in enumerate(datasets)
+        },
+    }
+
+
+def _fingerprint(part: Part, version: int) -> dict[str, Any]:
+    """What a state of this version tells of the data."""
+    if version == _OLDEST:
+        return part.fingerprint_of_0_1
+    return part.fingerprint_of_state_2 if version == _WITHOUT_MEMBERS else part.fingerprint
+
+
+def saved_position(state: State) -> tuple[int, int]:
+    """(position, version) of a state.
+
+    Raises:
+        BlendingError: not a state, or one of a version that is not known here.
+    """
+    position = state.get("position") if isinstance(state, dict) else None
+    if not isinstance(position, int | np.integer) or isinstance(position, bool) or position < 0:
+        raise BlendingError("the state has no position; it is not what state_dict(position) returned")
+    version = state.get("state_version")
+    if not isinstance(version, int | np.integer) or not _OLDEST <= version <= STATE_VERSION:
+        raise BlendingError(f"the state has version {version}; this release reads {_OLDEST} to {STATE_VERSION}")
+    return int(position), int(version)
+
+
+def refuse_other_past(saved: State, current: State, datasets: "Sequence[MegatronDataset]") -> None:
+    """Compare a saved state with the one, of its version, that this stream has at the same position.
+
+    Raises:
+        BlendingError: the first thing that fixed earlier positions and differs: what it was, what it is.
+    """
+    if current["position"] == 0:  # nothing was given that could be given otherwise
+        return
+    saved, current = json.loads(json.dumps(saved, default=plain)), json.loads(json.dumps(current))
+    if current["order"] != "stateless":
+        _forget_folders(saved, current)
+    elif saved["state_version"] == _OLDEST and saved.get("order") == "stateless":
+        for dataset in saved.get("datasets", {}).values():
+            dataset.setdefault("document_shuffle", "block")
+    for number, now in current.get("datasets", {}).items():
+        was = saved.get("datasets", {}).get(number, {})
+        if "absent" in now or "absent" in was:  # deleted, before or after the state was saved: the name is all there is
+            saved["datasets"][number], current["datasets"][number] = {"name": was.get("name")}, {"name": now["name"]}
+    difference = _first_difference("", saved, current)
+    if difference is not None:
+        where, was, now = difference
+        raise BlendingError(
+            f"the saved stream does not continue here: {where} was {was} and is {now}, and it fixed the "
+            f"{current['position']} positions already given; {_remedy(where, saved, current, datasets)} "
+            "[see errors/blending.html#the-saved-stream-does-not-continue-here]"
+        )
+
+
+def _forget_folders(saved: State, current: State) -> None:
+    """Release 0.1.0 took a whole path for the name; the orders with indices do not depend on names."""
+    for number, now in current.get("datasets", {}).items():
+        was = saved.get("datasets", {}).get(number, {})
+        if isinstance(was.get("name"), str) and base_name(was["name"]) == now["name"]:
+            was["name"] = now["name"]
+
+
+def _remedy(where: str, saved: State, current: State, datasets: "Sequence[MegatronDataset]") -> str:
+    new = ", and say what is new with a BlendChange" if current["order"] == "stateless" else ""
+    if not (where.startswith("datasets.") and where.endswith((".name", ".document_shuffle"))):
+        return f"restore it{new}"
+    listed = _order_of_then(saved, datasets)
+    if listed is not None:
+        return f"the datasets were listed in another order: list them as {listed}, each with its weight"
+    known = {dataset.name for dataset in datasets}
+    names: dict[str | None, Any] = {}
+    options: dict[str, None] = {}
+    for number, was in saved.get("datasets", {}).items():
+        now = current["datasets"].get(number, {})
+        if was.get("name") != now.get("name") and int(number) < len(datasets) and was.get("name") not in known:
+            names[datasets[int(number)].dataset_path] = was.get("name")
+        if was.get("document_shuffle") != now.get("document_shuffle"):
+            options[f'document_shuffle="{was.get("document_shuffle")}"'] = None
+    if names:
+        options[f"dataset_names={names}"] = None
+    if not options:
+        return "restore the list of datasets"
+    return f"if it is the same data, {' and '.join(options)} in the config give the order of then"
+
+
+def _order_of_then(saved: State, datasets: "Sequence[MegatronDataset]") -> list[str | None] | None:
+    """The prefixes of the datasets in the order of a saved state; None where the order is not what differs."""
+    by_name = {dataset.name: dataset for dataset in datasets}
+    then = {int(number): was.get("name") for number, was in saved.get("datasets", {}).items()}
+    if not set(then.values()) <= by_name.keys() or len(set(then.values())) < len(then):
+        return None
+    others = iter([dataset.name for dataset in datasets if dataset.name not in then.values()])
+    listed = [then[number] if number in then else next(others, None) for number in range(len(datasets))]
+    if None in listed or listed == [dataset.name for dataset in datasets]:
+        return None
+    return [by_name[str(name)].dataset_path for name in listed]
+
+
+def _first_difference(where: str, was: Any, now: Any) -> tuple[str, str, str] | None:
+    if isinstance(was, dict) and isinstance(now, dict):
+        pairs = [(f"{where}.{key}".lstrip("."), was.get(key), now.get(key)) for key in dict.fromkeys([*was, *now])]
+    elif isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
+        pairs = [(f"{where}[{number}]", *pair) for number, pair in enumerate(zip(was, now, strict=True))]
+    else:
+        return None if was == now else (where, json.dumps(was), json.dumps(now))
+    return next((found for pair in pairs if (found := _first_difference(*pair)) is not None), None)

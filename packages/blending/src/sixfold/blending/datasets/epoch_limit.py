@@ -1,0 +1,117 @@
+"""How often a stream reads its data, and the word about a dataset that is read too often.
+
+    samples given, tokens --> tokens_given, samples_within --> EpochWatch (this file) --> dataset.py, blended.py
+
+A small dataset with a large weight repeats, and a stream that never ends does not show it.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+import numpy as np
+
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.numbers.kernels import F64, I64
+
+Lengths = Sequence[tuple[int, int]]  # (first sample, sequence length), ascending
+_TOLD = 8  # datasets that a message lists
+ENDLESS = 2**62  # samples
+
+
+def refuse_max_epochs(max_epochs: Any) -> None:
+    """BlendingError for a limit that is none."""
+    number = (
+        max_epochs
+        if isinstance(max_epochs, int | float | np.integer | np.floating) and not isinstance(max_epochs, bool)
+        else 0
+    )
+    if max_epochs is not None and not (isfinite(number) and number > 0):
+        raise BlendingError(f"max_epochs is {max_epochs!r}; it is a number > 0, or None for no limit")
+
+
+def tokens_given(samples: int, lengths: Lengths) -> int:
+    """Tokens of the first ``samples`` samples of a dataset."""
+    ends = [*(begin for begin, _ in lengths[1:]), ENDLESS]
+    return sum(max(0, min(samples, end) - begin) * length for (begin, length), end in zip(lengths, ends, strict=True))
+
+
+def samples_within(tokens: int, lengths: Lengths) -> int:
+    """How many samples of a dataset lie in its first ``tokens`` tokens: the number of the first that does not."""
+    for (begin, length), (end, _) in pairwise([*lengths, (ENDLESS, 0)]):
+        fit = begin + tokens // length
+        if fit < end:
+            return fit
+        tokens -= (end - begin) * length
+    return ENDLESS
+
+
+@dataclass
+class EpochWatch:
+    """Says once of each dataset that it is read more often than ``max_epochs``.
+
+    Attributes:
+        names: (D,) of the datasets.
+        within: (D,) samples of each that lie within ``max_epochs``.
+        error: raise it instead, whenever it is asked for.
+        next: the first position that may have something to tell.
+    """
+
+    names: Sequence[str]
+    within: Sequence[int]
+    max_epochs: float
+    error: bool
+    next: int = 0
+    _told: set[int] = field(default_factory=set)
+
+    def look(
+        self,
+        end: int,
+        counts: Callable[[int], I64],
+        epochs: Callable[[int], F64],
+        find: Callable[[int, int], int] | None,
+    ) -> None:
+        """Look at the positions below ``end``.
+
+        Args:
+            counts, epochs: of the first n positions, (D,).
+            find: the position of a dataset's sample; None where samples come in any order.
+        Raises:
+            BlendingError: one is read too often, and ``error`` says so.
+        """
+        given = counts(end).tolist()
+        more = [i for i in range(len(given)) if given[i] > self.within[i] and i not in self._told]
+        if not more:
+            self.next = max(self.next, end)
+            return
+        read = epochs(end)
+        told = [
+            f"{self.names[number]!r} "
+            + ("over all positions" if find is None else f"from position {find(number, self.within[number])} on")
+            + f" ({read[number]:.4g} epochs in {end} positions)"
+            for number in more[:_TOLD]
+        ]
+        message = (
+            f"datasets are read more often than {self.max_epochs} times: {', '.join(told)}"
+            + (f" and {len(more) - _TOLD} more" if len(more) > _TOLD else "")
+            + f"; max_epochs is {self.max_epochs}: give such a dataset less weight, or raise max_epochs"
+        )
+        if self.error:  # each time: who goes on after one would read what was refused
+            raise BlendingError(message)
+        self._told.update(more)
+        self.next = max(self.next, end)
+        warnings.warn(message, stacklevel=2)
+
+    def plan(self, find: Callable[[int, int], int]) -> None:
+        """Set ``next`` to the first position at which a dataset that was not told of passes the limit."""
+        ahead = [ENDLESS]
+        for number, within in enumerate(self.within):
+            if number not in self._told and within < ENDLESS:
+                try:
+                    ahead.append(find(number, within))
+                except BlendingError:  # this dataset never gives that sample
+                    continue
+        self.next = max(self.next, min(ahead))

@@ -1,0 +1,40 @@
+"""Opening path prefixes (this file): the only place that knows who reads ``.idx`` and ``.bin``."""
+
+from importlib import import_module
+from importlib.util import find_spec
+
+from sixfold.blending.documents.source import DocumentSource
+from sixfold.blending.errors import BlendingError
+
+
+def pair_of(prefix: str) -> list[str]:
+    """The files of a prefix."""
+    return [f"{prefix}.idx", f"{prefix}.bin"]
+
+
+def open_prefix(prefix: str, *, mmap: bool = True) -> DocumentSource:
+    """The dataset at ``prefix``. Cost: a few system calls per file, whatever its size.
+
+    Raises:
+        BlendingError: sixfold-indexed-data is not installed, or a file of the pair is missing.
+        IndexedDataError: the pair is damaged.
+    """
+    if find_spec("sixfold.indexed_data") is None:
+        raise BlendingError(
+            f"{prefix}: reading .idx/.bin needs sixfold-indexed-data; pip install 'sixfold-blending[indexed]'"
+        )
+    indexed_data = import_module("sixfold.indexed_data")
+    try:
+        dataset: DocumentSource = indexed_data.IndexedDataset(prefix, mmap=mmap)
+    except indexed_data.IndexedDataError:
+        if indexed_data.IndexedDataset.exists(prefix):
+            raise
+        raise BlendingError(
+            f"{prefix}.idx or {prefix}.bin is missing; a prefix names both files, without extension"
+        ) from None
+    if len(dataset.sequence_lengths) and getattr(dataset, "trailing_bytes", 0) == len(dataset.sequence_lengths):
+        raise BlendingError(
+            f"{prefix} is a multimodal pair (a mode for each sequence follows its index), and would be read as text; a "
+            "class whose build_low_level_dataset returns IndexedDataset(prefix) reads it so all the same"
+        )
+    return dataset

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from sixfold.blending import BlendedDataset, GPTDataset, GPTDatasetConfig, Split
-from sixfold.blending.documents.source import ListSource
 from sixfold.blending.numbers.kernels import Level, forced, levels
 from sixfold.blending.numbers.permutation import permute_range
 from sixfold.blending.order import QuotaTree, permute
+from sixfold.blending.source import ListSource
 
 sys.path.insert(0, str(Path(__file__).parent))
 from compared import compared

@@ -1,7 +1,7 @@
 """Blend two datasets 70 to 30, look at where a sample comes from, and change the weights on the way."""
 
 from sixfold.blending import BlendChange, BlendedDataset, GPTDataset, GPTDatasetConfig, Split
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.source import ListSource
 
 
 def main() -> None:

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from sixfold.blending import GPTDataset, GPTDatasetConfig, Split
-from sixfold.blending.batches.gpt_arrays import Batch, TokenRows
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.sample import Batch, TokenRows
+from sixfold.blending.source import ListSource
 
 EOD, PREFIX, SUFFIX, MIDDLE = 0, 256, 257, 258  # bytes of text are 1..255
 

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig
-from sixfold.blending.batches.gpt_arrays import Batch, TokenRows
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.sample import Batch, TokenRows
+from sixfold.blending.source import ListSource
 
 PAD, EOD, ANSWER = 0, 1, 2  # other bytes are themselves
 

@@ -1,6 +1,6 @@
 /* The extension module: its table of kernels and nothing else.
 
-       kernels (one C file each) --> module.c (this file) --> sixfold/blending/native.py
+       kernels (one C file each) --> module.c (this file) --> sixfold/blending/numbers/kernels.py
 
    A new kernel is a line in kernels.h, a line here and a method in native.py. */
 
@@ -34,7 +34,7 @@ static PyMethodDef methods[] = {
 static struct PyModuleDef definition = {
     .m_base = PyModuleDef_HEAD_INIT,
     .m_name = "_native",
-    .m_doc = "Compiled kernels; see sixfold/blending/native.py.",
+    .m_doc = "Compiled kernels; see sixfold/blending/numbers/kernels.py.",
     .m_methods = methods,
 };
 

@@ -10,8 +10,8 @@ from hashlib import blake2b
 import numpy as np
 
 from sixfold.blending import BlendedDataset, GPTDataset, GPTDatasetConfig, Split
-from sixfold.blending.documents.source import ListSource
 from sixfold.blending.samples import document_shuffle as shuffled
+from sixfold.blending.source import ListSource
 
 WORD = 2**64 - 1
 EOD = 0

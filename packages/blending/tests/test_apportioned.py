@@ -16,7 +16,7 @@ from blending_helpers import ListDataset, config, naive_key, naive_permute, numb
 from sixfold.blending import BlendedDataset, BlendedMegatronDatasetBuilder, BlendingError
 from sixfold.blending.blend import position_shuffle as shuffle
 from sixfold.blending.blend.position_shuffle import Shuffle
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.source import ListSource
 
 
 @pytest.fixture(autouse=True)

@@ -18,8 +18,8 @@ from sixfold.blending import (
     GPTDataset,
     Split,
 )
-from sixfold.blending.documents.source import ListSource
 from sixfold.blending.order import QuotaTree, apportion, exhaustive, greedy
+from sixfold.blending.source import ListSource
 
 ORDERS = ("stateless", "apportioned", "megatron")
 AB = (["a", "b"], [1, 1])

@@ -15,7 +15,7 @@ from sixfold.blending import (
 )
 from sixfold.blending.builder.builder import Built
 from sixfold.blending.documents import idx_bin as prefixes
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.source import ListSource
 
 
 @pytest.fixture(autouse=True)

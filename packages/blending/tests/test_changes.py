@@ -5,8 +5,8 @@ import pytest
 from blending_helpers import NaiveLine, blend, config, dataset, naive_quotas, numbered, sequences_of
 
 from sixfold.blending import BlendChange, BlendedDataset, BlendingError, GPTDataset, Split
-from sixfold.blending.documents.source import ListSource
 from sixfold.blending.order import QuotaTree
+from sixfold.blending.source import ListSource
 
 
 def test_each_dataset_goes_on_from_its_own_count_and_the_past_stays():

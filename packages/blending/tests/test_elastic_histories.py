@@ -15,9 +15,9 @@ from blending_helpers import ListDataset, config, numbered, shuffle_as_a_whole
 from elastic_helpers import Stated
 
 from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder
-from sixfold.blending.documents.source import ListSource
 from sixfold.blending.numbers.kernels import forced, levels
 from sixfold.blending.samples import chunk_grid as grid
+from sixfold.blending.source import ListSource
 
 NAMES = "abcde"
 POSITIONS = 160  # at least so many in a history

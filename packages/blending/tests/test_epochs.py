@@ -8,7 +8,7 @@ import pytest
 from blending_helpers import ListDataset, blend, config, dataset, numbered
 
 from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder, BlendingError, GPTDatasetConfig
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.source import ListSource
 
 NAMED = {"large": numbered([500] * 8), "small": numbered([7, 3, 14])}
 

@@ -12,7 +12,7 @@ import pytest
 from blending_helpers import LargeTokenizer, numbered
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig, Split
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.source import ListSource
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 

@@ -10,8 +10,8 @@ import pytest
 from blending_helpers import ListDataset, blend, config, numbered
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError
-from sixfold.blending.documents.source import ListSource
 from sixfold.blending.order import QuotaTree, greedy, permute
+from sixfold.blending.source import ListSource
 
 PAGE = Path(__file__).parents[3] / "docs" / "guide" / "blending-changing-a-run.md"
 

@@ -10,10 +10,10 @@ from blending_helpers import blend, config, numbered
 
 import sixfold.blending
 from sixfold.blending import BlendedMegatronDatasetBuilder, GPTDataset, Split
-from sixfold.blending.documents.source import ListSource
 from sixfold.blending.megatron.document_index import EpochPlan
 from sixfold.blending.megatron.sample_index import sample_index
 from sixfold.blending.order import greedy
+from sixfold.blending.source import ListSource
 
 INDEXED_INDICES = [5, 6, 7, 8, 9]
 DO_IDX = [8, 8, 9, 6, 7, 5, 8, 5, 6, 6, 5, 9, 7, 7, 9]  # N = 15, E = 3

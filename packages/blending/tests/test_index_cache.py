@@ -9,9 +9,9 @@ import pytest
 from megatron_peer import Tokenizer, build_peer
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig, Split
-from sixfold.blending.cache.index_files import index_files as cache
-from sixfold.blending.cache.index_files import indices
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.cache import index_files as cache
+from sixfold.blending.cache import indices
+from sixfold.blending.source import ListSource
 
 indexed_data = pytest.importorskip("sixfold.indexed_data", reason="needs sixfold-indexed-data, which writes pairs")
 

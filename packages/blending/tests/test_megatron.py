@@ -24,13 +24,13 @@ from megatron_peer import (
 )
 
 from sixfold.blending import BlendingError, GPTDataset, GPTDatasetConfig, Split
-from sixfold.blending.documents.source import ListSource
 from sixfold.blending.megatron.document_index import EpochPlan, document_index, plan_epochs, shuffle_dtype
 from sixfold.blending.megatron.greedy import exhaustive, greedy
 from sixfold.blending.megatron.index_order import IndexOrder, build_indices
 from sixfold.blending.megatron.sample_counts import normalized
 from sixfold.blending.megatron.sample_index import sample_index
 from sixfold.blending.numbers.kernels import forced, levels
+from sixfold.blending.source import ListSource
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from sixfold.blending import (
     MockGPTDataset,
     Split,
 )
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.source import ListSource
 
 FIELDS = {"random_seed": 7, "sequence_length": 64, "tokenizer": Tokenizer(), "reset_position_ids": False}
 FIELDS |= {"reset_attention_mask": False, "eod_mask_loss": False}

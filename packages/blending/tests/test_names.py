@@ -17,7 +17,7 @@ from sixfold.blending import (
     GPTDataset,
     Split,
 )
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.source import ListSource
 
 SEQUENCES = {"wiki": sequences_of([9] * 40, 1), "code": sequences_of([7] * 60, 2)}
 

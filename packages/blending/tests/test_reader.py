@@ -10,8 +10,8 @@ from blending_helpers import EOD, NaiveLine, config, sequences_of
 
 from sixfold.blending import BlendChange, BlendedDataset, BlendingError, GPTDataset, Split
 from sixfold.blending.batches.reader import BatchReader
-from sixfold.blending.documents.source import ListSource
 from sixfold.blending.numbers.kernels import Level, kernels
+from sixfold.blending.source import ListSource
 
 PAD = 77
 ORDERS = ("stateless", "megatron", "apportioned")

@@ -11,7 +11,7 @@ from blending_helpers import EOD, Tokenizer, blend, config, dataset, numbered, s
 from sixfold.blending import BlendingError, GPTDataset, Split
 from sixfold.blending.batches.gpt_arrays import SampleLayout, pad_token
 from sixfold.blending.config.splits import parse_split, split_matrix
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.source import ListSource
 
 PEER = json.loads((Path(__file__).parent / "golden" / "peer.json").read_text())
 

@@ -11,10 +11,10 @@ from sixfold.blending.blend import position_shuffle as shuffle
 from sixfold.blending.blend.exact_counts import ApportionedBlend
 from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.builder.builder import builder
-from sixfold.blending.documents.source import ListSource
 from sixfold.blending.numbers.largest_remainder import apportion
 from sixfold.blending.samples import document_shuffle as shuffled
 from sixfold.blending.samples import token_line as line
+from sixfold.blending.source import ListSource
 
 LENGTHS = np.array([3, 40, 0, 21])  # of four documents, and again of the next four
 

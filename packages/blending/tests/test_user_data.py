@@ -21,7 +21,7 @@ from sixfold.blending import (
     GPTDatasetConfig,
     Split,
 )
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.source import ListSource
 
 LENGTHS = [5] * 100
 SOURCE = ListSource(numbered(LENGTHS))

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from sixfold.blending import BlendedDataset, GPTDataset, GPTDatasetConfig, Split
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.source import ListSource
 
 
 class Tokenizer:

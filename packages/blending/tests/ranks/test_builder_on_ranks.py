@@ -7,7 +7,7 @@ import pytest
 from blending_helpers import ListDataset, blend, config, numbered
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.source import ListSource
 
 ranktest = pytest.importorskip("ranktest", reason="needs tools/ranktest")
 

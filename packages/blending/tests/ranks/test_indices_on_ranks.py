@@ -7,8 +7,8 @@ from blending_helpers import ListDataset, config, numbered, sequences_of
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError
 from sixfold.blending.builder.rank_shares import shares
-from sixfold.blending.cache.index_files import indices
-from sixfold.blending.documents.source import ListSource
+from sixfold.blending.cache import indices
+from sixfold.blending.source import ListSource
 
 ranktest = pytest.importorskip("ranktest", reason="needs tools/ranktest")
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig
-from sixfold.blending.cache.index_files import indices
+from sixfold.blending.cache import indices
 
 ranktest = pytest.importorskip("ranktest", reason="needs tools/ranktest")
 indexed_data = pytest.importorskip("sixfold.indexed_data", reason="needs sixfold-indexed-data, which writes pairs")

@@ -18,7 +18,7 @@ from sixfold.gpt.loop import train_in
 
 
 def train_rank(rank, ranks, text):
-    from sixfold.blending.cache.index_files import indices
+    from sixfold.blending.cache import indices
 
     built, build = [], indices.build_indices
     indices.build_indices = lambda *arguments: built.append(1) or build(*arguments)

@@ -27,7 +27,7 @@ from sixfold.gpt.errors import ConfigError, FinalError
 if TYPE_CHECKING:
     import numpy.typing as npt
 
-    from sixfold.blending.datasets.provenance import Why
+    from sixfold.blending import Why
     from sixfold.gpt.config import TrainConfig
     from sixfold.gpt.mesh import RankMesh
 
@@ -125,8 +125,8 @@ class OwnData:
     """
 
     def __init__(self, datasets: Datasets, weights: tuple[float, ...], config: TrainConfig, part: str) -> None:
-        from sixfold.blending.blend.quota_tree import QuotaTree
         from sixfold.blending.numbers.permutation import order_key
+        from sixfold.blending.order import QuotaTree
 
         self.names = list(datasets)
         self._datasets = list(datasets.values())
@@ -145,7 +145,7 @@ class OwnData:
 
     def item(self, dataset: int, sample: int) -> int:
         """Which item of its dataset a sample is: every item once per epoch, in another order each time."""
-        from sixfold.blending.numbers.permutation import permute
+        from sixfold.blending.order import permute
 
         epoch, place = divmod(sample, self._sizes[dataset])
         key = self._key("own", self._seed, self.names[dataset], self._part, epoch)
@@ -200,7 +200,7 @@ class OwnData:
 
     def why(self, n: int) -> Why:
         """The item that position ``n`` is."""
-        from sixfold.blending.datasets.provenance import TokenRange, Why
+        from sixfold.blending import TokenRange, Why
 
         dataset, sample = (int(one[0]) for one in self.locate([n]))
         size = self._sizes[dataset]

@@ -10,7 +10,7 @@ from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDa
 from sixfold.blending.blend import position_shuffle as shuffle
 from sixfold.blending.blend.exact_counts import ApportionedBlend
 from sixfold.blending.blend.position_shuffle import Shuffle
-from sixfold.blending.builder.builder import builder
+from sixfold.blending.builder import builder
 from sixfold.blending.numbers.largest_remainder import apportion
 from sixfold.blending.samples import document_shuffle as shuffled
 from sixfold.blending.samples import token_line as line

@@ -2,9 +2,9 @@
 
     token files + weights --> config --> builder --> position --> (dataset, sample) --> ranges --> arrays
 
-Any process computes any position from the configuration alone. Start at ``builder.py`` and read
-along the arrow: ``schedule.py`` and ``quota.py`` say which dataset, ``grid.py`` and ``line.py`` which tokens,
-``sample.py`` which arrays.
+Any process computes any position from the configuration alone. Start at ``builder/builder.py`` and read along the
+arrow: ``blend/schedule.py`` and ``blend/quota_tree.py`` say which dataset, ``samples/chunk_grid.py`` and
+``samples/token_line.py`` which tokens, ``batches/gpt_arrays.py`` which arrays. docs/design/blending.md has the rooms.
 """
 
 from sixfold.blending.batches.prefetch import Prefetcher

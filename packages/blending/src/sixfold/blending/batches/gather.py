@@ -1,6 +1,6 @@
 """Token ids of ranges of documents into the rows of a batch.
 
-    reader.py --> ranges of D sources --> gather (this file) --> TokenRows --> sample.py
+    reader.py --> ranges of D sources --> gather (this file) --> TokenRows --> gpt_arrays.py
 
 Reads the flat memory maps where there are some, else asks the source range by range. Every range is checked
 against what it is read from before an id of the batch is: a damaged dataset raises, it never gives other tokens.

@@ -3,8 +3,8 @@
     (dataset, sample) --> BatchReader (this file): ranges --> gather.py --> TokenRows
 
 The compiled kernels find the ranges of all datasets of a batch in one call (``native/search.c``); where they cannot say
-(no kernels, a source without pointers, damage) ``grid.py`` and ``line.py`` do, or raise. Handles
-keep maps and indices open; they are made when a dataset is first read.
+(no kernels, a source without pointers, damage) ``samples/chunk_grid.py`` and ``samples/token_line.py`` do, or raise.
+Handles keep maps and indices open; they are made when a dataset is first read.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ _ATTEMPTS = 10_000  # each adds an epoch, a string or a dataset, or doubles the 
 
 
 class Order(Protocol):
-    """``grid.SampleOrder`` or ``megatron.index.IndexOrder``: which ranges a sample is."""
+    """``samples.chunk_grid.SampleOrder`` or ``megatron.index_order.IndexOrder``: which ranges a sample is."""
 
     def pieces(self, samples: I64, /) -> Pieces: ...
     def ranges(self, pieces: Pieces, more: int) -> tuple[I64, Ranges]: ...

@@ -1,1 +1,4 @@
-"""blend."""
+"""Which dataset gives which position: quotas and their changes, exact counts, or two arrays.
+
+From outside: exact_counts, index_arrays, position_shuffle, quota_tree, schedule.
+"""

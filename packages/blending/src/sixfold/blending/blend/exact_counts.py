@@ -1,6 +1,6 @@
 """A blend of exact counts: so many samples of each dataset, then one shuffle of all.
 
-    apportion --> counts, Shuffle --> ApportionedBlend (this file): position <--> (dataset, sample) --> blended.py
+    apportion --> counts, Shuffle --> ApportionedBlend (this file): position <--> (dataset, sample)
 
 Sample i of the unshuffled blend ("repeat, plus running numbers") is found among the running sums of the counts;
 position p is sample ``shuffle(p)`` of it, and the permutation runs backwards too. So a position and its inverse are

@@ -1,6 +1,6 @@
 """A permutation of N positions by a key, one by one at once, or as a table that a thread makes meanwhile.
 
-    seed, N --> Shuffle (this file) --> apportioned.py
+    seed, N --> Shuffle (this file) --> exact_counts.py
 
 It depends on nothing else, so the table can be begun before any dataset is opened. Single positions never wait for it.
 """

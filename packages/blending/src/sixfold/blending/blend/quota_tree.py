@@ -1,6 +1,6 @@
 """Which dataset gives which position: the quota tree.
 
-    weights --> apportion.py --> QuotaTree (this file): position <--> (dataset, sample) --> schedule.py
+    weights --> numbers/largest_remainder.py --> QuotaTree (this file): position <--> (dataset, sample) --> schedule.py
 
 Pure: integers in, integers out. D is the number of datasets, P of positions. Every prefix of the
 order is within 1.75 samples of the quotas (docs/design has the proof); nothing is stored but the

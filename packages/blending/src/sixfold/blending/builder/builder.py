@@ -236,7 +236,7 @@ class BlendedMegatronDatasetBuilder:
         self._indexed |= zip(missing, self._each(self._made, missing), strict=True)
 
     def _start_records(self, tasks: Sequence[Task]) -> None:
-        """One file per blend of exact counts tells what its index files were built from; see ``cache.py``."""
+        """One file per blend of exact counts tells what its files were built from; see ``cache/index_files.py``."""
         folder = self.config.cache_folder
         if self.config.order != "apportioned" or not folder:
             return

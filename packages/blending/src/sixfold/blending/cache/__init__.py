@@ -1,1 +1,4 @@
-"""cache."""
+"""Index files on disk: used if they fit, else built and written. No other room touches the disk, but to open data.
+
+From outside: index_files, indices.
+"""

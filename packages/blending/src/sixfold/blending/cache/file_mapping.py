@@ -1,4 +1,4 @@
-"""A whole file as an array (this file), mapped and not copied, without a descriptor that stays open --> cache.py
+"""A whole file as an array (this file), mapped and not copied, without a descriptor that stays open --> index_files.py
 
 A blend of 1,000 datasets maps 3,000 index files. Python before 3.13 keeps a descriptor per map, and a process
 often has 1,024 of them; so mmap(2) is called by hand.

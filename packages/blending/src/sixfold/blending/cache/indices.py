@@ -1,6 +1,6 @@
 """Indices from the cache or built: where the pure functions of ``megatron`` meet the disk.
 
-Part, identifiers --> index_order; weights --> blend_index (this file, through cache.py) --> dataset.py, blended.py
+Part, identifiers --> index_order; weights --> blend_index (this file, through index_files.py) --> datasets
 """
 
 from collections.abc import Mapping, Sequence

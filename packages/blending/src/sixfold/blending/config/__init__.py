@@ -1,1 +1,4 @@
-"""config."""
+"""What a user says about a blend, checked when it is said: fields, prefixes and their names, splits.
+
+From outside: config, prefixes, splits.
+"""

@@ -1,6 +1,6 @@
 """What the user says about a blend, checked when it is said.
 
-    user --> config (this file) --> builder.py, schedule.py, sample.py
+    user --> config (this file) --> builder/builder.py, blend/schedule.py, batches/gpt_arrays.py
 
 Field names and meanings are megatron-core's (``blended_megatron_dataset_config.py``,
 ``gpt_dataset.py``); ``order``, ``changes``, ``dataset_names`` and the cu_seqlens fields are Sixfold's.
@@ -288,7 +288,7 @@ class BlendedMegatronDatasetConfig:
         return list(found.values())
 
     def place_of(self, prefix: Prefix) -> str:
-        """One text for every way to write the path of a dataset; see ``names.place``."""
+        """One text for every way to write the path of a dataset; see ``prefixes.place``."""
         return place(prefix, self.prefix_folder or "")
 
     def path_of(self, prefix: Prefix) -> str:

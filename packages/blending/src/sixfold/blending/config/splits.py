@@ -1,6 +1,6 @@
 """Which sequences of a dataset are for training, validation and test.
 
-    "98,2,0" --> parse_split --> split_matrix --> part_range (this file) --> builder.py
+    "98,2,0" --> parse_split --> split_matrix --> part_range (this file) --> builder/builder.py
 
 Pure; restates ``megatron/core/datasets/blended_megatron_dataset_config.py`` bit for bit, except
 that a string it would misread is refused here.

@@ -3,7 +3,7 @@
     source + split --> SampleOrder or IndexOrder --> MegatronDataset (this file) --> gpt.py, blended.py
 
 In the stateless order nothing is built: a dataset opens in microseconds whatever its size, and any sample is
-computed from its number. The others look it up in their indices. ``reader.py`` is the one path from numbers to
+computed from its number. The others look it up in their indices. ``batches/reader.py`` is the one path from numbers to
 token ids, and ``why`` tells the same ranges.
 """
 
@@ -481,7 +481,7 @@ class MegatronDataset(Samples):
         return tuple(found)
 
     def state_dict(self, position: int) -> State:
-        """What a checkpoint keeps to go on at ``position``; see ``state.py``."""
+        """What a checkpoint keeps to go on at ``position``; see ``checkpoint_state.py``."""
         return self._state(position, STATE_VERSION)
 
     def _state(self, position: int, version: int) -> State:

@@ -1,6 +1,6 @@
 """Several datasets as one stream, in the proportions of their weights.
 
-    Schedule, BlendIndex or ApportionedBlend --> reader.py --> BlendedDataset (this file)
+    Schedule, BlendIndex or ApportionedBlend --> batches/reader.py --> BlendedDataset (this file)
 
 In the stateless order nothing is built or stored: every process computes any position, so the number of ranks, the
 batch size, the weights and the datasets can change at any step. In the others two arrays say it. Samples of all
@@ -282,7 +282,7 @@ class BlendedDataset(Samples):
             self._watch.plan(self.schedule.find)
 
     def state_dict(self, position: int) -> State:
-        """What a checkpoint keeps to go on at ``position``: a few hundred bytes per dataset; see ``state.py``."""
+        """What a checkpoint keeps to go on at ``position``: some 100 bytes per dataset; see ``checkpoint_state.py``."""
         return self._state(position, STATE_VERSION)
 
     def _state(self, position: int, version: int) -> State:

@@ -1,6 +1,6 @@
 """How often a stream reads its data, and the word about a dataset that is read too often.
 
-    samples given, tokens --> tokens_given, samples_within --> EpochWatch (this file) --> dataset.py, blended.py
+    samples given, tokens --> tokens_given, samples_within --> EpochWatch (this file) --> base.py, blended.py
 
 A small dataset with a large weight repeats, and a stream that never ends does not show it.
 """

@@ -1,6 +1,6 @@
 """GPT samples: S ids, their successors as labels, loss mask, positions, document boundaries.
 
-dataset.py --> TokenRows --> GPTDataset (this file) --> SampleLayout
+base.py --> TokenRows --> GPTDataset (this file) --> SampleLayout
 """
 
 from functools import cached_property

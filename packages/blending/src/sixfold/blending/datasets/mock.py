@@ -1,6 +1,6 @@
 """Made-up documents for throughput runs without data (this file): what a config without a blend reads.
 
-    tokenizer --> MockGPTLowLevelDataset --> MockGPTDataset --> builder.py
+    tokenizer --> MockGPTLowLevelDataset --> MockGPTDataset --> builder/builder.py
 
 Lengths and ids are megatron-core's (``gpt_dataset.py``): 100,000 documents of 1 to 4,095 tokens that count up from 1
 and end with eod. Nothing is stored but their lengths.

@@ -1,6 +1,6 @@
 """Documents as this package sees them, and the part of them that one split takes.
 
-    anything with lengths and get() --> DocumentSource --> Part (this file) --> line.py, gather.py
+    anything with lengths and get() --> DocumentSource --> Part (this file) --> samples/token_line.py, batches/gather.py
 
 Nothing is copied: a part of a memory-mapped dataset reads its index where it lies, and a part that
 is a plain range opens in the same time whatever its size.

@@ -1,7 +1,9 @@
 """The order of megatron-core 0.16.1, bit for bit, in numpy.
 
-    documents.py, samples.py --> the three indices of a dataset; weights.py, greedy.py --> the two of a blend
-    describe.py --> the names of their cache files; index.py (all of one dataset) --> dataset.py
+    document_index.py, sample_index.py --> the three indices of a dataset
+    sample_counts.py, greedy.py --> the two of a blend
+    cache_names.py --> the names of their cache files; index_order.py (all of one dataset) --> datasets/base.py
 
-Pure: no file is touched here (``cache.py`` does that), no ranks, no clock.
+Pure: no files (``cache`` has them), no ranks.
+From outside: cache_names, document_index, greedy, index_order, sample_counts.
 """

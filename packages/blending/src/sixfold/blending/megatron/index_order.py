@@ -1,8 +1,8 @@
 """The three indices of one part of one dataset: built, checked, and read.
 
-    Part, EpochPlan --> build_indices, indices_fit --> IndexOrder (this file): sample --> ranges --> dataset.py
+    Part, EpochPlan --> build_indices, indices_fit --> IndexOrder (this file): sample --> ranges --> datasets/base.py
 
-``IndexOrder`` stands where ``grid.SampleOrder`` stands in the stateless order. K counts documents met,
+``IndexOrder`` stands where ``samples.chunk_grid.SampleOrder`` stands in the stateless order. K counts documents met,
 P samples asked for.
 """
 

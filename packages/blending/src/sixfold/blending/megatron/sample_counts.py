@@ -1,6 +1,6 @@
 """How many samples of each dataset a weighted blend uses and builds.
 
-    weights, samples asked --> normalized, targets, with_surplus (this file) --> builder.py
+    weights, samples asked --> normalized, targets, with_surplus (this file) --> builder/builder.py
 
 Source: megatron-core 0.16.1 ``blended_megatron_dataset_builder.py``; every rounding is part of the result.
 """

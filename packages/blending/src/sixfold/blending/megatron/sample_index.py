@@ -1,6 +1,6 @@
 """Where each sample begins, as (place in the document index, offset).
 
-    document_index, lengths --> sample_index, sample_index_of (this file) --> index.py
+    document_index, lengths --> sample_index, sample_index_of (this file) --> index_order.py
 
 Source: megatron-core 0.16.1 ``helpers.cpp``, ``build_sample_idx``, in closed form: its loop over documents is a
 division of their running sum.

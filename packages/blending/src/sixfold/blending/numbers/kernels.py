@@ -1,6 +1,6 @@
 """The compiled kernels, if they are there.
 
-    native/*.c --> _native --> kernels (this file) --> permute.py, quota.py, megatron/*, gather.py, ...
+    native/*.c --> _native --> kernels (this file) --> permutation.py, blend, megatron, batches, ...
 
 Every kernel does what a few lines of numpy beside its caller do, bit for bit; the caller asks ``kernels()`` and takes
 numpy where that is None (no compiler was there when the package was installed). Nothing else imports ``_native``.
@@ -71,7 +71,9 @@ class Kernels(Protocol):
     def sample_rows(
         self, document: npt.NDArray[np.int32], length: I64, low: int, sequence_length: int, extra: int, rows: Ints, /
     ) -> int:
-        """What ``megatron.samples.sample_index_of`` returns, into ``rows``; ``length`` is of documents ``low`` and on.
+        """What ``megatron.sample_index.sample_index_of`` returns, into ``rows``.
+
+        ``length`` is of documents ``low`` and on.
 
         Returns the place of the first document without a length, or how many places there are.
         """
@@ -83,7 +85,7 @@ class Kernels(Protocol):
         self, maps: tuple[object, ...], found: int, pad: int, rows: int, ranges: I64, tokens: I64, labels: I64,
         begins: npt.NDArray[np.bool_], /,
     ) -> int:  # fmt: skip
-        """What ``gather.gather`` does. Returns ``found``, or the first range that does not fit (nothing was read)."""
+        """What ``batches.gather`` does. Returns ``found``, or the first range that does not fit (nothing was read)."""
 
     def arrays_of_rows(
         self, eod: int, pad: int, flags: int, rows: int, tokens: I64, labels: I64, begins: npt.NDArray[np.bool_],
@@ -95,10 +97,10 @@ class Kernels(Protocol):
         """The places of True, then the size, into an array of just so many items."""
 
     def open_line(self, lengths: Ints, pointers: I64, members: I64, names: Ints, numbers: I64, grids: I64, /) -> object:
-        """A finder of ranges in the stateless order; see ``line.Line.finder``."""
+        """A finder of ranges in the stateless order; see ``samples.token_line.Line.finder``."""
 
     def open_index(self, lengths: Ints, pointers: I64, *indices_and_numbers: Ints) -> object:
-        """A finder of ranges through indices; see ``megatron.index.IndexOrder.finder``."""
+        """A finder of ranges through indices; see ``megatron.index_order.IndexOrder.finder``."""
 
     def group_sums(self, key: int, numbers: I64, lengths: Ints, pointers: I64, out: I64, /) -> int:
         """What ``ShuffledLine._slots`` says: tokens of groups of permuted documents, each checked against its pointer.
@@ -116,7 +118,7 @@ class Kernels(Protocol):
     def find_samples(
         self, finders: tuple[object, ...], sequence_length: int, source: I64, sample: I64, ranges: I64, /
     ) -> int | tuple[int, int]:
-        """The ranges of samples, as ``gather.FIELDS`` says; how many there are.
+        """The ranges of samples, as ``batches.gather.FIELDS`` says; how many there are.
 
         Or -1: too little room; another negative number: numpy has to look; (source, epoch): one to add first;
         (source, -1): a finder to open; (source, -2 - n): the string of grid n to add.

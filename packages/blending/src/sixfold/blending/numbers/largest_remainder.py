@@ -1,6 +1,6 @@
 """Whole shares of a total in proportion to weights, exactly.
 
-    weights, total --> apportion (this file) --> quota.py
+    weights, total --> apportion (this file) --> blend/quota_tree.py
 
 Pure Python integers: a float is the rational number that its bits say, so no rounding takes part
 and every machine finds the same shares.

@@ -1,6 +1,6 @@
 """Keyed permutations of 0..n-1 that are computed one element at a time.
 
-    names and numbers --> order_key --> permute (this file) --> line.py, grid.py
+    names and numbers --> order_key --> permute (this file) --> samples/token_line.py, samples/chunk_grid.py
 
 Pure: no state, no random generator. The order of every dataset rests on these few lines, so they
 are fixed for version 1 of the order: the numbers in tests/golden/order-1.json never change. The compiled kernel does

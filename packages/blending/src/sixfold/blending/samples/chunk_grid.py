@@ -1,6 +1,6 @@
 """Which stretch of its line a dataset's n-th sample is.
 
-    Line + sequence lengths --> SampleOrder (this file): sample --> pieces of the line --> gpt.py
+    Line + sequence lengths --> SampleOrder (this file): sample --> pieces of the line --> batches/reader.py
 
 The line is cut into chunks of S tokens from an origin on: the grid. The chunks of an epoch are read
 in windows of 65,536, each window in an order of its own. A new sequence length first reads out

@@ -1,15 +1,15 @@
 """Documents shuffled as a whole: the line of version 1 with blocks of one document.
 
-    part, document_shuffle --> line_of --> Line, or ShuffledLine (this file) --> grid.py
+    part, document_shuffle --> line_of --> Line, or ShuffledLine (this file) --> chunk_grid.py
 
 Place k of an epoch holds the document that a keyed permutation of all n sends k to. Tokens are summed up in groups of
-64 places, which the order knows nothing of; a group is what line.py calls a slot. The sums begin at the epoch's first
-place and grow as line.py's do, by a look at every document, so a run begins in milliseconds. Where an eighth of an
-epoch is asked for, one pass over the index in its own order makes all of them: it reads each page once, which a corpus
-that is not in memory needs.
+64 places, which the order knows nothing of; a group is what token_line.py calls a slot. The sums begin at the epoch's
+first place and grow as token_line.py's do, by a look at every document, so a run begins in milliseconds. Where an
+eighth of an epoch is asked for, one pass over the index in its own order makes all of them: it reads each page once,
+which a corpus that is not in memory needs.
 
-[Note: of two thousand documents] ``line.block_size`` is 1 below 2,048 sequences: then both shuffles are one permutation
-under one key, and this file is not needed.
+[Note: of two thousand documents] ``token_line.block_size`` is 1 below 2,048 sequences: then both shuffles are one
+permutation under one key, and this file is not needed.
 """
 
 import numpy as np
@@ -26,7 +26,7 @@ _PART_OF_ALL = 8  # slots over those from which on all are made in one pass
 
 
 def line_of(part: Part, seed: int, name: str, split: str, document_shuffle: str) -> Line:
-    """The line under ``document_shuffle``, one of ``config.SHUFFLES``.
+    """The line under ``document_shuffle``, one of ``config.config.SHUFFLES``.
 
     Raises:
         BlendingError: the part has no tokens.

@@ -1,7 +1,7 @@
 """The endless line of tokens of one dataset: its documents, shuffled anew in every epoch.
 
-    Part --> Line (this file): a stretch of the line --> ranges of documents --> gather.py, why.py
-             `-> shuffled.py, where every document is a block
+    Part --> Line (this file): a stretch of the line --> ranges of documents --> batches/reader.py
+             `-> document_shuffle.py, where every document is a block
 
 Two levels: blocks of B consecutive sequences are permuted, and the sequences inside each block.
 So a position is found by a search among the block sizes and a look at one block's lengths; no

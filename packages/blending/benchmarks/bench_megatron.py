@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sixfold.blending.documents.source import Part
+from sixfold.blending.documents.part import Part
 from sixfold.blending.megatron.document_index import _shuffle, plan_epochs
 from sixfold.blending.megatron.index_order import INDICES, build_indices, indices_fit
 from sixfold.blending.megatron.sample_counts import normalized

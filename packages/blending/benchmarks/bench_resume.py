@@ -90,7 +90,7 @@ def tell(what: str, found: dict[str, float]) -> None:
 
 
 def sums() -> None:
-    from sixfold.blending.documents.source import Part
+    from sixfold.blending.documents.part import Part
     from sixfold.blending.samples.document_shuffle import ShuffledLine
 
     class Held:

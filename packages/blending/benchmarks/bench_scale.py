@@ -22,7 +22,7 @@ from sixfold.blending import GPTDataset
 from sixfold.blending.blend.exact_counts import ApportionedBlend
 from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.builder.rank_shares import build_cost, shares
-from sixfold.blending.documents.source import Part
+from sixfold.blending.documents.part import Part
 from sixfold.blending.megatron.document_index import plan_epochs
 from sixfold.blending.megatron.index_order import build_indices
 from sixfold.blending.numbers.largest_remainder import apportion

@@ -5,7 +5,7 @@ import pytest
 
 from sixfold.blending.batches.gather import FIELDS, gather
 from sixfold.blending.batches.gpt_arrays import TokenRows
-from sixfold.blending.documents.source import Part
+from sixfold.blending.documents.part import Part
 from sixfold.blending.numbers.kernels import Level, forced, kernels, levels
 
 PAD = -1

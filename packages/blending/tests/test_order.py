@@ -17,7 +17,8 @@ from blending_helpers import (
 )
 
 from sixfold.blending import Split
-from sixfold.blending.documents.source import ListSource, Part
+from sixfold.blending.documents.part import Part
+from sixfold.blending.documents.source import ListSource
 from sixfold.blending.samples import chunk_grid as grid
 from sixfold.blending.samples import token_line as line_module
 from sixfold.blending.samples.chunk_grid import SampleOrder

@@ -8,7 +8,8 @@ from blending_helpers import blend, config, dataset, naive_key, naive_permute, s
 
 from sixfold.blending import BlendingError, GPTDataset, GPTDatasetConfig, Split
 from sixfold.blending.batches.reader import BatchReader
-from sixfold.blending.documents.source import ListSource, Part
+from sixfold.blending.documents.part import Part
+from sixfold.blending.documents.source import ListSource
 from sixfold.blending.numbers.kernels import kernels
 from sixfold.blending.samples import document_shuffle as shuffled
 

@@ -9,7 +9,8 @@ import pytest
 from blending_helpers import blend, dataset, numbered
 
 from sixfold.blending import BlendChange, BlendingError
-from sixfold.blending.documents.source import ListSource, Part
+from sixfold.blending.documents.part import Part
+from sixfold.blending.documents.source import ListSource
 
 GOLDEN = Path(__file__).parent / "golden"
 STATES_0_1_0 = json.loads((GOLDEN / "states-0.1.0.json").read_text())

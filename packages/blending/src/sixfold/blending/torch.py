@@ -13,9 +13,9 @@ from typing import Any, Self
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
-from sixfold.blending.datasets.base import Positions, Samples
+from sixfold.blending.datasets.base import Samples
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.numbers.checks import whole_number
+from sixfold.blending.numbers.checks import Positions, whole_number
 
 
 class LoaderDataset(Dataset[dict[str, Any]]):

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.batches.gpt_arrays import TokenRows
-from sixfold.blending.documents.source import Part
+from sixfold.blending.documents.part import Part
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.kernels import I64, Kernels, kernels
 

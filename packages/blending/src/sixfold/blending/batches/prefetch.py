@@ -20,9 +20,8 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from sixfold.blending.batches.gpt_arrays import Batch
-from sixfold.blending.datasets.base import Positions
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.numbers.checks import whole_number
+from sixfold.blending.numbers.checks import Positions, whole_number
 
 _CLOSE_S = 60.0  # for the batch that is being read when the end is asked for
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from sixfold.blending.batches.gather import FIELDS, gather, open_map
 from sixfold.blending.batches.gpt_arrays import TokenRows
-from sixfold.blending.documents.source import Part
+from sixfold.blending.documents.part import Part
 from sixfold.blending.numbers.kernels import I64, Kernels, kernels
 from sixfold.blending.samples.chunk_grid import Pieces
 from sixfold.blending.samples.token_line import Ranges

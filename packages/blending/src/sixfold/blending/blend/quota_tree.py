@@ -17,7 +17,8 @@ import numpy.typing as npt
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import whole_number, whole_numbers
 from sixfold.blending.numbers.kernels import I64, kernels
-from sixfold.blending.numbers.largest_remainder import Weights, apportion
+from sixfold.blending.numbers.largest_remainder import apportion
+from sixfold.blending.numbers.weights import Weights
 
 PERIOD = 2**31
 _LARGEST_PERIOD = 2**62  # of the kernel

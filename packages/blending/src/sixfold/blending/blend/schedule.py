@@ -18,8 +18,8 @@ from sixfold.blending.config.config import BlendChange
 from sixfold.blending.config.prefixes import Prefix, text_of
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import whole_number
-from sixfold.blending.numbers.largest_remainder import Weights
 from sixfold.blending.numbers.permutation import I64
+from sixfold.blending.numbers.weights import Weights
 
 
 @dataclass(frozen=True, slots=True)

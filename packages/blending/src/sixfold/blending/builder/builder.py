@@ -23,7 +23,8 @@ from sixfold.blending.datasets.base import MegatronDataset
 from sixfold.blending.datasets.blended import BlendedDataset
 from sixfold.blending.datasets.mock import MockGPTDataset, refuse_a_blend
 from sixfold.blending.documents.idx_bin import pair_of
-from sixfold.blending.documents.source import AbsentSource, DocumentSource, Part, several_sequences
+from sixfold.blending.documents.part import Part
+from sixfold.blending.documents.source import AbsentSource, DocumentSource, several_sequences
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.cache_names import record_name
 from sixfold.blending.megatron.sample_counts import normalized, targets, with_surplus

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -28,11 +29,9 @@ from sixfold.blending.config.prefixes import (
     text_of,
 )
 from sixfold.blending.config.splits import Bookends, Split, parse_split, split_matrix
-from sixfold.blending.datasets.epoch_limit import refuse_max_epochs
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.megatron.greedy import refuse_too_many_datasets, refuse_weights
 from sixfold.blending.numbers.checks import first_repeated, plain, whole_number
-from sixfold.blending.numbers.largest_remainder import exact_weights
+from sixfold.blending.numbers.weights import exact_weights, refuse_too_many_datasets, refuse_weights
 
 Blend = tuple[Sequence[Prefix], Sequence[float] | None]
 SHUFFLES = ("auto", "global", "block")
@@ -114,7 +113,7 @@ class BlendedMegatronDatasetConfig:
             raise BlendingError(f"random_seed is {self.random_seed!r}; it is a whole number")
         for name in ("random_seed", "max_epochs", "mid_level_dataset_surplus"):
             self._set(name, plain(getattr(self, name)))  # of numpy they are no JSON
-        refuse_max_epochs(self.max_epochs)
+        _refuse_max_epochs(self.max_epochs)
         self._check_order()
         if self.blend is not None and self.blend_per_split is not None:
             raise BlendingError("both blend and blend_per_split are given; give one of them")
@@ -369,6 +368,17 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         for option in self.options_of_eod:
             if special_token(self.tokenizer, "eod") is None:
                 raise BlendingError(f"{option} needs to know the end-of-document token; give a tokenizer with eod")
+
+
+def _refuse_max_epochs(max_epochs: Any) -> None:
+    """BlendingError for a limit that is none."""
+    number = (
+        max_epochs
+        if isinstance(max_epochs, int | float | np.integer | np.floating) and not isinstance(max_epochs, bool)
+        else 0
+    )
+    if max_epochs is not None and not (isfinite(number) and number > 0):
+        raise BlendingError(f"max_epochs is {max_epochs!r}; it is a number > 0, or None for no limit")
 
 
 def special_token(tokenizer: Any, name: str) -> int | None:

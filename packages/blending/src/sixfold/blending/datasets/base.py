@@ -35,43 +35,18 @@ from sixfold.blending.datasets.checkpoint_state import (
 from sixfold.blending.datasets.epoch_limit import ENDLESS, EpochWatch, samples_within, tokens_given
 from sixfold.blending.datasets.provenance import TokenRange, Why
 from sixfold.blending.documents.idx_bin import open_prefix
-from sixfold.blending.documents.source import AbsentSource, DocumentSource, Part, several_sequences
+from sixfold.blending.documents.part import Part
+from sixfold.blending.documents.source import AbsentSource, DocumentSource, several_sequences
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.cache_names import Identifiers, dataset_identifiers
 from sixfold.blending.megatron.document_index import plan_epochs, refuse_document
 from sixfold.blending.megatron.index_order import IndexOrder
-from sixfold.blending.numbers.checks import whole_number, whole_numbers
+from sixfold.blending.numbers.checks import Positions, checked_positions, whole_number
 from sixfold.blending.numbers.kernels import F64
 from sixfold.blending.numbers.permutation import I64
 from sixfold.blending.samples.chunk_grid import SampleOrder
 from sixfold.blending.samples.document_shuffle import line_of
 from sixfold.blending.samples.token_line import no_tokens
-
-Positions = Sequence[int] | range | npt.NDArray[Any]
-FARTHEST = 2**40  # positions of an endless stream: with 2^22 tokens each, a place on the line stays below 2^63
-
-
-def checked_positions(positions: Any, end: int | None) -> I64:
-    """``positions`` as (P,) int64.
-
-    Raises:
-        BlendingError: not whole numbers in one dimension.
-        IndexError: one that is negative or behind the end (None: ``FARTHEST``).
-    """
-    end = FARTHEST if end is None else end
-    if isinstance(positions, range):
-        ends = (positions[0], positions[-1]) if positions else (0, 0)
-        if min(ends) >= 0 and max(ends) < end:
-            return np.arange(positions.start, positions.stop, positions.step)
-    position_P = np.ascontiguousarray(whole_numbers("positions", positions))
-    if np.ndim(positions) != 1:
-        raise BlendingError(f"positions are of shape {np.shape(positions)}; they are whole numbers in one row")
-    if position_P.size and not 0 <= int(position_P.min()) <= int(position_P.max()) < end:
-        wrong = position_P[(position_P < 0) | (position_P >= end)][0]
-        raise IndexError(
-            f"position {wrong} is not in 0..{end - 1}" if end else f"position {wrong}: there are no samples"
-        )
-    return position_P
 
 
 def epoch_watch(

@@ -25,14 +25,7 @@ from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.blend.schedule import Schedule, eras_of
 from sixfold.blending.cache.indices import blend_index, refuse_too_many_samples
 from sixfold.blending.config.config import BlendedMegatronDatasetConfig
-from sixfold.blending.datasets.base import (
-    MegatronDataset,
-    Positions,
-    Samples,
-    checked_positions,
-    epoch_watch,
-    one_sequence_length,
-)
+from sixfold.blending.datasets.base import MegatronDataset, Samples, epoch_watch, one_sequence_length
 from sixfold.blending.datasets.checkpoint_state import (
     STATE_VERSION,
     State,
@@ -46,12 +39,12 @@ from sixfold.blending.datasets.provenance import Why
 from sixfold.blending.documents.source import AbsentSource
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.cache_names import Identifiers, blend_identifiers
-from sixfold.blending.megatron.greedy import refuse_too_many_datasets, refuse_weights
 from sixfold.blending.megatron.sample_counts import normalized
-from sixfold.blending.numbers.checks import first_repeated, plain, whole_number
+from sixfold.blending.numbers.checks import Positions, checked_positions, first_repeated, plain, whole_number
 from sixfold.blending.numbers.kernels import F64
-from sixfold.blending.numbers.largest_remainder import Weights, apportion
+from sixfold.blending.numbers.largest_remainder import apportion
 from sixfold.blending.numbers.permutation import I64
+from sixfold.blending.numbers.weights import Weights, refuse_too_many_datasets, refuse_weights
 
 
 class BlendedDataset(Samples):

@@ -17,7 +17,7 @@ from sixfold.blending.blend.schedule import Schedule
 from sixfold.blending.config.config import BlendedMegatronDatasetConfig
 from sixfold.blending.config.prefixes import base_name
 from sixfold.blending.config.splits import Split
-from sixfold.blending.documents.source import Part
+from sixfold.blending.documents.part import Part
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import plain, whole_number
 

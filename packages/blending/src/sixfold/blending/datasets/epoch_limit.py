@@ -9,10 +9,6 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from math import isfinite
-from typing import Any
-
-import numpy as np
 
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.kernels import F64, I64
@@ -20,17 +16,6 @@ from sixfold.blending.numbers.kernels import F64, I64
 Lengths = Sequence[tuple[int, int]]  # (first sample, sequence length), ascending
 _TOLD = 8  # datasets that a message lists
 ENDLESS = 2**62  # samples
-
-
-def refuse_max_epochs(max_epochs: Any) -> None:
-    """BlendingError for a limit that is none."""
-    number = (
-        max_epochs
-        if isinstance(max_epochs, int | float | np.integer | np.floating) and not isinstance(max_epochs, bool)
-        else 0
-    )
-    if max_epochs is not None and not (isfinite(number) and number > 0):
-        raise BlendingError(f"max_epochs is {max_epochs!r}; it is a number > 0, or None for no limit")
 
 
 def tokens_given(samples: int, lengths: Lengths) -> int:

@@ -10,7 +10,8 @@ import warnings
 
 import numpy as np
 
-from sixfold.blending.documents.source import Part, several_sequences
+from sixfold.blending.documents.part import Part
+from sixfold.blending.documents.source import several_sequences
 from sixfold.blending.numbers.kernels import I64
 
 _LOOKS = 16

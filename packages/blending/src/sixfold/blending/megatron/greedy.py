@@ -8,17 +8,14 @@ plain statement; cost is O(size * D). The compiled kernel looks only at datasets
 """
 
 from collections.abc import Sequence
-from math import inf
 
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import whole_number
 from sixfold.blending.numbers.kernels import I64, kernels
-from sixfold.blending.numbers.largest_remainder import Weights, exact_weights
+from sixfold.blending.numbers.weights import Weights, refuse_weights
 
-DATASETS_BELOW = 32_767  # the dataset index is int16, and the peer refuses its last value
 _LOOP_BELOW = 32  # datasets up to which a loop over floats beats three calls of numpy (measured)
 
 _LARGEST_WEIGHT = 1e200  # of the kernel: no lag is infinite
@@ -60,26 +57,6 @@ def exhaustive(sizes: Sequence[int]) -> BlendIndices:
     refuse_weights(left)
     w_D = np.array(left, dtype=np.float64) / float(sum(left))
     return _indices(w_D, sum(left), left)
-
-
-def refuse_weights(weights: Weights) -> None:
-    """BlendingError for weights of which an index cannot be built."""
-    refuse_too_many_datasets(len(weights))
-    if len(weights) and all(type(weight) in (float, int) and 0 < weight < inf for weight in weights):
-        return  # the rest of this function would take as long as 10,000 positions of 1,000 datasets
-    exact_weights(weights)
-    for number, weight in enumerate(weights):
-        if weight == 0:
-            raise BlendingError(f"weight {number} is {weight!r}; this order has weights > 0: leave the dataset out")
-
-
-def refuse_too_many_datasets(datasets: int) -> None:
-    """BlendingError for more datasets than an index counts."""
-    if datasets >= DATASETS_BELOW:
-        raise BlendingError(
-            f"there are {datasets} datasets; an index counts them in int16, fewer than {DATASETS_BELOW}: "
-            'use order="stateless"'
-        )
 
 
 def _indices(w_D: npt.NDArray[np.float64], size: int, left: list[int] | None = None) -> BlendIndices:

@@ -12,7 +12,8 @@ from typing import Any, cast
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.blending.documents.source import Part, pointers_of
+from sixfold.blending.documents.part import Part
+from sixfold.blending.documents.source import pointers_of
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.document_index import EpochPlan, document_index, shuffle_dtype, shuffle_index
 from sixfold.blending.megatron.sample_index import sample_index_of

@@ -1,17 +1,20 @@
 """What callers hand over, checked before anything is computed from it.
 
-    config, sizes, positions --> whole_number, whole_numbers, first_repeated (this file) --> everywhere
+    config, sizes, positions --> whole_number, whole_numbers, checked_positions (this file) --> everywhere
 
 numpy cuts 1.5 to 1 where it is asked for integers; here it is refused.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.errors import BlendingError
+
+Positions = Sequence[int] | range | npt.NDArray[Any]
+FARTHEST = 2**40  # positions of an endless stream: with 2^22 tokens each, a place on the line stays below 2^63
 
 
 def whole_number(what: str, value: object, least: int) -> int:
@@ -45,3 +48,26 @@ def first_repeated(items: Iterable[str], key: Callable[[str], str] | None = None
             return item
         seen.add(seen_as)
     return None
+
+
+def checked_positions(positions: Any, end: int | None) -> npt.NDArray[np.int64]:
+    """``positions`` as (P,) int64.
+
+    Raises:
+        BlendingError: not whole numbers in one dimension.
+        IndexError: one that is negative or behind the end (None: ``FARTHEST``).
+    """
+    end = FARTHEST if end is None else end
+    if isinstance(positions, range):
+        ends = (positions[0], positions[-1]) if positions else (0, 0)
+        if min(ends) >= 0 and max(ends) < end:
+            return np.arange(positions.start, positions.stop, positions.step)
+    position_P = np.ascontiguousarray(whole_numbers("positions", positions))
+    if np.ndim(positions) != 1:
+        raise BlendingError(f"positions are of shape {np.shape(positions)}; they are whole numbers in one row")
+    if position_P.size and not 0 <= int(position_P.min()) <= int(position_P.max()) < end:
+        wrong = position_P[(position_P < 0) | (position_P >= end)][0]
+        raise IndexError(
+            f"position {wrong} is not in 0..{end - 1}" if end else f"position {wrong}: there are no samples"
+        )
+    return position_P

@@ -14,7 +14,8 @@ permutation under one key, and this file is not needed.
 
 import numpy as np
 
-from sixfold.blending.documents.source import Part, pointers_of
+from sixfold.blending.documents.part import Part
+from sixfold.blending.documents.source import pointers_of
 from sixfold.blending.numbers.kernels import I64, kernels
 from sixfold.blending.numbers.permutation import permute, permute_range
 from sixfold.blending.samples.token_line import Line, Slots, block_size

@@ -21,7 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.blending.documents.source import Part, pointers_of
+from sixfold.blending.documents.part import Part
+from sixfold.blending.documents.source import pointers_of
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.kernels import I64, Kernels
 from sixfold.blending.numbers.permutation import key_text, order_key, permute, permute_range

@@ -11,11 +11,11 @@ from sixfold.blending.batches.prefetch import Prefetcher
 from sixfold.blending.builder.builder import BlendedMegatronDatasetBuilder
 from sixfold.blending.config.config import BlendChange, BlendedMegatronDatasetConfig, GPTDatasetConfig
 from sixfold.blending.config.splits import Split
-from sixfold.blending.datasets.base import MegatronDataset
-from sixfold.blending.datasets.blended import BlendedDataset
-from sixfold.blending.datasets.gpt import GPTDataset
-from sixfold.blending.datasets.mock import MockGPTDataset
-from sixfold.blending.datasets.provenance import TokenRange, Why
+from sixfold.blending.dataset.base import MegatronDataset
+from sixfold.blending.dataset.blended import BlendedDataset
+from sixfold.blending.dataset.gpt import GPTDataset
+from sixfold.blending.dataset.mock import MockGPTDataset
+from sixfold.blending.dataset.provenance import TokenRange, Why
 from sixfold.blending.documents.source import DocumentSource
 from sixfold.blending.errors import BlendingError
 

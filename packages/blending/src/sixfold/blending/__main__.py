@@ -22,10 +22,10 @@ import numpy as np
 from sixfold.blending.builder.builder import BlendedMegatronDatasetBuilder
 from sixfold.blending.config.config import BlendChange, GPTDatasetConfig
 from sixfold.blending.config.splits import Split
-from sixfold.blending.datasets.base import MegatronDataset
-from sixfold.blending.datasets.blended import BlendedDataset
-from sixfold.blending.datasets.gpt import GPTDataset
-from sixfold.blending.datasets.provenance import TokenRange, Why
+from sixfold.blending.dataset.base import MegatronDataset
+from sixfold.blending.dataset.blended import BlendedDataset
+from sixfold.blending.dataset.gpt import GPTDataset
+from sixfold.blending.dataset.provenance import TokenRange, Why
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import whole_number
 

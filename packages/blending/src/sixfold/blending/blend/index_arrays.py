@@ -1,6 +1,6 @@
 """A blend whose order is two arrays: the dataset of each position, and its sample.
 
-    megatron/greedy.py --> BlendIndex (this file): position <--> (dataset, sample) --> datasets/blended.py
+    megatron/greedy.py --> BlendIndex (this file): position <--> (dataset, sample) --> dataset/blended.py
 
 Stands where ``schedule.Schedule`` stands in the stateless order. D counts datasets, N positions.
 """

@@ -1,6 +1,6 @@
 """Which dataset gives which position through all changes of a blend.
 
-    config.changes --> eras --> Schedule (this file): position <--> (dataset, sample) --> datasets/blended.py
+    config.changes --> eras --> Schedule (this file): position <--> (dataset, sample) --> dataset/blended.py
 
 Pure. A segment is the stretch of positions between two changes: a tree of its own and the number of
 samples that each dataset gave before it, so every dataset goes on from its own count.

@@ -19,9 +19,9 @@ from sixfold.blending.cache.index_files import Note, Record, Stamp, stamps_of, s
 from sixfold.blending.config.config import Blend, BlendedMegatronDatasetConfig, special_token
 from sixfold.blending.config.prefixes import text_of
 from sixfold.blending.config.splits import Bookends, Split, part_range
-from sixfold.blending.datasets.base import MegatronDataset
-from sixfold.blending.datasets.blended import BlendedDataset
-from sixfold.blending.datasets.mock import MockGPTDataset, refuse_a_blend
+from sixfold.blending.dataset.base import MegatronDataset
+from sixfold.blending.dataset.blended import BlendedDataset
+from sixfold.blending.dataset.mock import MockGPTDataset, refuse_a_blend
 from sixfold.blending.documents.idx_bin import pair_of
 from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import AbsentSource, DocumentSource, several_sequences

@@ -1,6 +1,6 @@
 """Whether documents end as the config says, for the arrays that are made of their ends.
 
-    Part, eod --> tell_of_other_ends (this file) --> datasets/gpt.py
+    Part, eod --> tell_of_other_ends (this file) --> dataset/gpt.py
 
 Looks at the last token of a few documents. Where the end is another token or there is none, positions and masks would
 not begin anew, and nothing else would tell.

@@ -1,6 +1,6 @@
 """Documents as this package sees them: any source of token sequences, lists in memory, and data that was deleted.
 
-    anything with lengths and get() --> DocumentSource (this file) --> part.py
+anything with lengths and get() --> DocumentSource (this file) --> part.py
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,6 @@
 """Which dataset gives which position of a blend: always the one that lags most.
 
-    weights, size --> greedy; sizes --> exhaustive (this file) --> datasets/blended.py
+    weights, size --> greedy; sizes --> exhaustive (this file) --> dataset/blended.py
 
 Source: megatron-core 0.16.1 ``helpers.cpp``. The lag of dataset i at position n is ``w_i * max(n, 1) - c_i`` with two
 roundings to float64 and no fused multiply-add: a fused one changes the order. Equal lags: the lower index. This is the

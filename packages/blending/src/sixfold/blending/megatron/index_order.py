@@ -1,6 +1,6 @@
 """The three indices of one part of one dataset: built, checked, and read.
 
-    Part, EpochPlan --> build_indices, indices_fit --> IndexOrder (this file): sample --> ranges --> datasets/base.py
+    Part, EpochPlan --> build_indices, indices_fit --> IndexOrder (this file): sample --> ranges --> dataset/base.py
 
 ``IndexOrder`` stands where ``samples.chunk_grid.SampleOrder`` stands in the stateless order. K counts documents met,
 P samples asked for.

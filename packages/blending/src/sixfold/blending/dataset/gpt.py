@@ -10,7 +10,7 @@ import numpy.typing as npt
 from sixfold.blending.batches.gpt_arrays import Batch, SampleLayout, TokenRows
 from sixfold.blending.config.config import GPTDatasetConfig, special_token
 from sixfold.blending.config.splits import Split
-from sixfold.blending.datasets.base import MegatronDataset
+from sixfold.blending.dataset.base import MegatronDataset
 from sixfold.blending.documents.eod_check import tell_of_other_ends
 from sixfold.blending.documents.source import DocumentSource
 

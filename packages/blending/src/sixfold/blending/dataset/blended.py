@@ -25,8 +25,8 @@ from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.blend.schedule import Schedule, eras_of
 from sixfold.blending.cache.indices import blend_index, refuse_too_many_samples
 from sixfold.blending.config.config import BlendedMegatronDatasetConfig
-from sixfold.blending.datasets.base import MegatronDataset, Samples, epoch_watch, one_sequence_length
-from sixfold.blending.datasets.checkpoint_state import (
+from sixfold.blending.dataset.base import MegatronDataset, Samples, epoch_watch, one_sequence_length
+from sixfold.blending.dataset.checkpoint_state import (
     STATE_VERSION,
     State,
     index_state,
@@ -34,8 +34,8 @@ from sixfold.blending.datasets.checkpoint_state import (
     saved_position,
     stream_state,
 )
-from sixfold.blending.datasets.epoch_limit import ENDLESS, EpochWatch
-from sixfold.blending.datasets.provenance import Why
+from sixfold.blending.dataset.epoch_limit import ENDLESS, EpochWatch
+from sixfold.blending.dataset.provenance import Why
 from sixfold.blending.documents.source import AbsentSource
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.cache_names import Identifiers, blend_identifiers

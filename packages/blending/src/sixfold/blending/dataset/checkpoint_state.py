@@ -22,7 +22,7 @@ from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import plain, whole_number
 
 if TYPE_CHECKING:
-    from sixfold.blending.datasets.base import MegatronDataset
+    from sixfold.blending.dataset.base import MegatronDataset
 
 State = dict[str, Any]
 STATE_VERSION = 3

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from sixfold.blending.config.config import BlendedMegatronDatasetConfig, GPTDatasetConfig, special_token
 from sixfold.blending.config.splits import Split
-from sixfold.blending.datasets.gpt import GPTDataset
+from sixfold.blending.dataset.gpt import GPTDataset
 from sixfold.blending.documents.source import DocumentSource
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.kernels import I64

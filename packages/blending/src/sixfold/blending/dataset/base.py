@@ -24,7 +24,7 @@ from sixfold.blending.cache.index_files import Record, Stamp
 from sixfold.blending.cache.indices import index_order
 from sixfold.blending.config.config import BlendedMegatronDatasetConfig
 from sixfold.blending.config.splits import Split
-from sixfold.blending.datasets.checkpoint_state import (
+from sixfold.blending.dataset.checkpoint_state import (
     STATE_VERSION,
     State,
     index_state,
@@ -32,8 +32,8 @@ from sixfold.blending.datasets.checkpoint_state import (
     saved_position,
     stream_state,
 )
-from sixfold.blending.datasets.epoch_limit import ENDLESS, EpochWatch, samples_within, tokens_given
-from sixfold.blending.datasets.provenance import TokenRange, Why
+from sixfold.blending.dataset.epoch_limit import ENDLESS, EpochWatch, samples_within, tokens_given
+from sixfold.blending.dataset.provenance import TokenRange, Why
 from sixfold.blending.documents.idx_bin import open_prefix
 from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import AbsentSource, DocumentSource, several_sequences

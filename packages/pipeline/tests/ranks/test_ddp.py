@@ -204,6 +204,41 @@ def check_fully_shard(rank: int, ranks: int) -> None:
             assert p.grad is None or torch.equal(p.grad.to_local(), q.grad.to_local()), key
 
 
+def summed_loss(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
+    return ((output - target) ** 2).sum(), target.numel()
+
+
+def check_evaluations_around_shards(rank: int, ranks: int) -> None:
+    """A forward leaves FSDP2's root gathered; losses, norms, gradients and weights are still the whole model's."""
+    for scale, loss_fn in (("mean", nn.functional.mse_loss), ("token", summed_loss)):
+        torch.manual_seed(5)
+        plain = [nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(2)]
+        ours = [fully_shard(copy.deepcopy(p)) for p in plain]
+        theirs = nn.Sequential(*plain)
+        runner = PipelineRunner(
+            one_f_one_b(2, M), [Stage(m, s) for s, m in enumerate(ours)], None, loss_fn, scale=scale
+        )
+        trained = torch.optim.SGD([p for m in ours for p in m.parameters()], lr=0.5)
+        oracle = torch.optim.SGD(theirs.parameters(), lr=0.5)
+        seen, _ = batch(rank, 7)
+        for step in range(2):
+            outputs = runner.forward(seen).outputs
+            assert torch.allclose(torch.cat(outputs), theirs(torch.cat(seen)), atol=1e-6), f"{scale}, step {step}"
+            runner.step(*batch(rank, step))
+            for other in range(ranks):
+                x, y = map(torch.cat, batch(other, step))
+                (nn.functional.mse_loss(theirs(x), y) / ranks).backward()
+            runner.evaluate(*batch(rank, 8))
+            norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+            assert torch.allclose(runner.clip_grad_norm_(0.1), norm, atol=1e-6), f"{scale}, step {step}"
+            for a, b in zip((p for m in ours for p in m.parameters()), theirs.parameters(), strict=True):
+                assert torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-6), f"{scale}, step {step}"
+            runner.evaluate(*batch(rank, 8))
+            for optimizer in (trained, oracle):
+                optimizer.step()
+                optimizer.zero_grad()
+
+
 def check_everything(rank: int, ranks: int) -> None:
     """One job: starting ranks costs more than what they do here."""
     check_replicas(rank, ranks)
@@ -211,6 +246,7 @@ def check_everything(rank: int, ranks: int) -> None:
     check_replaced(rank, ranks)
     check_refused(rank, ranks)
     check_fully_shard(rank, ranks)
+    check_evaluations_around_shards(rank, ranks)
     check_deadline(rank, ranks)
 
 

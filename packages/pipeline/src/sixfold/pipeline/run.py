@@ -39,6 +39,7 @@ from sixfold.pipeline.snapshot import restored, taken
 from sixfold.pipeline.split import Values, input_microbatches, keyword_microbatches, rows_of, target_microbatches
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.tied import Ties, tie
+from sixfold.pipeline.torch_shards import shard_again
 from sixfold.pipeline.transport import Links, Transport
 from sixfold.pipeline.watchdog import PeerLost
 from sixfold.pipeline.wiring import Goal
@@ -169,6 +170,7 @@ class PipelineRunner:
             self._programs.check(program)
             self._programs.prepare(program)
             links = self._links or one_process(program)
+            shard_again(stages)
             self._ties = tie(stages, program.placement.__getitem__, links, self._rank)
         except BaseException as error:
             self._fail(error)
@@ -214,6 +216,7 @@ class PipelineRunner:
     def tie(self) -> None:
         """Give every tied copy (``Stage(tied=)``) the value of the lowest stage again; all ranks call it."""
         self._not_broken()
+        shard_again(self._stages.values())
         try:
             if self._ties is not None:
                 self._ties.share()
@@ -412,6 +415,7 @@ class PipelineRunner:
             raise ScheduleError(f"this runner failed before ({self._faults.broken}); make a new one")
 
     def _begin_call(self) -> None:
+        shard_again(self._stages.values())
         for links in self._links.values():
             if (calls := getattr(links, "calls", None)) is not None:
                 calls.begin()
@@ -471,6 +475,7 @@ class PipelineRunner:
             for call in calls:
                 call()
             over = True
+            shard_again(self._stages.values())
             if ties is not None:
                 ties.add_up()
             elif self._ties is not None and not goal.train:

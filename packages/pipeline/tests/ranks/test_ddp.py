@@ -23,6 +23,7 @@ from sixfold.pipeline import (
     Stage,
     interleaved,
     one_f_one_b,
+    passes,
     zb_h1,
     zb_v,
 )
@@ -239,6 +240,27 @@ def check_evaluations_around_shards(rank: int, ranks: int) -> None:
                 optimizer.zero_grad()
 
 
+def check_autocast_around_shards(rank: int, ranks: int) -> None:
+    """Autocast remembers its casts of weights through a step; each microbatch's gradients are reduced with it still."""
+    torch.manual_seed(5)
+    plain = [nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(2)]
+    theirs = [fully_shard(copy.deepcopy(p)) for p in plain]
+    for x, y in zip(*batch(rank, 0), strict=True):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = square_loss(theirs[1](theirs[0](x)), y) / M
+        loss.backward()
+    program = one_f_one_b(2, M)
+    for made, checkpoint in ((program, False), (program, True), (passes.recompute(program), False)):
+        ours = [fully_shard(copy.deepcopy(p)) for p in plain]
+        stages = [Stage(m, s, checkpoint=checkpoint) for s, m in enumerate(ours)]
+        runner = PipelineRunner(made, stages, None, square_loss)
+        with torch.autocast("cpu", torch.bfloat16):
+            runner.step(*batch(rank, 0))
+        for a, b in zip(ours, theirs, strict=True):
+            for (key, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+                assert torch.equal(p.grad.to_local(), q.grad.to_local()), f"{key}, {checkpoint}, {made.name}"
+
+
 def check_everything(rank: int, ranks: int) -> None:
     """One job: starting ranks costs more than what they do here."""
     check_replicas(rank, ranks)
@@ -247,9 +269,45 @@ def check_everything(rank: int, ranks: int) -> None:
     check_refused(rank, ranks)
     check_fully_shard(rank, ranks)
     check_evaluations_around_shards(rank, ranks)
+    check_autocast_around_shards(rank, ranks)
     check_deadline(rank, ranks)
 
 
 @pytest.mark.slow
 def test_replicas_and_shards_have_the_gradients_of_the_plain_loop():
     run_ranks(check_everything, 2)
+
+
+class Counting(nn.Linear):
+    """Counts the gradients of its weight, and those that are there when the gradient of its input is."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.made, self.seen = 0, []
+        self.weight.register_post_accumulate_grad_hook(self.count)
+
+    def count(self, _: Tensor) -> None:
+        self.made += 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view_as(x)
+        if x.requires_grad:
+            x.register_hook(lambda _: self.seen.append(self.made))
+        return super().forward(x)
+
+
+class Sharding:
+    """As an object that reduces when a microbatch's gradients are there."""
+
+    def nothing(self) -> None:
+        """There are no shards."""
+
+    unshard = reshard = before_last_backward = reduce_grad = nothing
+
+
+def test_a_sharded_stage_has_its_weights_gradients_under_autocast_when_those_of_its_input_are_there():
+    modules = [Counting(), Counting()]
+    stages = [Stage(module, s, data_parallel=Sharding()) for s, module in enumerate(modules)]
+    with torch.autocast("cpu", torch.bfloat16):
+        PipelineRunner(one_f_one_b(2, M), stages, None, square_loss).step(*batch(0, 0))
+    assert modules[1].seen == list(range(1, M + 1))

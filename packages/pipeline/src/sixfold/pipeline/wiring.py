@@ -24,6 +24,7 @@ from sixfold.pipeline.program import Program
 from sixfold.pipeline.stage import Stage
 from sixfold.pipeline.stage_run import Onward, StageRun, Store, WholeBackward
 from sixfold.pipeline.tokens import TokenCount
+from sixfold.pipeline.torch_shards import of_own_casts
 from sixfold.pipeline.transport import Lane, Receipt
 from sixfold.pipeline.versions import Versions
 
@@ -160,6 +161,7 @@ class Wiring:
         if goal.train and goal.autocast and any(stage.cuda_graphs for stage in stages.values()):
             raise ScheduleError("cuda_graphs hold no casts of autocast; step outside of it, with stages in its type")
         for run in self.runs.values() if goal.train and goal.autocast else ():
+            run.calls[:] = [partial(of_own_casts, run.stage, call) for call in run.calls]
             if run.index:  # the first stage's inputs are the caller's
                 run.calls[:] = [partial(_of_no_leaves, call) for call in run.calls]
         self.tail: LossTail | None = None

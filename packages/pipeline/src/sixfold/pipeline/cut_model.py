@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sixfold.pipeline.cut_origin import Origin, check_layers
+from sixfold.pipeline.cut_origin import Origin, base_of, check_layers
 from sixfold.pipeline.cut_proof import prove
 from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.plan.partition import partition
-from sixfold.pipeline.stage import Stage
+from sixfold.pipeline.stage import Stage, check_made
 
 __all__ = ["stages_of_causal_lm", "stages_of_sequential"]
 
@@ -31,8 +31,8 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
     layer that stands in the model twice or of tied weights, is tied (``Stage(tied=)``).
 
     Raises:
-        ScheduleError: it is no nn.Sequential, does more than its layers do (a forward or hooks of its own), or has
-            fewer layers than stages.
+        ScheduleError: it is no nn.Sequential, does more than its layers do (a forward or hooks of its own), has
+            layers without shapes yet (lazy ones), or fewer layers than stages.
     """
     if not isinstance(model, nn.Sequential):
         raise ScheduleError(f"the model is a {type(model).__name__}; stages_of_sequential cuts an nn.Sequential")
@@ -44,6 +44,7 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
             f"the model is a {type(model).__name__} that has {own} of its own, which no stage would run; "
             "stages_of_sequential cuts between layers: put it in an nn.Sequential as a layer"
         )
+    check_made(model, "the model")
     layers: Any = list(model._modules.items())  # named_children leaves out what stands there again
     sizes = _cut(layers, [layer for _, layer in layers], stages)
     parts, begin = [], 0
@@ -119,7 +120,7 @@ def stages_of_causal_lm(model: Any, stages: int, *, check: bool = True) -> list[
             f"the model is a {type(model).__name__}, around the model that has the layers; give its get_base_model(), "
             "where adapters of layers (LoRA) lie: prompts that it adds in front are no part of stages"
         )
-    base: Any = getattr(model, "base_model", None)
+    base: Any = base_of(model)
     lists = [(n, m) for n, m in base.named_children() if isinstance(m, nn.ModuleList)] if base is not None else []
     asked = all(callable(getattr(model, name, None)) for name in ("get_input_embeddings", "get_output_embeddings"))
     if not asked or base is model or len(lists) != 1 or model.get_output_embeddings() is None:
@@ -178,12 +179,7 @@ def _check_form(model: Any, base: Any, name: str, embedding: nn.Module, head: nn
     for other, module in base._modules.items():
         seen |= other == name
         plain = module is None or module is embedding or other == name or not _trained(module)
-        if (
-            not wrong
-            and not plain
-            and not isinstance(module, nn.Embedding)
-            and "norm" not in type(module).__name__.lower()
-        ):
+        if not wrong and not plain and not isinstance(module, nn.Embedding) and not _is_norm(module):
             where = "behind" if seen else "in front of"
             wrong = f"has a {type(module).__name__} {where} its layers, and no stage is known that it belongs to"
     if wrong:
@@ -191,6 +187,11 @@ def _check_form(model: Any, base: Any, name: str, embedding: nn.Module, head: nn
             f"the model is a {type(model).__name__}, which {wrong}; stages_of_causal_lm takes layers between an "
             "embedding and a norm: write its stages as modules of your own"
         )
+
+
+def _is_norm(module: nn.Module) -> bool:
+    """All that has parameters in it is a norm: also within a wrapper, such as peft's of ``modules_to_save``."""
+    return all("norm" in type(part).__name__.lower() for part in module.modules() if part._parameters)
 
 
 def _check_routers(model: Any, kwargs: Mapping[str, Any]) -> None:
@@ -239,14 +240,14 @@ class _Part(nn.Module):
         self._layers = layers
         self._ends: dict[str, str] = {}  # names that base and head have in the model
         self._whole: list[nn.Module] = []  # no part of this module: it has the same parameters
-        self._config: Any = getattr(model.base_model, "config", None)
-        self._mine, self._count = mine, len(getattr(model.base_model, layers))
+        self._config: Any = getattr(base_of(model), "config", None)
+        self._mine, self._count = mine, len(getattr(base_of(model), layers))
         self._origin = Origin(model, layers, mine)
         self._follow()
         if head is not None:
             whole = copy.copy(model)
             whole._modules = dict(model._modules)
-            other = {id(model.base_model): "base", id(model.get_output_embeddings()): "head"}
+            other = {id(base_of(model)): "base", id(model.get_output_embeddings()): "head"}
             self._ends = {name: other[id(part)] for name, part in model._modules.items() if id(part) in other}
             self._whole = [whole]
 
@@ -335,7 +336,7 @@ class _Border(nn.Module):
 
 
 class _Zeros(nn.Module):
-    """In the place of positions that the first stage has added."""
+    """In the place of embeddings that the first stage has added."""
 
     def forward(self, positions: Tensor, *_: Any, **__: Any) -> Tensor:
         return torch.zeros((), device=positions.device)
@@ -352,7 +353,7 @@ def _part(base: nn.Module, name: str, mine: range, embedding: nn.Module, first: 
             part._modules[other] = nn.ModuleList(layers[i] for i in mine)
             seen = True
         elif module is embedding:
-            part._modules[other] = module if first else None
+            part._modules[other] = module if first else _Zeros()  # also asked for token types (GPT-2)
         elif isinstance(module, nn.Embedding):  # learned positions
             part._modules[other] = module if first else _Zeros()
         elif isinstance(module, nn.Dropout) and not seen:  # of the embedding

@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.side_effects import OF_ALL_MODULES
 
-__all__ = ["Origin", "check_layers"]
+__all__ = ["Origin", "base_of", "check_layers"]
 
-_OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 Held = dict[str, "weakref.ref[nn.Module]"]
 
 
@@ -28,7 +28,7 @@ class Origin:
         self._model: Callable[[], Any] = lambda: None
         if model is None:
             return
-        base = model.base_model
+        base = base_of(model)
         self._model = weakref.ref(model)
         self._layers = layers
         self._parts: tuple[Held, Held] = _held(model, layers), _held(base, layers)
@@ -51,7 +51,7 @@ class Origin:
         model = self._model()
         if model is None:
             return
-        base: Any = model.base_model
+        base: Any = base_of(model)
         check_layers(model, base)
         for holder, held in zip((model, base), self._parts, strict=True):
             modules = holder._modules
@@ -73,6 +73,12 @@ class Origin:
                 yield place, name, told[name]
 
 
+def base_of(model: Any) -> Any:
+    """The part that has embedding and layers: ``base_model``, or ``model`` where that is the whole (Llama 4)."""
+    base: Any = getattr(model, "base_model", None)
+    return getattr(model, "model", base) if base is model else base
+
+
 def check_layers(model: Any, base: Any) -> None:
     """Each layer runs in each forward. Raises ScheduleError."""
     if (chance := getattr(base, "layerdrop", 0.0)) and chance > 0:
@@ -87,7 +93,7 @@ def _held(module: nn.Module, layers: str) -> Held:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in _OF_ALL_MODULES}
+    return {name: value for name, value in vars(module).items() if name not in OF_ALL_MODULES}
 
 
 def _refuse(model: Any, name: str) -> None:

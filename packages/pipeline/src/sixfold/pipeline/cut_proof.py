@@ -20,16 +20,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sixfold.pipeline.cut_origin import base_of
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.randomness import RandomState
-from sixfold.pipeline.side_effects import access, process_generators
+from sixfold.pipeline.side_effects import OF_ALL_MODULES, access, process_generators
 
 __all__ = ["prove"]
 
 _ROWS, _LENGTH, _PADS = 2, 8, 3
 _ROUNDING = 8  # in units of the last place of the largest logit
 _NOT_HERE = ("DTensor", "FlatParameter", "FakeTensor")  # a forward is a collective, or has no values
-_OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 
 
 def prove(model: Any, layers: Sequence[nn.Module], parts: Sequence[nn.Module], mine: Sequence[range]) -> None:
@@ -154,7 +154,7 @@ def _as_before(modules: Sequence[Any], device: torch.device) -> Iterator[Callabl
     """Evaluation without gradients; gives what each run stands in, and leaves everything as it was."""
     seen = list(dict.fromkeys(module for top in modules for module in top.modules()))
     modes = [(module, module.training) for module in seen]
-    configs = {id(c): c for m in modules if (c := getattr(getattr(m, "base_model", None), "config", None)) is not None}
+    configs = {id(c): c for m in modules if (c := getattr(base_of(m), "config", None)) is not None}
     # RWKV's evaluation halves weights by a layer's place, in place.
     rescaled = [(c, c.rescale_every) for c in configs.values() if getattr(c, "rescale_every", 0)]
     random = RandomState(device)
@@ -195,7 +195,7 @@ State = tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Tensor]]
 
 
 def _state(module: nn.Module) -> State:
-    attributes = {name: value for name, value in vars(module).items() if name not in _OF_ALL_MODULES}
+    attributes = {name: value for name, value in vars(module).items() if name not in OF_ALL_MODULES}
     grown = {name: value.copy() for name, value in attributes.items() if type(value) in (list, dict, set)}
     buffers = dict(module._buffers)
     return attributes, grown, buffers, {name: b.detach().clone() for name, b in buffers.items() if b is not None}
@@ -209,7 +209,7 @@ def _put_back(
     values: dict[str, Tensor],
 ) -> None:
     now = vars(module)
-    for name in [name for name in now if name not in _OF_ALL_MODULES and name not in attributes]:
+    for name in [name for name in now if name not in OF_ALL_MODULES and name not in attributes]:
         del now[name]
     now.update(attributes)
     for name, was in grown.items():

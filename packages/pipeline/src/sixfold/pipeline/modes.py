@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from sixfold.pipeline.stage import Stage
+from sixfold.pipeline.stage import Stage, check_made
 
 __all__ = ["BufferGuard", "OptimizerCheck", "tell_of_empty_w"]
 
@@ -49,6 +49,7 @@ class BufferGuard:
             for path, module in stage.module.named_modules() if stage.module is not None else ():
                 for name, buffer in module._buffers.items() if module.training else ():
                     if buffer is not None:
+                        check_made(module, f"stage {stage.index}")
                         where = f"{path}.{name}" if path else name
                         held.append((stage.index, where, module._buffers, name, buffer, buffer.detach().clone()))
         try:

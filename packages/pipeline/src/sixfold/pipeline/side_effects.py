@@ -32,7 +32,7 @@ __all__ = ["Before", "SideEffects", "access", "part_of", "process_generators"]
 Place = tuple[dict[str, Any], str]  # an attribute or buffer
 _PLAIN = (int, float, complex, str, type(None))
 _GROWS = (list, dict, set)
-_OF_ALL_MODULES = frozenset(nn.Module().__dict__)
+OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 _SAMPLE = 64  # elements
 _ROUNDING = 64  # in units of the dtype's last place
 
@@ -199,7 +199,7 @@ _UNKNOWN = object()  # what it was before is not known: it was seen to change fo
 def _held_by(module: nn.Module) -> Iterable[tuple[dict[str, Any], str, Any]]:
     attributes = module.__dict__
     for name, value in attributes.items():
-        if name not in _OF_ALL_MODULES:
+        if name not in OF_ALL_MODULES:
             yield attributes, name, value
     for name, value in module._buffers.items():
         yield module._buffers, name, value

@@ -14,12 +14,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint as checkpointed_call
 
 from sixfold.pipeline.data_parallel import replicas
 from sixfold.pipeline.errors import ScheduleError, whole
 
-__all__ = ["DataParallel", "Stage"]
+__all__ = ["DataParallel", "Stage", "check_made"]
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Around = Callable[[Mapping[str, Any]], Contexts]
@@ -186,12 +187,28 @@ class Stage:
         return None if first is None or first.device.type == "meta" else first.device
 
 
+def check_made(module: nn.Module, what: str) -> None:
+    """Every parameter and buffer has its shape.
+
+    Raises:
+        ScheduleError: a lazy layer has not run yet.
+    """
+    for name, value in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(value):
+            raise ScheduleError(
+                f"{what}: {name} gets its shape in its first forward (a lazy layer); run the model once on a batch "
+                "before it is used here"
+            )
+
+
 def _tied(index: int, tied: Mapping[str, Tensor] | None, module: nn.Module | None) -> dict[str, str]:
     """Where in the module each tied parameter is."""
     if tied is None:
         return {}
     if not isinstance(tied, Mapping):
         raise ScheduleError(f"stage {index}: tied is a {type(tied).__name__}; it maps names to the stage's parameters")
+    if module is not None and tied:
+        check_made(module, f"stage {index}")
     own = {} if module is None else {id(p): path for path, p in module.named_parameters()}
     found: dict[str, str] = {}
     for name, parameter in tied.items():

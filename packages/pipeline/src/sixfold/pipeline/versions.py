@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program import Weights
-from sixfold.pipeline.stage import Stage
+from sixfold.pipeline.stage import Stage, check_made
 
 __all__ = ["Versions"]
 
@@ -55,7 +55,8 @@ class Versions:
     Attributes:
         made: STEPs that the stage has taken: the parameters are W(made).
     Raises:
-        ScheduleError: the stage has tied parameters, or a ``data_parallel`` whose ``call`` runs the module.
+        ScheduleError: the stage has tied parameters, lazy layers that have not run yet, or a ``data_parallel`` whose
+            ``call`` runs the module.
     """
 
     def __init__(self, stage: Stage, weights: Weights) -> None:
@@ -68,6 +69,8 @@ class Versions:
                 f"stage {index}: data_parallel is a {type(handle).__name__} whose call runs the module, which knows "
                 f"its newest weights alone; weights: {weights} takes modules whose parameters are whole, without call"
             )
+        if stage.module is not None:
+            check_made(stage.module, f"stage {index}")
         self._stage, self._delayed = stage, weights is Weights.TWO_BW
         self._module = nn.Module() if stage.module is None else stage.module
         self._places = _places(self._module)

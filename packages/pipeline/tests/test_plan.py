@@ -264,6 +264,10 @@ def test_the_number_of_microbatches_and_of_virtual_stages_are_searched_too():
         ),
         ({"ranks": 2, "microbatches": 2, "time_limit_s": 0.0}, "time_limit_s is 0.0; it is finite and > 0"),
         ({"ranks": 2, "microbatches": 2, "placement": (0, 1)}, "placement has 2 stages"),
+        (
+            {"ranks": 2, "microbatches": 2, "placement": [0.0, 1.0, 1.0, 0.0]},
+            "placement[0] is 0.0; it is a whole number",
+        ),
         ({"ranks": 2, "microbatches": 2, "placement": (0, 0, 0, 0)}, "each with one at least"),
     ],
 )

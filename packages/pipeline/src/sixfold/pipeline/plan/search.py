@@ -232,6 +232,7 @@ def _shops(
 
 
 def _given(placement: Sequence[int], stages: int, ranks: int) -> tuple[int, ...]:
+    placement = [whole(f"placement[{stage}]", rank) for stage, rank in enumerate(placement)]
     if len(placement) != stages or set(placement) != set(range(ranks)):
         raise ScheduleError(
             f"placement has {len(placement)} stages on ranks {sorted(set(placement))}; "

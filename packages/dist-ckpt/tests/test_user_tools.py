@@ -1,6 +1,8 @@
 """The tools on what users bring: optimizer states of torch's own, classes in common data, integers of 64 bits."""
 
 import math
+import pathlib
+import sys
 from fractions import Fraction
 
 import pytest
@@ -9,7 +11,8 @@ import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, ShardedObject, ShardedTensor
+from sixfold.dist_ckpt import CheckpointError, ShardedObject, ShardedTensor, StorageError
+from sixfold.dist_ckpt.__main__ import main
 from sixfold.dist_ckpt.tools import commands as tools
 
 
@@ -92,3 +95,38 @@ def test_a_tensor_within_a_tuple_is_no_silent_loss_of_an_export(tmp_path, writer
     assert list(safetensors.load_file(tmp_path / "d" / "model.safetensors")) == ["model.w"]
     tools.convert(tmp_path / "c", tmp_path / "e", to="torch_dist")
     assert dist_ckpt.load({}, tmp_path / "e", group=None)["betas"] == state["betas"]
+
+
+@pytest.mark.parametrize("key", ["__metadata__", "w\ud800"])
+def test_a_name_that_safetensors_cannot_hold_is_refused_and_the_rest_goes_out_by_keys(tmp_path, key):
+    safetensors = pytest.importorskip("safetensors.torch", reason="needs safetensors, an extra")
+    dist_ckpt.save({"x": one(key, torch.ones(2)), "a": one("a", torch.zeros(2))}, tmp_path / "c", group=None)
+    with pytest.raises(CheckpointError, match="safetensors knows no tensor of this name; leave it out with keys"):
+        tools.convert(tmp_path / "c", tmp_path / "d", to="safetensors")
+    assert not (tmp_path / "d").exists()
+    tools.convert(tmp_path / "c", tmp_path / "d", to="safetensors", keys="a")
+    assert list(safetensors.load_file(tmp_path / "d" / "model.safetensors")) == ["a"]
+
+
+def test_the_status_tells_what_was_found_though_there_is_no_standard_error_and_a_full_disk_is_no_damage(
+    tmp_path, monkeypatch, capsys
+):
+    dist_ckpt.save({"w": one("w", torch.ones(2))}, tmp_path / "c", group=None)
+    with monkeypatch.context() as patched, open("/dev/full", "w") as full:
+        patched.setattr(sys, "stdout", full)
+        assert main(["verify", str(tmp_path / "c")]) == 2
+    assert "StorageError: No space left on device" in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", None)
+    assert main(["verify", str(tmp_path / "c")]) == 0
+    assert main(["verify", "--json", str(tmp_path / "none")]) == 2
+    assert capsys.readouterr().out.endswith("by checksum)\n")
+
+
+def test_verify_of_what_the_system_does_not_show_is_an_error_of_the_package(tmp_path, monkeypatch):
+    def denied(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    dist_ckpt.save({"w": one("w", torch.ones(2))}, tmp_path / "c", group=None)
+    monkeypatch.setattr(pathlib.Path, "exists", denied)
+    with pytest.raises(StorageError, match=r"Permission denied: .*c"):
+        tools.verify(tmp_path / "c")

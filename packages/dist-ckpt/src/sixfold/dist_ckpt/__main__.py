@@ -27,22 +27,43 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     options = vars(_parser().parse_args(arguments))
-    verb, as_json, show = options.pop("verb"), options.pop("json"), _Bar() if sys.stderr.isatty() else None
+    verb, as_json, show = options.pop("verb"), options.pop("json"), _Bar() if _has_terminal() else None
     try:
         found = typed(lambda: getattr(tools, verb)(**options, **({"progress": show} if verb in _LONG else {})))
     except CheckpointError as error:
-        print(f"sixfold-ckpt: {type(error).__name__}: {_printable(str(error))}", file=sys.stderr)
-        return 2
+        return _failed(error)
     except KeyboardInterrupt:
         return 130
     finally:
         if show is not None:
             show.clear()
+    text = _json(found) if as_json else _printable("\n".join(_TEXTS[verb](found, options)))
     try:
-        print(_json(found) if as_json else _printable("\n".join(_TEXTS[verb](found, options))), flush=True)
-    except BrokenPipeError:  # who reads has seen enough; Python would write the rest when it ends
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        typed(lambda: _write(text))
+    except CheckpointError as error:  # a full disk: status 1 would say that the checkpoint is damaged or differs
+        return _failed(error)
     return int(not found.get("ok", found.get("equal", True)))
+
+
+def _has_terminal() -> bool:
+    """Whether there is one for a bar. A process without a standard error, as by ``2>&-``, has None for it."""
+    return sys.stderr is not None and sys.stderr.isatty()
+
+
+def _failed(error: CheckpointError) -> int:
+    if sys.stderr is not None:  # print would take standard output instead, which is for what was found
+        print(f"sixfold-ckpt: {type(error).__name__}: {_printable(str(error))}", file=sys.stderr)
+    return 2
+
+
+def _write(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except OSError as error:
+        # Python would write the rest when it ends, and fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):  # who reads has seen enough
+            raise
 
 
 def _printable(text: str) -> str:

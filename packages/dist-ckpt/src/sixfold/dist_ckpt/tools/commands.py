@@ -90,7 +90,7 @@ def verify(path: str | Path | Store, *, quick: bool = False, progress: Progress 
         MismatchError: there is no such folder.
     """
     with probe.opened(path, whole=not quick) as folder:
-        problems, checked = probe.problems(folder, quick=quick, progress=progress)
+        problems, checked = typed(lambda: probe.problems(folder, quick=quick, progress=progress))
         name, leftovers = probe.name_of(path, folder), sorted(folders(file for file, _ in probe.files(folder)))
     counts = {"checked": checked > 0, "checked_bytes": checked}
     return {"path": name, "ok": not problems, **counts, "problems": problems, "leftovers": leftovers}

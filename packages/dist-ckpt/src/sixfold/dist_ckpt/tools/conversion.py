@@ -231,6 +231,8 @@ def plan_files(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None
     for key, record in sorted(tensors.items()):
         if record.dtype not in NAMES:
             raise CheckpointError(f"{key}: safetensors knows no {record.dtype}; leave it out with keys")
+        if key == "__metadata__" or key != key.encode(errors="replace").decode():
+            raise CheckpointError(f"{key!r}: safetensors knows no tensor of this name; leave it out with keys")
     if max_shard_bytes is None:
         return [_file("model.safetensors", sorted(tensors), tensors)]
     groups = [*values.grouped(sorted(tensors), lambda key: nbytes_of(tensors[key]), max_shard_bytes)] or [[]]

@@ -47,7 +47,7 @@ from sixfold.dist_ckpt.road import loading
 from sixfold.dist_ckpt.road import reader as engine
 from sixfold.dist_ckpt.road.hosts import Seen, Shares, block_bytes
 from sixfold.dist_ckpt.state.dense import check_writable
-from sixfold.dist_ckpt.state.in_place import raise_versions
+from sixfold.dist_ckpt.state.in_place import fresh_like, raise_versions, same_bits, two_values
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.stores import Store, store_at
 from sixfold.dist_ckpt.stores.folder import VERIFY_MODES, Checkpoint
@@ -359,16 +359,24 @@ class Reader(StorageReader):
         # A planner may have added items since the shares were made.
         hashed = _blocks_of(share.blocks[share.rank]) | (_blocks_of(touched) - _blocks_of(now.wished))
         odd = {n for n, record in enumerate(records) if not _is_writable(record, goals[n][1])}
+        seconds = _seconds([goal for n, goal in enumerate(goals) if n not in odd])  # [Note: tied weights]
+        copies = {n: fresh_like(goals[n][1]) for n in range(len(goals)) if n not in odd and goals[n][2].key in seconds}
+        filling = [replace(own, data=copies[n]) if n in copies else own for n, own in enumerate(records)]
         direct = replace(planned, reads=tuple(read for read in planned.reads if read.record not in odd))
         reader = engine.Reader(checkpoint, self.dtype_policy, self.thread_count or share.threads)
         has_digests = checkpoint.integrity is not None and self.verify != "off"
 
         def filled(number: int) -> None:
-            if number not in odd:
+            if number not in odd and number not in copies:
                 raise_versions([goals[number][1]])
                 planner.commit_tensor(*goals[number][:2])
 
-        reader.run(records, direct, hashed if has_digests else (), filled)
+        reader.run(filling, direct, hashed if has_digests else (), filled)
+        for number, copy in copies.items():
+            item, tensor, record = goals[number]
+            if not same_bits(copy, tensor):
+                raise MismatchError(two_values(record.key, seconds[record.key]))
+            planner.commit_tensor(item, tensor)
         for read in (read for read in planned.reads if read.record in odd):
             item, tensor, _ = goals[read.record]
             tensor.copy_(_part_of(reader.read_value(read.key, read.chunk.frame, self.safe_globals)[1], item))
@@ -406,6 +414,22 @@ def _is_writable(record: ShardedTensor, tensor: torch.Tensor) -> bool:
             raise
         return False
     return True
+
+
+def _seconds(goals: Iterable[tuple[ReadItem, torch.Tensor, ShardedTensor]]) -> dict[str, str]:
+    """Names whose parts fill the very memory that those of an earlier name fill, which is given with each."""
+    parts: dict[str, list[torch.Tensor]] = {}
+    for _, tensor, record in goals:
+        if tensor.numel():
+            parts.setdefault(record.key, []).append(tensor)
+    firsts, seconds = dict[Any, str](), dict[str, str]()
+    for key, own in parts.items():
+        starts = [(str(part.device), part.data_ptr()) for part in own]
+        ends = [part[(slice(-1, None),) * part.dim()].data_ptr() for part in own]
+        memory = min(starts), max(ends), sum(part.numel() for part in own), own[0].dtype
+        if (first := firsts.setdefault(memory, key)) != key:
+            seconds[key] = first
+    return seconds
 
 
 def _part_of(value: Any, item: ReadItem) -> torch.Tensor:

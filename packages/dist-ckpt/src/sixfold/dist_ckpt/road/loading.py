@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -96,6 +96,7 @@ class Looked:
     common: dict[Any, Any]
     relay: Relay | None = None
     replicated: tuple[tuple[ShardedTensor, torch.Tensor], ...] = ()  # saved whole as common data, each with its part
+    tied: in_place.Tied = field(default_factory=in_place.Tied)
 
 
 def load(asked: LoadRequest, engine: LoadEngine) -> Any:
@@ -192,6 +193,7 @@ class Load:
             copy_values(record.key, part, record.data.detach(), self.asked.dtype_policy)
             if part.dtype != record.dtype:
                 casts.add(record.key)
+        looked.tied.settle(values)
         return values, casts
 
     def _requested(self, seen: Seen) -> tuple[Looked, _Report]:
@@ -231,7 +233,7 @@ class Load:
         expanded = by_name.ask(expanded, common, by_name.Names(stored, objects, is_bare, self.exchange.rank))
         parts = tree.split(expanded)
         tensors, replicated = list[ShardedTensor](), list[tuple[ShardedTensor, torch.Tensor]]()
-        policy, unlike = self.asked.dtype_policy, list[str]()
+        policy, unlike, tied = self.asked.dtype_policy, in_place.unlike_plain(expanded, common), in_place.Tied()
         for number, (place, record) in enumerate(parts.records):
             if not isinstance(record, ShardedTensor):
                 continue
@@ -244,6 +246,7 @@ class Load:
                 check_writable(record, record.data)
                 if problem := plan.mismatch(record, record.global_shape, part.dtype, policy):
                     unlike.append(problem)
+                parts.records[number] = (place, record := tied.apart(place, record))
                 replicated.append((record, part))
                 continue
             if record.key in stored and record.data is None:
@@ -253,14 +256,24 @@ class Load:
             elif record.key in stored and record.data is not None:
                 check_writable(record, record.data)
                 check_data(record, record.data)
+                parts.records[number] = (place, record := tied.apart(place, record))
             tensors.append(record)
         table, pieces = tabulate(tensors)
         reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=policy, pieces=pieces)
         if unlike:
             reads = replace(reads, mismatches=[*reads.mismatches, *unlike])
-        whole_there = tuple(replicated)
         return Looked(
-            seen, checkpoint, expanded, merges, parts, tensors, table.encode(), reads, common, replicated=whole_there
+            seen,
+            checkpoint,
+            expanded,
+            merges,
+            parts,
+            tensors,
+            table.encode(),
+            reads,
+            common,
+            replicated=tuple(replicated),
+            tied=tied,
         )
 
 

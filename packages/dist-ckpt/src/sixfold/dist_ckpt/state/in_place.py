@@ -8,18 +8,23 @@ from before the load must fail as after ``copy_``, so the version of each tensor
 [Note: plain tensors are filled too] A DTensor is filled in place, so the plain tensors beside it are: buffers of an
 FSDP2 model, whole models. Those of another shape or dtype stay as they are, and the result holds what was saved; the
 log tells.
+
+[Note: tied weights] One tensor under two names, as a tied embedding and head, takes one value. Where the checkpoint
+holds two that differ, one would be lost; threads that fill both at a time would mix them. So the second name is read
+into memory of its own and compared.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
-from sixfold.dist_ckpt.errors import ShardingError
+from sixfold.dist_ckpt.errors import MismatchError, ShardingError
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.dense import check_writable, has_values
 from sixfold.dist_ckpt.state.dtensor import is_dtensor
@@ -62,6 +67,91 @@ def fill_plain(asked: Any, result: Any, is_first: bool) -> None:
         shown = ", ".join(left[:_MOST_SHOWN]) + (", ..." if len(left) > _MOST_SHOWN else "")
         what = "Saved with another shape or dtype, or yours cannot be written"
         _log.warning("%s: the result holds them, your tensors do not: %s", what, shown)
+
+
+class _Second(NamedTuple):
+    """A record whose tensor another record, with the key ``first``, fills too, and the copy that is filled for it."""
+
+    place: tree.KeyPath
+    record: ShardedTensor
+    copy: ShardedTensor
+    first: str
+
+
+@dataclass(slots=True)
+class Tied:
+    """Records of a load that have one tensor. See [Note: tied weights]."""
+
+    first: dict[Any, str] = field(default_factory=dict)
+    seconds: list[_Second] = field(default_factory=list)
+
+    def apart(self, place: tree.KeyPath, record: ShardedTensor) -> ShardedTensor:
+        """The record, with memory of its own if one of another key fills the same tensor."""
+        if record.data is None or (memory := _memory_of(record.data)) is None:
+            return record
+        first = self.first.setdefault(memory, record.key)
+        if first == record.key:
+            return record
+        copy = replace(record, data=fresh_like(record.data))
+        self.seconds.append(_Second(place, record, copy, first))
+        return copy
+
+    def settle(self, values: MutableMapping[tree.KeyPath, Any]) -> None:
+        """Compare when all is read; ``values`` then hold the caller's tensors.
+
+        Raises:
+            MismatchError: two stored values differ.
+        """
+        for place, record, copy, first in self.seconds:
+            assert record.data is not None and copy.data is not None, f"{record} was given a copy"
+            if place in values:
+                if not same_bits(record.data, copy.data):
+                    raise MismatchError(two_values(record.key, first))
+                values[place] = record.data.detach()
+
+
+def unlike_plain(expanded: Any, common: Any) -> list[str]:
+    """What is wrong where plain tensors of a state dict are one and those that were saved are unlike."""
+    firsts, problems = dict[Any, tuple[str, torch.Tensor]](), list[str]()
+    for path, leaf in tree.leaves(expanded):
+        if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or not has_values(leaf):
+            continue
+        found, memory = tree.get(common, path), _memory_of(leaf)
+        if memory is None or not isinstance(found, torch.Tensor) or not has_values(found):
+            continue
+        if (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+            continue
+        name = tree.key_text(path)
+        first, value = firsts.setdefault(memory, (name, found))
+        if not same_bits(value, found):
+            problems.append(two_values(name, first))
+    return problems
+
+
+def two_values(second: str, first: str) -> str:
+    """What an error says of two names of one tensor."""
+    return (
+        f"{second}: the state dict has one tensor for it and for {first} (tied weights), and the checkpoint holds "
+        "two that differ. Untie them, or ask for one of the two"
+    )
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two dense tensors of one dtype hold the same bytes, NaN and -0.0 included."""
+    flat = [t.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*flat)
+
+
+def fresh_like(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for the values of a tensor, in row-major order."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _memory_of(tensor: torch.Tensor) -> Any:
+    """What two tensors have in common if each element of one is that of the other; None without elements."""
+    if tensor.numel() == 0:
+        return None
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

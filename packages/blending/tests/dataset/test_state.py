@@ -12,7 +12,7 @@ from sixfold.blending import BlendChange, BlendingError
 from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import ListSource
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 STATES_0_1_0 = json.loads((GOLDEN / "states-0.1.0.json").read_text())
 spec = importlib.util.spec_from_file_location("make_states", GOLDEN / "make_states_0_1_0.py")
 make_states = importlib.util.module_from_spec(spec)

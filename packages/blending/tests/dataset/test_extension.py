@@ -14,7 +14,7 @@ from blending_helpers import LargeTokenizer, numbered
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig, Split
 from sixfold.blending.source import ListSource
 
-EXAMPLES = Path(__file__).parent.parent / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def example(name):

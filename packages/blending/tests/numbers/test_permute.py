@@ -12,7 +12,7 @@ from sixfold.blending import BlendingError
 from sixfold.blending.numbers.permutation import order_key, permute_back, permute_range
 from sixfold.blending.order import permute
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "order-1.json").read_text())
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "order-1.json").read_text())
 
 
 def test_keys_and_permutations_are_those_of_version_1(level):

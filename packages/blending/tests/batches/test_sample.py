@@ -13,7 +13,7 @@ from sixfold.blending.batches.gpt_arrays import SampleLayout, pad_token
 from sixfold.blending.config.splits import parse_split, split_matrix
 from sixfold.blending.source import ListSource
 
-PEER = json.loads((Path(__file__).parent / "golden" / "peer.json").read_text())
+PEER = json.loads((Path(__file__).parents[1] / "golden" / "peer.json").read_text())
 
 
 def layout_of(text, flags, pad, **more):

@@ -25,7 +25,7 @@ from sixfold.blending.samples.chunk_grid import SampleOrder
 from sixfold.blending.samples.token_line import Line, block_size
 
 GOLDEN, GLOBAL = (
-    json.loads((Path(__file__).parent / "golden" / f"{name}.json").read_text())
+    json.loads((Path(__file__).parents[1] / "golden" / f"{name}.json").read_text())
     for name in ("order-1", "order-1-global")
 )
 EMPTY_ONES_TOO = [3, 0, 11, 5, 0, 0, 8, 1, 20, 2, 9, 4]

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from pipeline_helpers import square_loss
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -261,6 +262,39 @@ def check_autocast_around_shards(rank: int, ranks: int) -> None:
                 assert torch.equal(p.grad.to_local(), q.grad.to_local()), f"{key}, {checkpoint}, {made.name}"
 
 
+class Table(nn.Module):
+    """A stage with a table, of the first or the last."""
+
+    def __init__(self, *, head: bool) -> None:
+        super().__init__()
+        self.weight, self.head = nn.Parameter(torch.linspace(-1, 1, 5 * WIDTH).view(5, WIDTH)), head
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight.T if self.head else self.weight[x]
+
+
+def check_tied_shards(rank: int, ranks: int) -> None:
+    """Copies of a tied table on two ranks, each under fully_shard."""
+    mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
+    mine = fully_shard(Table(head=rank == 1), mesh=mesh["dp"])
+    runner = PipelineRunner(
+        one_f_one_b(2, M),
+        Stage(mine, rank, tied={"table": mine.weight}),
+        mesh["pp"],
+        nn.functional.cross_entropy,
+        timeout_s=20,
+    )
+    theirs = Table(head=True)
+    x, y = torch.arange(3 * M) % 5, torch.arange(3 * M) % 3
+    for step in range(2):
+        runner.evaluate(x, y)
+        runner.step(x, y)
+        nn.functional.cross_entropy(theirs(theirs.weight[x]), y).backward()
+        assert torch.allclose(mine.weight.grad.full_tensor(), theirs.weight.grad, atol=1e-6), step
+        norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+        assert torch.allclose(runner.clip_grad_norm_(0.1), norm, atol=1e-6), step
+
+
 def check_everything(rank: int, ranks: int) -> None:
     """One job: starting ranks costs more than what they do here."""
     check_replicas(rank, ranks)
@@ -270,6 +304,7 @@ def check_everything(rank: int, ranks: int) -> None:
     check_fully_shard(rank, ranks)
     check_evaluations_around_shards(rank, ranks)
     check_autocast_around_shards(rank, ranks)
+    check_tied_shards(rank, ranks)
     check_deadline(rank, ranks)
 
 

@@ -78,7 +78,24 @@ def tie(stages: Iterable[Stage], rank_of: Callable[[int], int], links: Mapping[i
 
 
 def _form(parameter: Tensor) -> str:
-    return f"{parameter.dtype} {list(parameter.shape)}"
+    whole = f"{parameter.dtype} {list(parameter.shape)}"
+    if (mine := _mine(parameter)) is parameter:
+        return whole
+    return f"{whole} as {getattr(parameter, 'placements', ())}, here {list(mine.shape)}"
+
+
+def _mine(tensor: Tensor) -> Tensor:
+    """What this rank holds of it: its shard of a DTensor, in the same memory."""
+    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+
+
+def _as(parameter: Tensor, mine: Tensor) -> Tensor:
+    """``mine`` as a gradient of ``parameter``."""
+    if _mine(parameter) is parameter:
+        return mine
+    sharded = torch.empty_like(parameter).detach()
+    _mine(sharded).copy_(mine)
+    return sharded
 
 
 def _all_told(mine: Told, control: Control, here: int, ranks: int) -> Told:
@@ -190,10 +207,10 @@ class _Chain:
 
         def copied(at: int, held: list[nn.Parameter], values: list[Tensor] | None) -> list[Tensor]:
             if values is None:
-                return [parameter.detach().clone() for parameter in held]
+                return [_mine(parameter).detach().clone() for parameter in held]
             with torch.no_grad():
                 for parameter, value in zip(held, values, strict=True):
-                    parameter.copy_(value)
+                    _mine(parameter).copy_(value)
             return values
 
         self._up(copied)
@@ -212,8 +229,8 @@ class _Chain:
         def added(at: int, held: list[nn.Parameter], values: list[Tensor] | None) -> list[Tensor]:
             new = [id(parameter) not in taken for parameter in held]
             taken.update(map(id, held))
-            own = [torch.zeros_like(p) if p.grad is None else p.grad for p in held]
-            parts = [part_of(parameter)[0] for parameter in held]
+            own = [torch.zeros_like(_mine(p)) if p.grad is None else _mine(p.grad) for p in held]
+            parts = [part_of(_mine(parameter))[0] for parameter in held]
             if values is None:
                 return own + parts
             doubts.extend(self._doubts(at, values[len(held) :], parts))
@@ -231,7 +248,7 @@ class _Chain:
                 self._send(Action(at, Kind.SEND_B, 0), at, total)
             for parameter, value in zip(self._of(at), total, strict=True):
                 if parameter.requires_grad:
-                    parameter.grad = value.detach().clone()
+                    parameter.grad = _as(parameter, value.detach().clone())
         return doubts
 
     def compare(self) -> list[tuple[Tensor, ScheduleError]]:
@@ -239,7 +256,7 @@ class _Chain:
         doubts: list[tuple[Tensor, ScheduleError]] = []
 
         def compared(at: int, held: list[nn.Parameter], values: list[Tensor] | None) -> list[Tensor]:
-            parts = [part_of(parameter)[0] for parameter in held]
+            parts = [part_of(_mine(parameter))[0] for parameter in held]
             if values is not None:
                 doubts.extend(self._doubts(at, values, parts))
             return parts

@@ -86,7 +86,11 @@ def _form(parameter: Tensor) -> str:
 
 def _mine(tensor: Tensor) -> Tensor:
     """What this rank holds of it: its shard of a DTensor, in the same memory."""
-    return tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator]
+    if not hasattr(tensor, "to_local"):
+        return tensor
+    sharded: Any = tensor.detach()
+    mine: Tensor = sharded.to_local()
+    return mine
 
 
 def _as(parameter: Tensor, mine: Tensor) -> Tensor:

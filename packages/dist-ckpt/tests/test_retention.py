@@ -127,6 +127,29 @@ def test_folders_of_the_user_that_only_begin_like_ours_are_left_alone(tmp_path, 
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*theirs, "step-00000002"])
 
 
+@pytest.mark.parametrize("name", ["best", "step-00000006"])
+@pytest.mark.parametrize("to", ["relative", "absolute", "by another"])
+def test_a_step_that_a_link_leads_to_stays(tmp_path, model, name, to):
+    make(tmp_path, model, [1, 2, 3, 4])
+    where = {"relative": "step-00000001", "absolute": tmp_path / "step-00000001", "by another": "step-00000002"}[to]
+    (tmp_path / name).symlink_to(where)
+    if to == "by another":
+        shutil.rmtree(tmp_path / "step-00000002")
+        (tmp_path / "step-00000002").symlink_to("step-00000001")
+    (tmp_path / "elsewhere").symlink_to("/")
+    retention.prune(tmp_path, keep_last=1)
+    assert dist_ckpt.load({"it": 0}, tmp_path / name) == {"it": 1}
+    assert not (tmp_path / "step-00000003").exists()
+
+
+def test_an_old_step_that_is_a_link_goes_and_keeps_nothing(tmp_path, model):
+    make(tmp_path, model, [1, 3])
+    (tmp_path / "step-00000002").symlink_to("step-00000001")
+    deleted = retention.prune(tmp_path, keep_last=1)
+    assert [path.name for path in deleted] == ["step-00000001", "step-00000002"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
+
+
 DEAD = "00000000deadbeef"  # a save id
 
 

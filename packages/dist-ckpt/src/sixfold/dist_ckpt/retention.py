@@ -28,7 +28,7 @@ import shutil
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -138,7 +138,8 @@ def prune(
     Oldest first, each renamed aside before it is deleted (of a URL what commits it goes first), so that a kill leaves
     nothing under a step's name that opens. What dead saves left behind goes too, of whichever step, when it is known
     that they are dead or it has been still for long: [Note: dead or slow] in retention.py says how long. Other
-    incomplete folders are left alone. Of a step that is a symlink the link goes.
+    incomplete folders are left alone. Of a step that is a symlink the link goes. In a folder, a step stays that a
+    symlink in ``root`` leads to (``best -> step-00000001``), unless that link is a step that is deleted itself.
 
     Returns:
         The deleted places.
@@ -159,6 +160,8 @@ def prune(
             stacklevel=2,
         )
         deleted.remove(newest)
+    linked = typed(partial(run.linked, set(deleted)))
+    deleted = [step for step in deleted if step not in linked]
     for step in deleted:
         typed(partial(run.delete, step))
     kept = found[len(old) :]
@@ -235,6 +238,21 @@ class _LocalRun:
 
         times = {step: typed(partial(saved_at, step)) for step in steps}
         return max(times, key=lambda step: (times[step], step), default=None)
+
+    def linked(self, deleted: Set[int]) -> set[int]:
+        """Those of ``deleted`` that a symlink beside them leads to which is none of them."""
+        steps = {_name(step): step for step in deleted}
+        found: set[int] = set()
+        ends = [path for path in self._root.iterdir() if path.name not in steps] if self._root.exists() else []
+        while ends:
+            link = ends.pop()
+            if link.is_symlink():
+                target = Path(os.path.normpath(link.parent / os.readlink(link)))
+                step = steps.get(target.name)
+                if step is not None and step not in found and target.parent.samefile(self._root):
+                    found.add(step)
+                    ends.append(self.path(step))  # it may be a link too
+        return found
 
     def check_names(self, above: int) -> None:
         """MismatchError for a checkpoint of a higher step under another name."""
@@ -327,6 +345,10 @@ class _StoredRun:
     def newest(self, steps: Sequence[int]) -> int | None:
         """No store tells when a file was written."""
         return None
+
+    def linked(self, deleted: Set[int]) -> set[int]:
+        """A store has no links."""
+        return set()
 
     def check_names(self, above: int) -> None:
         """Other names are not looked at: each costs a request."""

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from ranktest import run_ranks, store
-from sixfold.fsdp.control import Control, GroupControl, StoreControl, exchange
+from sixfold.fsdp.collectives.host_messages import Control, GroupControl, StoreControl, exchange
 
 EXCHANGES = 200
 

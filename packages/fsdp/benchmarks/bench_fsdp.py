@@ -14,8 +14,8 @@ import torch
 from fsdp_bench_helpers import host_times, overheads, ratios, step_times
 
 from ranktest import run_ranks
+from sixfold.fsdp.fp8.quantized import Scratch, dequantize, quantize
 from sixfold.fsdp.layout import TensorSpec, plan_layout
-from sixfold.fsdp.quantized import Scratch, dequantize, quantize
 
 LAYERS = 32
 

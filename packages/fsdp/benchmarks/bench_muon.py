@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ranktest import run_ranks
 from sixfold.fsdp import FullyShardedDataParallel, fully_shard_optimizer
 from sixfold.fsdp.layout import TensorSpec, plan_layout
-from sixfold.fsdp.muon import plan_groups, spread_owners
+from sixfold.fsdp.optimizers.muon import plan_groups, spread_owners
 
 WIDTH, LAYERS, TURNS = 256, 4, 5
 LLAMA_8B = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)] * 32

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranktest import run_ranks
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, fully_shard_optimizer
-from sixfold.fsdp.colour import colour
+from sixfold.fsdp.placement.address_assignment import colour
 from sixfold.fsdp.residency import solve
 
 UNITS, MICROBATCHES, AHEAD, WIDTH = 5, 6, 3, 64

@@ -36,6 +36,6 @@ def random_programs(request: pytest.FixtureRequest) -> int:
 @pytest.fixture
 def as_sharded(monkeypatch: pytest.MonkeyPatch) -> None:
     """One process does by default what several ranks do, in place of what costs it least."""
-    from sixfold.fsdp import build
+    from sixfold.fsdp.setup import build
 
     monkeypatch.setattr(build, "as_run", lambda options, groups: options)

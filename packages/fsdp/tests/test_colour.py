@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sixfold.fsdp import FsdpError
-from sixfold.fsdp.alloc import Arena
-from sixfold.fsdp.colour import colour
+from sixfold.fsdp.placement.address_assignment import colour
+from sixfold.fsdp.placement.arena import Arena
 from sixfold.fsdp.residency import plan, solve
 
 

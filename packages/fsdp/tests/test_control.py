@@ -10,10 +10,10 @@ from torch import nn
 from torch.distributed import HashStore, PrefixStore
 
 from sixfold.fsdp import FsdpError
-from sixfold.fsdp.board import open_board, tidy
-from sixfold.fsdp.control import StoreControl, exchange, exchange_text
-from sixfold.fsdp.initial import agree
-from sixfold.fsdp.meshes import Meshes
+from sixfold.fsdp.collectives.host_messages import StoreControl, exchange, exchange_text
+from sixfold.fsdp.collectives.own_meshes import Meshes
+from sixfold.fsdp.faults.model_store import open_board, tidy
+from sixfold.fsdp.setup.start_values import agree
 
 
 def plain_wait(work):

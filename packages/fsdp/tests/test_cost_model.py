@@ -64,6 +64,6 @@ def test_bad_numbers_are_refused():
 
 
 def test_the_cost_model_needs_no_torch():
-    names = "sixfold.fsdp.cost_model, sixfold.fsdp.cost_terms, sixfold.fsdp.cost_command"
+    names = "sixfold.fsdp.cost_model, sixfold.fsdp.cost.terms, sixfold.fsdp.cost.command"
     code = f"import sys, {names}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from sixfold.fsdp import FsdpError, ShardingStrategy, cost_command, cost_model
-from sixfold.fsdp.cost_terms import Cluster, Model, Run, backward, exposed_s, forward, groups, memory, traffic
+from sixfold.fsdp import FsdpError, ShardingStrategy, cost_model
+from sixfold.fsdp.cost import command as cost_command
+from sixfold.fsdp.cost.terms import Cluster, Model, Run, backward, exposed_s, forward, groups, memory, traffic
 
 H = 4096
 FLAT = Cluster(gpus=64, ring=False, node_bytes_per_s=340e9, nvlink_bytes_per_s=1e15)

@@ -11,9 +11,9 @@ from fp8_oracle import is_fp8, quantized, seen
 from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
-from sixfold.fsdp import quantized as quantized_module
-from sixfold.fsdp.scaled import Transposes
-from sixfold.fsdp.weights import Weights
+from sixfold.fsdp.buffers.weights import Weights
+from sixfold.fsdp.fp8 import quantized as quantized_module
+from sixfold.fsdp.fp8.scaled_matmul import Transposes
 
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 NAN = float("nan")
@@ -134,7 +134,7 @@ def test_frozen_fp8_parameters_are_seen_quantised_and_get_no_gradient():
 
 
 def test_a_tensor_larger_than_the_scratch_is_quantised_in_pieces(monkeypatch):
-    monkeypatch.setattr("sixfold.fsdp.quantized._CHUNK", 100)
+    monkeypatch.setattr("sixfold.fsdp.fp8.quantized._CHUNK", 100)
     net = make_net()
     model = wrap(net)
     for name in ("blocks.1.up.weight", "blocks.2.down.weight"):

@@ -13,7 +13,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
-from sixfold.fsdp.placement import double_ranges
+from sixfold.fsdp.placement.placement import double_ranges
 
 pytestmark = pytest.mark.usefixtures("as_sharded")
 

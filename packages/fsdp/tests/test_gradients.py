@@ -18,10 +18,10 @@ from sixfold.fsdp import (
     ShardingStrategy,
     fully_shard_optimizer,
 )
-from sixfold.fsdp.adding import add_into
-from sixfold.fsdp.buffer import ParamAndGradBuffer
-from sixfold.fsdp.comm import LocalComm, Ranks
-from sixfold.fsdp.gradients import State
+from sixfold.fsdp.buffers.gradients import State
+from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
+from sixfold.fsdp.collectives.comm import LocalComm, Ranks
+from sixfold.fsdp.collectives.mixed_dtype_add import add_into
 
 SHAPES = {"a": (5, 7), "b": (3,), "c": (40,), "d": ()}
 

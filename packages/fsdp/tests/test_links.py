@@ -16,9 +16,9 @@ from fsdp_count_helpers import Calls
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, fully_shard_optimizer
-from sixfold.fsdp.links import Links, nccl_options
-from sixfold.fsdp.streams import CudaStream
-from sixfold.fsdp.user_buffers import UserBuffers
+from sixfold.fsdp.collectives.communicators import Links, nccl_options
+from sixfold.fsdp.collectives.streams import CudaStream
+from sixfold.fsdp.collectives.user_buffers import UserBuffers
 
 
 @pytest.fixture(scope="module")

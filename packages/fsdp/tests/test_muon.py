@@ -12,7 +12,7 @@ from torch import nn
 
 from sixfold.fsdp import FsdpError, fully_shard, fully_shard_optimizer
 from sixfold.fsdp.layout import TensorSpec, plan_layout
-from sixfold.fsdp.muon import plan_groups, spread_owners
+from sixfold.fsdp.optimizers.muon import plan_groups, spread_owners
 
 # A Llama-3-8B block: q, k, v, o, gate, up, down; and its norms.
 BLOCK = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (14336, 4096), (14336, 4096), (4096, 14336)]

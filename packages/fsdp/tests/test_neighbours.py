@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sixfold.fsdp.neighbours import Neighbours, myself
+from sixfold.fsdp.faults.local_processes import Neighbours, myself
 
 
 @pytest.fixture

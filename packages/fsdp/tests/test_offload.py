@@ -18,8 +18,8 @@ from test_uses import a_closure
 from torch import nn
 
 from sixfold.fsdp import BufferConfig, FsdpError, fully_shard, fully_shard_optimizer
-from sixfold.fsdp.chunked import ChunkedStep
-from sixfold.fsdp.offload import HostState
+from sixfold.fsdp.optimizers.chunked_step import ChunkedStep
+from sixfold.fsdp.optimizers.state_offload import HostState
 
 OFFLOAD = {"fsdp_unit_modules": [Block], "buffers": BufferConfig(offload=True)}
 TENSOR = {**OFFLOAD, "granularity": lambda name, parameter: "tensor"}

@@ -18,8 +18,8 @@ from sixfold.fsdp import (
     ShardingStrategy,
     fully_shard,
     fully_shard_optimizer,
-    norms,
 )
+from sixfold.fsdp.optimizers import gradient_norms as norms
 
 STRATEGIES = [strategy.value for strategy in ShardingStrategy]
 

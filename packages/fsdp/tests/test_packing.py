@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from sixfold.fsdp import FullyShardedDataParallel
+from sixfold.fsdp.buffers.packing import pack, travels_as
 from sixfold.fsdp.layout import TensorSpec
-from sixfold.fsdp.packing import pack, travels_as
 
 FP8 = torch.float8_e4m3fn
 

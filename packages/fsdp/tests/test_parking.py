@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from sixfold.fsdp.alloc import Arena
-from sixfold.fsdp.colour import colour
-from sixfold.fsdp.parking import Parking, simulate
-from sixfold.fsdp.residency import NEVER, solve
+from sixfold.fsdp.placement.address_assignment import colour
+from sixfold.fsdp.placement.arena import Arena
+from sixfold.fsdp.placement.parking import Parking, simulate
+from sixfold.fsdp.placement.residency import NEVER, solve
 
 
 @pytest.mark.parametrize("seed", range(30))

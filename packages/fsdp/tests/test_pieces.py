@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from sixfold.fsdp.pieces import Copy, columns, copies
+from sixfold.fsdp.buffers.column_ranges import Copy, columns, copies
 
 
 @pytest.mark.parametrize("seed", range(30))

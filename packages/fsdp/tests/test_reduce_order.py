@@ -13,8 +13,8 @@ from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
 from torch import nn
 
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
-from sixfold.fsdp.comm import LocalComm, Ranks
-from sixfold.fsdp.sums import BackendSum
+from sixfold.fsdp.collectives.comm import LocalComm, Ranks
+from sixfold.fsdp.collectives.gradient_sums import BackendSum
 
 pytestmark = pytest.mark.usefixtures("as_sharded")
 

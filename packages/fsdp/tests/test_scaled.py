@@ -11,8 +11,8 @@ from fsdp_memory_helpers import storages
 from torch import nn
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
-from sixfold.fsdp import quantized as quantized_module
-from sixfold.fsdp.scaled import Transposes
+from sixfold.fsdp.fp8 import quantized as quantized_module
+from sixfold.fsdp.fp8.scaled_matmul import Transposes
 
 
 def wrap(net, matmul="scaled", units=(Block,), fp8=is_fp8, strategy="optim_grads_params", buffers=None, **precision):
@@ -222,7 +222,7 @@ def test_a_copy_that_was_dropped_too_early_costs_no_bit(monkeypatch):
     expected = run(first, wrap(first))
     second = make_net()
     model = wrap(second)
-    monkeypatch.setattr("sixfold.fsdp.scaled.Transposes.make", lambda self, unit: None)
+    monkeypatch.setattr("sixfold.fsdp.fp8.scaled_matmul.Transposes.make", lambda self, unit: None)
     assert same(expected, run(second, model)) == []
     assert model.report()["fp8"]["transposes_made"] == 0
 

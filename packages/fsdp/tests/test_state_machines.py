@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sixfold.fsdp import AllGatherPipeline, FsdpError, GradReducePipeline, TemporaryBucketAllocator
-from sixfold.fsdp.order import UseOrder
+from sixfold.fsdp.placement.use_order import UseOrder
 
 
 def gathers() -> tuple[AllGatherPipeline, list[str]]:

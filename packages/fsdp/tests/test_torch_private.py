@@ -90,7 +90,7 @@ try:
 except ImportError as error:
     print(error)
 try:
-    import sixfold.fsdp.shard
+    import sixfold.fsdp.wrapper.fully_sharded
 except ImportError as error:
     print(error)
 """

@@ -19,7 +19,8 @@ from fsdp_helpers import Block, batch, same
 from fsdp_world import SETTINGS, WIDTH, Net, World
 from torch import nn
 
-from sixfold.fsdp import FsdpError, FullyShardedDataParallel, everywhere, fully_shard
+from sixfold.fsdp import FsdpError, FullyShardedDataParallel, fully_shard
+from sixfold.fsdp.hooks import global_hooks as everywhere
 
 pytestmark = pytest.mark.usefixtures("as_sharded")
 

@@ -21,7 +21,7 @@ from torch import nn
 
 from ranktest import run_ranks, store
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, fully_shard_optimizer, torch_state
-from sixfold.fsdp.neighbours import Neighbours
+from sixfold.fsdp.faults.local_processes import Neighbours
 
 
 def wrap(net, **options):

@@ -11,8 +11,8 @@ from fsdp_count_helpers import Calls
 from torch import Tensor
 
 from ranktest import run_ranks
-from sixfold.fsdp.comm import GlooComm
-from sixfold.fsdp.sums import grad_sum_of
+from sixfold.fsdp.collectives.comm import GlooComm
+from sixfold.fsdp.collectives.gradient_sums import grad_sum_of
 
 SIZES = (0, 1, 5_000)  # of a shard
 WIRES = (torch.float32, torch.bfloat16, torch.float64)

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import ranktest
 from sixfold import dist_ckpt
-from sixfold.fsdp.sums import RankOrderSum
+from sixfold.fsdp.collectives.gradient_sums import RankOrderSum
 from sixfold.gpt import step, wrap
 from sixfold.gpt.build import RankModel
 from sixfold.gpt.config import TrainConfig

@@ -12,14 +12,14 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.strategy import ShardingStrategy
 
 if TYPE_CHECKING:
-    from sixfold.fsdp.alloc import TemporaryBucketAllocator
-    from sixfold.fsdp.buffer import DataParallelBuffer, ParamAndGradBuffer
+    from sixfold.fsdp.buffers.unit_buffer import DataParallelBuffer, ParamAndGradBuffer
     from sixfold.fsdp.config import BufferConfig, MixedPrecision
-    from sixfold.fsdp.gather import AllGatherPipeline
-    from sixfold.fsdp.reduce import GradReducePipeline
-    from sixfold.fsdp.shard import FullyShardedDataParallel, fully_shard, fully_shard_optimizer
-    from sixfold.fsdp.stage import StageHandle
-    from sixfold.fsdp.state import StateRecord
+    from sixfold.fsdp.engine.gather import AllGatherPipeline
+    from sixfold.fsdp.engine.reduce import GradReducePipeline
+    from sixfold.fsdp.placement.arena import TemporaryBucketAllocator
+    from sixfold.fsdp.state.records import StateRecord
+    from sixfold.fsdp.wrapper.fully_sharded import FullyShardedDataParallel, fully_shard, fully_shard_optimizer
+    from sixfold.fsdp.wrapper.pipeline_stage import StageHandle
 
 __all__ = [
     "AllGatherPipeline",
@@ -40,18 +40,18 @@ __all__ = [
 
 # These need torch, which is loaded when the first of them is asked for: the cost model needs none.
 _NEED_TORCH = {
-    "AllGatherPipeline": "gather",
+    "AllGatherPipeline": "engine.gather",
     "BufferConfig": "config",
-    "DataParallelBuffer": "buffer",
-    "FullyShardedDataParallel": "shard",
-    "GradReducePipeline": "reduce",
+    "DataParallelBuffer": "buffers.unit_buffer",
+    "FullyShardedDataParallel": "wrapper.fully_sharded",
+    "GradReducePipeline": "engine.reduce",
     "MixedPrecision": "config",
-    "ParamAndGradBuffer": "buffer",
-    "StageHandle": "stage",
-    "StateRecord": "state",
-    "TemporaryBucketAllocator": "alloc",
-    "fully_shard": "shard",
-    "fully_shard_optimizer": "shard",
+    "ParamAndGradBuffer": "buffers.unit_buffer",
+    "StageHandle": "wrapper.pipeline_stage",
+    "StateRecord": "state.records",
+    "TemporaryBucketAllocator": "placement.arena",
+    "fully_shard": "wrapper.fully_sharded",
+    "fully_shard_optimizer": "wrapper.fully_sharded",
 }
 
 

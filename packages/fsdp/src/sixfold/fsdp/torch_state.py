@@ -22,13 +22,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from sixfold.fsdp import whole
-from sixfold.fsdp.buffer import ParamAndGradBuffer
-from sixfold.fsdp.control import exchange, exchange_text
+from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
+from sixfold.fsdp.collectives.host_messages import exchange, exchange_text
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.flat import ParamRecord
-from sixfold.fsdp.shard import FullyShardedDataParallel
-from sixfold.fsdp.streamed import IncompatibleKeys
+from sixfold.fsdp.state import full_state as whole
+from sixfold.fsdp.state.load_full_state import IncompatibleKeys
+from sixfold.fsdp.wrapper.fully_sharded import FullyShardedDataParallel
 
 Described = dict[str, dict[str, Any]]  # name -> {"group": number, "state": {key: what}}
 

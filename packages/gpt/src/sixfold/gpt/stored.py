@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING
 
-from sixfold.fsdp.pieces import columns
+from sixfold.fsdp.buffers.column_ranges import columns
 from sixfold.fsdp.strategy import ShardingStrategy
 from sixfold.gpt.sizes import Stream, Unit, largest_tensor
 from sixfold.pipeline.schedules import by_name, registered

@@ -2,7 +2,7 @@
 
     config, parallel, layers, Device --> StageTimes (this file) --> pipeline.Costs --> plan.py
 
-Seconds from formulas: no torch, no ranks. Transfers are those of ``sixfold.fsdp.cost_terms``.
+Seconds from formulas: no torch, no ranks. Transfers are those of ``sixfold.fsdp.cost.terms``.
 
 [Note: two streams share a device] While a collective is in flight its kernels take multiprocessors and memory bandwidth
 from matrix products, and they from it: computation runs at ``1 - COMPUTE_LOSS`` of its rate and communication at
@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from sixfold.fsdp.cost_terms import Cluster, Run, replicate_s, transfer_s
+from sixfold.fsdp.cost.terms import Cluster, Run, replicate_s, transfer_s
 from sixfold.gpt.activations import Shape
 from sixfold.gpt.devices import Device
 from sixfold.gpt.elementwise import stage_moved

@@ -1,0 +1,1 @@
+"""What is sent between ranks, on which communicator and which stream."""

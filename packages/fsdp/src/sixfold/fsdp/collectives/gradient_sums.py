@@ -1,0 +1,173 @@
+"""The ways to sum over the ranks of a group.
+
+    reduce.py --> GradSum (this file) --> comm.py
+
+Sums start now and are finished later by the callable that they return. They allocate nothing: what a sum needs beside
+what is sent and its result comes in as ``scratch``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from sixfold.fsdp.collectives.comm import Comm, GlooComm
+from sixfold.fsdp.collectives.mixed_dtype_add import add_into
+
+Wait = Callable[[Any], None]  # waits for a Work with a deadline (faults.py)
+Finish = Callable[[Wait], Tensor]  # waits, adds what is left to add, returns the sum
+
+
+class GradSum(Protocol):
+    """How local sums become sums over ranks, in ``result``'s dtype.
+
+    ``scratch`` is (scratch_numel,) or more in the dtype of ``sent``; ``wide`` as in ``add_into``.
+    """
+
+    def scratch_numel(self, size: int, numel: int, *, everywhere: bool) -> int:
+        """Elements that a sum of ``numel`` sent elements over ``size`` ranks needs."""
+
+    def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """Start: ``result`` (n,) is to be this rank's shard of the sum of ``sent`` (size * n,), which is used up."""
+
+    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """Start: ``result`` is to be the whole sum of ``sent`` (same shape), which is used up."""
+
+
+class BackendSum:
+    """The back end's own order: fastest, and from three ranks on different for every place in a buffer."""
+
+    def scratch_numel(self, size: int, numel: int, *, everywhere: bool) -> int:
+        """None."""
+        return 0
+
+    def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """One reduce-scatter in the dtype of ``sent``."""
+        direct = sent.dtype == result.dtype
+        part = result if direct else sent.view(comm.size, -1)[comm.rank]
+        work = comm.reduce_scatter(part, sent)
+
+        def finish(wait: Wait) -> Tensor:
+            wait(work)
+            return result if direct else result.copy_(part)
+
+        return finish
+
+    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """One all-reduce in the dtype of ``sent``."""
+        work = comm.all_reduce(sent)
+
+        def finish(wait: Wait) -> Tensor:
+            wait(work)
+            return result if result.data_ptr() == sent.data_ptr() else result.copy_(sent)
+
+        return finish
+
+
+class RankOrderSum:
+    """Ranks 0, 1, 2 ... from left to right in ``result``'s dtype: the same bits for every layout and back end.
+
+    All shards travel in the dtype of ``sent`` and are added here, so bf16 halves the bytes and rounds
+    each addend once, never the sum (cf. pytorch#106395).
+    """
+
+    def scratch_numel(self, size: int, numel: int, *, everywhere: bool) -> int:
+        """What every rank sent for this rank's shard (of two: the other); for all of it where that does not divide."""
+        if numel % size:
+            return size * numel
+        return numel // 2 if size == 2 else numel
+
+    def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """One all-to-all, then a local sum. It sends the bytes of a reduce-scatter."""
+        if comm.size == 2:
+            return self._scatter_of_two(comm, sent, result, scratch, wide)
+        received = scratch[: sent.numel()]
+        work = comm.all_to_all(received, sent)
+
+        def finish(wait: Wait) -> Tensor:
+            wait(work)
+            return _add_up(received.view(comm.size, -1).unbind(), result, wide)
+
+        return finish
+
+    def _scatter_of_two(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """Each rank receives what it lacks, and nothing of its own."""
+        parts = list(sent.view(2, -1).unbind())
+        received = scratch[: parts[0].numel()]
+        work = comm.swap(received, parts[1 - comm.rank])
+        parts[1 - comm.rank] = received
+
+        def finish(wait: Wait) -> Tensor:
+            wait(work)
+            return _add_up(parts, result, wide)
+
+        return finish
+
+    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """The same, and the shards are gathered again where they divide; else every rank adds all."""
+        if sent.numel() % comm.size:
+            received = scratch[: comm.size * sent.numel()]
+            work = comm.spread(received, sent)
+
+            def finish_whole(wait: Wait) -> Tensor:
+                wait(work)
+                return _add_up(received.view(comm.size, -1).unbind(), result, wide)
+
+            return finish_whole
+        start = self.scatter(comm, sent, result.view(comm.size, -1)[comm.rank], scratch, wide)
+
+        def finish(wait: Wait) -> Tensor:
+            wait(comm.spread(result, start(wait)))
+            return result
+
+        return finish
+
+
+class GlooSum:
+    """Shards in rank order, whole sums by the back end.
+
+    An exchange and the additions cost less than gloo's reduce-scatter; its all-reduce is good.
+    """
+
+    def __init__(self) -> None:
+        self._shards, self._whole = RankOrderSum(), BackendSum()
+
+    def scratch_numel(self, size: int, numel: int, *, everywhere: bool) -> int:
+        """Of the one that is asked for."""
+        return 0 if everywhere else self._shards.scratch_numel(size, numel, everywhere=False)
+
+    def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """As RankOrderSum, in the dtype of ``sent``: as a reduce-scatter rounds."""
+        if sent.dtype == result.dtype:
+            return self._shards.scatter(comm, sent, result, scratch, wide)
+        finish_sum = self._shards.scatter(comm, sent, sent.view(comm.size, -1)[comm.rank], scratch, wide)
+        return lambda wait: result.copy_(finish_sum(wait))
+
+    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+        """As BackendSum."""
+        return self._whole.everywhere(comm, sent, result, scratch, wide)
+
+
+def _add_up(parts: Sequence[Tensor], result: Tensor, wide: Tensor | None) -> Tensor:
+    """(n,) each, the first one first; ``result`` may be one of the first two."""
+    first, second, *rest = parts
+    if first.dtype == result.dtype:
+        torch.add(first, second, out=result)
+    else:
+        result.copy_(first)
+        add_into(result, second, wide)
+    for part in rest:
+        add_into(result, part, wide)
+    return result
+
+
+def grad_sum_of(name: str, comm: Comm) -> GradSum:
+    """``"backend"`` or ``"rank_order"``; a group of one has nothing to add."""
+    if comm.size == 1:
+        return BackendSum()
+    if name == "rank_order":
+        return RankOrderSum()
+    return GlooSum() if isinstance(comm, GlooComm) else BackendSum()

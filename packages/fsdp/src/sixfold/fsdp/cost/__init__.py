@@ -1,0 +1,1 @@
+"""What a strategy costs, from formulas: no torch, no processes."""

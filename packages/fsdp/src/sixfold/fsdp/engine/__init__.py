@@ -1,0 +1,1 @@
+"""The events of a step: gather, compute, reduce, free."""

@@ -1,0 +1,132 @@
+"""The backward that runs: made at its first event, dropped at its end.
+
+    engine.py --> Backward (this file) --> engine.py closes the units that it names
+
+What is true of one backward lies here and nowhere else, so the next one finds nothing of it, also when it raised.
+Events of a backward inside it (a reentrant checkpoint's) are its own: autograd ends the outermost one last.
+
+[Note: when a unit's backward is done] Autograd runs ready nodes latest-forward-first, so when the gradient of another
+unit's output arrives, every node of the units after it has run. That moment is the same on all ranks, also where one
+rank leaves a parameter unused, so it orders the collectives; counting delivered gradients would not. Units around the
+new one or inside it (which may have returned the same tensor), and units called again earlier in the same forward, stay
+open. What is left closes when backward ends, and ``finish_grad_sync`` relies on neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.unit import Unit
+from sixfold.fsdp.engine.call_state import CallContext, accumulates
+from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.torch_private import asked_for
+
+
+@dataclass(slots=True, eq=False)
+class Backward:
+    """See above.
+
+    Attributes:
+        opened: units whose backward has begun and is not done, each with the call that it counts down.
+        makes_gradients: False while ``autograd.grad`` of inputs runs, which accumulates nothing.
+        asked: ``id`` of each of the inputs that it was given; None: it was given none.
+        joint: it runs through several root calls (loss1 + loss2).
+    """
+
+    opened: list[tuple[Unit, CallContext | None]] = field(default_factory=list)
+    makes_gradients: bool = True
+    asked: frozenset[int] | None = None
+    joint: bool = False
+    _call: CallContext | None = None  # the first that it came to
+    _task: int = -1  # of autograd, the last one that was asked
+
+    def ask(self, task: int, records: Sequence[ParamRecord], *, driven: bool) -> None:
+        """What autograd was asked for, once per task. A driven one's split backward may leave all gradients to W."""
+        if task != self._task:
+            self._task = task
+            self.makes_gradients = driven or accumulates(records)
+            self.asked = None if driven else asked_for()
+
+    def came_to(self, context: CallContext) -> None:
+        """A unit of ``context`` is next."""
+        if self._call is None:
+            self._call = context
+        elif context is not self._call:
+            self.joint = True
+
+    def open(self, unit: Unit, context: CallContext | None) -> bool:
+        """``unit``'s backward begins; False where it had."""
+        for opened, _ in self.opened:
+            if opened is unit:
+                return False
+        self.opened.append((unit, context))
+        return True
+
+    def opened_inside(self, unit: Unit) -> list[Unit]:
+        """Units inside ``unit`` whose backward is not done.
+
+        A module that returns what the last unit inside it returned: that tensor carries the hooks of both, the inner
+        one's first. Its backward is about to run, and a prefetch must not take its place.
+        """
+        found = []
+        for opened, _ in self.opened:
+            if not unit.index or unit in opened.around:
+                found.append(opened)
+        return found
+
+    def leave_out(self, unit: Unit, *, touched: bool) -> None:
+        """``backward(inputs=some parameters)`` makes no gradients of the others, and zeros are gradients.
+
+        ``touched``: ``unit`` has a sum from before.
+        """
+        if self.asked is None and not touched:
+            return  # as nearly always; nothing is left out of a unit that no sum is held for
+        for record in unit.records:
+            asked = self.asked is None or id(record.parameter) in self.asked
+            record.left_out = not asked and (record.left_out or not touched)
+
+    def done_before(self, unit: Unit, waits: Callable[[Unit, CallContext], bool]) -> list[Unit]:
+        """Units whose backward is done now that ``unit``'s begins. [Note: when a unit's backward is done]
+
+        ``waits``: other calls of the unit are to have their backward with this one.
+        """
+        still: list[tuple[Unit, CallContext | None]] = []
+        done: list[Unit] = []
+        for opened, context in self.opened:
+            beside = opened is unit or not opened.index or opened in unit.around or unit in opened.around
+            if beside or (context is not None and waits(opened, context)):
+                still.append((opened, context))
+            else:
+                done.append(opened)
+        self.opened = still
+        return done
+
+
+def old_graph(unit: Unit, step: int) -> FsdpError:
+    """The weights that a graph saved are of an earlier step."""
+    return FsdpError(
+        "backward of a graph from before an optimizer step or refresh(): its saved weights have changed (plain "
+        "torch: 'modified by an inplace operation'). Run the forward again",
+        unit=unit.name,
+        step=step,
+        op="gather",
+    )
+
+
+def refuse_graph(unit: Unit, units: Sequence[Unit], *, changed: bool, step: int) -> None:
+    """Graphs whose saved weights are (``changed``), or would be, others than their forward used.
+
+    Asked where weights changed since the forward, or where a backward makes a graph of its own.
+    """
+    if changed:
+        raise old_graph(unit, step)
+    if any(one.shares for one in units):
+        raise FsdpError(
+            "create_graph=True: a second backward walks weights of several units at once, and memory that units "
+            'share holds some of them; use BufferConfig(gathered_bytes="all")',
+            unit=unit.name,
+            step=step,
+            op="gather",
+        )

@@ -1,0 +1,535 @@
+"""What happens at each event of a step: when to gather, when a unit's gradients are done, when to reduce.
+
+    hooks.py, stage.py, shard.py, optim.py --> Engine (this file) --> gather.py, reduce.py
+
+Knows events, not modules. What is true of one backward alone is backward.py's, with the rule by which units end.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.gradients import OPEN
+from sixfold.fsdp.buffers.unit import Unit
+from sixfold.fsdp.collectives.comm import Ranks
+from sixfold.fsdp.collectives.host_messages import Control
+from sixfold.fsdp.config import ShardingStrategy
+from sixfold.fsdp.engine.backward import Backward, old_graph, refuse_graph
+from sixfold.fsdp.engine.call_state import CallContext, StageState
+from sixfold.fsdp.engine.gather import Gathering
+from sixfold.fsdp.engine.order_check import Signatures
+from sixfold.fsdp.engine.reduce import Reduction
+from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.faults.waiting import Waiting
+from sixfold.fsdp.parameter_access.guard import Curtain, guard_of, written_in_place
+from sixfold.fsdp.parameter_access.main_parameters import MainParameter, Mains
+from sixfold.fsdp.parameter_access.saved_weights import SavedWeights
+from sixfold.fsdp.parameter_access.view_guard import LeftViews, SavedViews
+from sixfold.fsdp.torch_private import calling_frame, in_backward
+
+
+class Engine:
+    """The events of one model: what each starts, and what it waits for."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        *,
+        ranks: Ranks,
+        strategy: ShardingStrategy,
+        grad_reduce: str,
+        gathering: Gathering,
+        reduction: Reduction,
+        waiting: Waiting,
+        signatures: Signatures,
+        control: Control,
+        elsewhere: bool = False,
+        as_sharded: bool = False,
+    ) -> None:
+        self.units = units
+        self.ranks = ranks
+        self.elsewhere = elsewhere  # some rank has parameters on a mesh of their own
+        self.strategy = strategy
+        self.as_sharded = as_sharded  # parameters are read as where weights are sharded, though all are here
+        self._shards_grads = strategy.shards_grads
+        self.gathering = gathering
+        self._here = gathering.pipeline.ready
+        self.reduction = reduction
+        self.wait = waiting
+        self._faults = waiting.faults
+        self.control = control
+        self._signatures = signatures
+        self.records: dict[nn.Parameter, ParamRecord] = {
+            record.parameter: record for unit in units for record in unit.records
+        }
+        self.numbered = tuple(self.records.values())
+        self._trained = [stream for unit in units for stream in unit.trained]
+        self._trainable = [record for stream in self._trained for record in stream.records]
+        self._by_name = {unit.name: unit for unit in units}
+        self._grad_reduce = grad_reduce
+        self.no_sync_depth = 0
+        self.last_microbatch = True
+        self.stages: list[StageState] = []
+        self._stepped = False
+        self._driven = False  # the forward that runs, or ran last, was called through a stage handle
+        self._each_microbatch = False  # a driven program reduces in every micro-batch
+        self._calls: list[CallContext] = []
+        self._caller = threading.RLock()  # held by the thread whose root call runs
+        self.running: list[Unit] = []  # units whose forward runs, outermost first
+        self._backward: Backward | None = None  # that runs
+        self._touched: set[int] = set()  # units with something to reduce
+        self._forgotten: dict[int, set[ParamRecord]] = {}  # by unit, since a backward came to it last
+        self._outstanding = [0] * len(units)  # forward calls of this step that had no backward, of all root calls
+        self._joint = True  # [Note: several calls, one backward]
+        self.weights = 0  # how often main weights changed
+        self.stepping = False  # inside optimizer.step(): a closure may run the model
+        self.state_dict_asked = ""  # "names": by full_state_dict, "values": by a state_dict() in one process
+        self.registered: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # where, name, parameter
+        self.mains = Mains(self.numbered)
+        self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose steps are ours
+        self.curtains: list[Curtain] = []  # by unit, once its start values are there
+        self._saved_views = SavedViews()
+        self._views = [LeftViews(unit, self._saved_views) for unit in units]
+        self._saved = [SavedWeights(unit, self._saved_needed, self._old_graph, self._saved_views) for unit in units]
+        self._saving: list[SavedWeights] = []  # of calls that run, the innermost last
+
+    @property
+    def step(self) -> int:
+        """The step that runs, from 0."""
+        return self.wait.step
+
+    @property
+    def failed(self) -> FsdpError | None:
+        """What ended this model."""
+        return self._faults.failed
+
+    def alive(self) -> None:
+        """Raise if an earlier fault ended this model."""
+        self.wait.alive()
+
+    # ---- forward
+
+    @property
+    def in_call(self) -> bool:
+        """A root call of this thread runs."""
+        if self._calls:
+            self._take_turn()
+            self._caller.release()
+        return bool(self._calls)
+
+    @property
+    def calls_run(self) -> bool:
+        """A root call runs, of whatever thread."""
+        return bool(self._calls)
+
+    def _take_turn(self) -> None:
+        """This thread calls: no other does, and what an interrupt left of an earlier call is cleared."""
+        if not self._caller.acquire(blocking=False):
+            raise FsdpError(
+                "two threads call the model at once, and would take each other's gathered weights; call it from one "
+                "thread at a time",
+                step=self.step,
+                op="gather",
+            )
+        while self._calls and self._calls[-1].left_by_interrupt():
+            self.end_call()
+
+    def begin_call(self, stage: StageState | None, *, by_hook: bool = False) -> CallContext:
+        """A root call, entry or stage call begins: the root unit is gathered, the step counted.
+
+        ``by_hook``: torch calls no hook at the end of a call that KeyboardInterrupt ends.
+        """
+        self.alive()
+        self._take_turn()
+        try:
+            context = self._begin_call(stage)
+        except BaseException:
+            self._caller.release()
+            raise
+        context.frame = calling_frame() if by_hook else None
+        return context
+
+    def _begin_call(self, stage: StageState | None) -> CallContext:
+        if in_backward() == -1 and not self._calls:
+            if self.mains.look():
+                self._signatures.edited()
+                self.main_changed(frozen=True)
+            self.mains.copied()
+        training = torch.is_grad_enabled()
+        if training and in_backward() == -1 and not self._calls:
+            if self._stepped:
+                self._next_step()
+            elif self.gathering.begin_step(stepped=False):
+                self.weights += 1
+            self._driven = stage is not None
+            self._backward = None  # also after one that raised
+            self.running.clear()
+        context = CallContext(len(self.units), training, self.weights)
+        self._use(self.units[0], training)
+        self._calls.append(context)
+        self.curtains[0].reveal()
+        return context
+
+    def end_call(self) -> None:
+        """The innermost root call is over, also by an exception."""
+        self._calls.pop().frame = None
+        if not self._calls:
+            self.curtains[0].hide()
+            for unit in self.running:  # interrupted
+                self.curtains[unit.index].hide()
+            self.running.clear()
+            while self._saving:
+                self._saving.pop().pop()
+            for views in self._views:
+                views.clear()
+        self._caller.release()
+
+    def _next_step(self) -> None:
+        self._stepped = False
+        self.wait.step += 1  # before anything below waits: a rank that is lost meanwhile is lost in this step
+        self._outstanding = [0] * len(self.units)
+        if self.gathering.begin_step(stepped=True):
+            self.weights += 1
+        for saved in self._saved:
+            saved.next_step()
+        self._saved_views.clear()
+        self._signatures.next_step()
+
+    def before_forward(self, unit: Unit) -> None:
+        """``unit``'s forward is about to run."""
+        if self._faults.failed is not None:
+            return
+        if in_backward() != -1:  # recompute: it finds its unit gathered, or gathers it
+            self._use(unit, True)
+            self.curtains[unit.index].reveal()
+            return
+        self.running.append(unit)
+        if not self._calls:
+            raise FsdpError(
+                "a unit's module was called directly, and its weights may not be here; call the "
+                "FullyShardedDataParallel object, or model.entry(child) for a part of it",
+                unit=unit.name,
+                op="gather",
+            )
+        self._use(unit, self._calls[-1].training)
+        self.curtains[unit.index].reveal()
+        saved = self._saved[unit.index]
+        if unit.shares:
+            self._views[unit.index].begin(saved.learns)
+        if unit.shares and saved.wanted and torch.is_grad_enabled() and saved.push():
+            self._saving.append(saved)
+
+    def after_forward(self, unit: Unit) -> CallContext | None:
+        """``unit``'s forward ended; returns the call to count its backward in (None in a recompute)."""
+        self.curtains[unit.index].hide()
+        if in_backward() != -1:
+            return None
+        if self._saving and self._saving[-1] is self._saved[unit.index]:
+            self._saving.pop().pop()
+        if self.running and self.running[-1] is unit:
+            self.running.pop()
+            if unit.shares:
+                self._views[unit.index].end(self.curtains[unit.index].guards)
+        return self._calls[-1] if self._calls else None
+
+    def _use(self, unit: Unit, record: bool) -> None:
+        if record:
+            self._signatures.use(unit)
+        busy = self.running or unit.around
+        if self._backward is not None and (inside := self._backward.opened_inside(unit)):
+            busy = [*busy, *inside]
+        self.gathering.use(unit, busy, record=record)
+
+    # ---- backward
+
+    def _saved_needed(self, unit: Unit) -> None:
+        """Autograd unpacks weights of ``unit``. [Note: ways out]"""
+        if self._faults.failed is not None:
+            return
+        here = unit.name in self._here
+        if not here or self._saved[unit.index].entered != in_backward():
+            self._saved[unit.index].found = True  # also where it happens to be here still
+        if not here:
+            self._use(unit, True)
+
+    def _old_graph(self, unit: Unit) -> FsdpError:
+        return old_graph(unit, self.step)
+
+    def count_call(self, unit: Unit, context: CallContext) -> None:
+        """Outputs of ``unit`` have a graph: a backward of ``context`` may come."""
+        context.outstanding[unit.index] += 1
+        self._outstanding[unit.index] += 1
+
+    def before_backward(self, unit: Unit, context: CallContext | None, weights: int) -> bool:
+        """The first gradient of an output of ``unit`` is here; ``context`` is the call to count down, if any.
+
+        Returns whether it was counted down: a backward that accumulates nothing (``autograd.grad`` of inputs) uses
+        weights and makes no gradient of them. ``weights`` is what ``self.weights`` was in the forward.
+        """
+        if self._faults.failed is not None:
+            return False
+        if weights != self.weights or torch.is_grad_enabled():
+            refuse_graph(unit, self.units, changed=weights != self.weights, step=self.step)
+        backward = self._backward or self._begin_backward()
+        task = self._saved[unit.index].entered = in_backward()
+        backward.ask(task, self._trainable, driven=self._driven)
+        self._use(unit, True)
+        if not backward.makes_gradients:
+            return False
+        if context is not None:
+            backward.came_to(context)
+            context.outstanding[unit.index] -= 1
+            self._outstanding[unit.index] = max(self._outstanding[unit.index] - 1, 0)
+        if unit.index:
+            for done in backward.done_before(unit, self._waits):
+                self._close(done)
+        if backward.open(unit, context):
+            backward.leave_out(unit, touched=unit.index in self._touched)
+            self._touched.add(unit.index)
+            self._forgotten.pop(unit.index, None)
+        return True
+
+    def _begin_backward(self) -> Backward:
+        self._backward = Backward()
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        return self._backward
+
+    def _waits(self, unit: Unit, context: CallContext) -> bool:
+        """``unit`` was called again, earlier in the same forward or by another call of a joint backward."""
+        at = unit.index
+        return context.outstanding[at] > 0 or (self._joint and not self._driven and self._outstanding[at] > 0)
+
+    def deliver(self, record: ParamRecord, gradient: Tensor) -> None:
+        """Autograd finished ``record``'s gradient."""
+        if self._faults.failed is not None:
+            return
+        stream = record.buffer
+        if stream.unit not in self._here:
+            raise FsdpError(
+                f"the gradient of {record.name} came while its unit's weights were not here, and not through its "
+                "outputs: a tensor left the unit by another way, first in this step. Return it in a tuple, list or "
+                'dict, or use BufferConfig(gathered_bytes="all")',
+                unit=stream.unit,
+                step=self.step,
+                op="reduce",
+            )
+        if stream.gradients.state not in OPEN:
+            unit = self._by_name[stream.unit]
+            if self._backward is None:
+                self._begin_backward()
+            self._touched.add(unit.index)
+            self.reduction.acquire(stream, self._shards_grads and self._reduces(unit))
+        stream.gradients.add(record, gradient, self.reduction.wide)
+
+    def deliver_deferred(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """A driven program brings a gradient that autograd did not deliver: the same local sum."""
+        self.alive()
+        record = self.records.get(parameter)
+        if record is None or not record.buffer.trainable:
+            what = "frozen" if record is not None else "not of this model"
+            raise FsdpError(f"accumulate: the parameter of shape {tuple(parameter.shape)} is {what}")
+        if self._each_microbatch:
+            raise FsdpError(
+                f"{record.name}: accumulate() brings its gradient after a backward that was said to be fused, and "
+                "reduced at its end; make the handle with fused=False, or wrap with grad_reduce='last'",
+                unit=record.buffer.unit,
+                op="reduce",
+            )
+        self._touched.add(self._by_name[record.buffer.unit].index)
+        if not record.buffer.gradients.open:
+            self.reduction.acquire(record.buffer, pooled=False)
+        record.buffer.gradients.add(record, gradient, self.reduction.wide)
+
+    def _end_backward(self) -> None:
+        """Autograd's final callback. [Note: when a unit's backward is done]"""
+        backward, self._backward = self._backward, None
+        if self._faults.failed is not None or backward is None:
+            return
+        opened = backward.opened
+        apart = not backward.joint and any(self._outstanding[unit.index] for unit, _ in opened)
+        for unit, _ in opened:
+            if unit.index:
+                self._close(unit)
+        if self._driven:
+            if len(self.stages) == 1 and 0 in self._touched:
+                self._close(self.units[0])
+            if self._each_microbatch:
+                self._put_touched(self.units if len(self.stages) == 1 else self.units[1:])
+        elif self._reduces(self.units[0]):
+            self._put_touched(self.units)
+        if not self._driven and opened:
+            self._learn_calls(apart)
+            if self.last_microbatch and not self.no_sync_depth:
+                self._signatures.gradients_done()
+                self.reduction.pipeline.finish()  # main gradients are final: user code may look at them
+                self._signatures.settle()
+
+    def _learn_calls(self, apart: bool) -> None:
+        """[Note: several calls, one backward] A unit called by several root calls (loss1 + loss2) delivers all its
+        gradients in the backward of the first call, so closing it after that of the last would reduce zeros. With
+        micro-batches in flight each call has a backward of its own. Which of the two comes cannot be known before
+        the backward ends; the last one's answer is taken for the next. It decides traffic, never sums. A graph that
+        was dropped looks like one in flight, and is not looked at: ranks drop theirs at different moments.
+        """
+        if self._joint and apart and self._shards_grads:
+            self.reduction.release_own_sums()  # units that stayed open took full-size sums of their own
+        self._joint = not apart
+
+    # ---- when to reduce
+
+    def _reduces(self, unit: Unit) -> bool:
+        """Gradients of ``unit`` are to be reduced in the backward that runs now."""
+        if self._driven:
+            if self._each_microbatch:
+                return unit.index != 0 or len(self.stages) == 1
+            stage = unit.stage
+            return isinstance(stage, StageState) and stage.last and stage.fused
+        if self.no_sync_depth:
+            return False
+        return self._shards_grads or self.last_microbatch
+
+    def _close(self, unit: Unit) -> None:
+        """All gradients of ``unit`` that this backward makes are in its local sum."""
+        if self._reduces(unit):
+            self._put(unit)
+
+    def _put(self, unit: Unit, *, inside_step: bool = False) -> None:
+        self._touched.discard(unit.index)
+        if not unit.trained:
+            return
+        if inside_step:
+            self._signatures.reduce_in_step(unit)
+        else:
+            self._signatures.reduce(unit, self.reduction.not_finite)
+        self.reduction.put(unit)
+
+    def _put_touched(self, units: Sequence[Unit], *, inside_step: bool = False) -> None:
+        for unit in units:
+            if unit.index in self._touched:
+                self._put(unit, inside_step=inside_step)
+
+    # ---- driven programs (seams: "The program drives the sharding")
+
+    def add_stage(self, stage: StageState) -> None:
+        """A stage handle was made; a second one of a stage takes the place of the first.
+
+        Raises:
+            FsdpError: its backwards are split, and ``grad_reduce`` is ``"microbatch"``.
+        """
+        if self._grad_reduce == "microbatch" and not stage.fused:
+            raise FsdpError(
+                f"stage {stage.name!r} has split backwards (fused=False), and grad_reduce is 'microbatch', which "
+                "reduces at the end of whole ones; use grad_reduce='auto' or 'last'",
+                op="reduce",
+            )
+        self.stages = [*(one for one in self.stages if one.name != stage.name), stage]
+        for unit in stage.units:
+            unit.stage = stage
+        alone = len(self.stages) == 1 and stage.fused and self._shards_grads
+        self._each_microbatch = self._grad_reduce == "microbatch" or (self._grad_reduce == "auto" and alone)
+
+    def reduce_stage(self, stage: StageState) -> None:
+        """The stage makes no more gradients in this step; after the last stage, neither does the root unit."""
+        self.alive()
+        self._put_touched(stage.units)
+        stage.last, stage.done = False, True
+        if all(one.done for one in self.stages):
+            self._put_touched(self.units[:1])
+
+    # ---- end of a step
+
+    def finish_grad_sync(self, *, inside_step: bool = False) -> None:
+        """Reduce what is local and wait for all. Inside ``optimizer.step()`` no exchange stands before a reduction."""
+        self.wait.alive()
+        self._put_touched(self.units, inside_step=inside_step)
+        self._signatures.gradients_done(inside_step=inside_step)
+        self.reduction.pipeline.finish()
+        for stage in self.stages:
+            stage.last = stage.done = False
+        self._signatures.compare()
+        self.wait.alive()  # [Note: flag before abort]
+
+    def check(self) -> None:
+        """Raise if a fault ended this model, or if ranks did different things."""
+        self.alive()
+        self._signatures.compare()
+
+    def before_save(self) -> None:
+        """Collective: whole tensors are about to be read.
+
+        Raises:
+            FsdpError: a parameter was written to in a call of its unit, and the state would not show it.
+        """
+        self.alive()
+        written = None if self.gathering.versions is None else self.gathering.versions.look()
+        guard = None if written is None else guard_of(written)
+        if guard is not None:
+            raise written_in_place(guard, self.units[0].module)
+        self._signatures.before_save()
+
+    def before_step(self, *, widen: bool) -> None:
+        """An optimizer of this model is about to step; ``widen``: over all main gradients at once."""
+        self.finish_grad_sync(inside_step=True)
+        self.gathering.settle()
+        self.wait.alive()  # [Note: flag before abort]
+        for stream in self._trained if widen else ():
+            stream.gradients.mains.widen()
+        self.mains.adopt()
+        self.mains.show(nn.Parameter)
+        self.stepping = True
+
+    def after_step(self) -> None:
+        """Main weights changed."""
+        self.stepping = False
+        self.mains.show(MainParameter)
+        self.mains.adopt()
+        for stream in self._trained:
+            stream.gradients.mains.narrow()
+        self.main_changed(frozen=False)
+        self._stepped = True
+
+    def main_changed(self, *, frozen: bool) -> None:
+        """Gathered copies are stale, and graphs that hold them are of no more use."""
+        self.gathering.invalidate(frozen=frozen)
+        self.mains.settle()
+        self.weights += 1
+
+    def forget(self, record: ParamRecord) -> None:
+        """``.grad = None`` of one of the module's parameters: what ``discard_local`` does for all, one by one."""
+        if self.failed is not None or not record.buffer.trainable:
+            return
+        unit = self._by_name[record.buffer.unit]
+        if self.reduction.pipeline.flying(unit.name):
+            self.reduction.pipeline.finish()
+        record.buffer.gradients.forget(record)
+        if record.main is not None:
+            record.main.grad = None
+        gone = self._forgotten.setdefault(unit.index, set())
+        gone.add(record)
+        if len(gone) == sum(len(stream.records) for stream in unit.trained):
+            self.reduction.drop(unit, gone)
+            self._touched.discard(unit.index)
+            self._outstanding[unit.index] = 0
+
+    def discard_local(self, parameters: Collection[nn.Parameter] | None = None) -> None:
+        """Forget gradients that are not main gradients yet, of some ``parameters`` or of all.
+
+        The same on all ranks: units are touched or not by what was asked, not by what lies here.
+        """
+        if self.failed is not None:
+            return
+        for stage in self.stages:  # what ended before its last backward is given up
+            stage.last = stage.done = False
+        self._outstanding = [0] * len(self.units)
+        records = set(self.records.values() if parameters is None else [self.records[one] for one in parameters])
+        self.reduction.discard(records)
+        self._touched -= {
+            unit.index for unit in self.units if all(records.issuperset(stream.records) for stream in unit.trained)
+        }

@@ -1,0 +1,175 @@
+"""Do the ranks use and reduce the same units? Compared before each collective, or once per step.
+
+    engine.py --> Signatures (this file) --> checks.py, control.py
+
+Beside it travels, whatever ``checks`` is, which parameters got a gradient. [Note: who had a gradient]
+
+Knows units by number; starts no data collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from sixfold.fsdp.buffers.unit import Unit
+from sixfold.fsdp.collectives.comm import Ranks
+from sixfold.fsdp.collectives.host_messages import Control, Rows, StoreControl, exchange, farewell
+from sixfold.fsdp.engine.used_parameters import Used
+from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.faults.disagreement import DRAWN_ALIKE, OrderDigest, odd_ranks
+from sixfold.fsdp.faults.waiting import Waiting
+
+_OPS = ("gather", "reduce")
+_USE, _REDUCE, _EDIT = range(3)
+
+
+class Signatures:
+    """What ``checks`` asks for: ``"off"`` nothing, ``"order"`` one digest per step, ``"unit"`` an exchange before each
+    collective. [Note: two channels]"""
+
+    def __init__(
+        self, checks: str, units: Sequence[Unit], ranks: Ranks, control: Control, waiting: Waiting, used: Used
+    ) -> None:
+        self._checks = checks if ranks.size > 1 else "off"
+        # Of the main mesh: what lies on others may differ between them.
+        self._bytes = [sum(one.weights.slot_bytes for one in unit.streams if one.ranks is ranks) for unit in units]
+        self._units = units
+        self._control = control
+        self._waiting = waiting
+        self._digest = OrderDigest()
+        self._alone = ranks.size == 1
+        self._may_leave = isinstance(control, StoreControl)  # an answer that tells nothing new unread
+        self._sent = False  # a digest of this step
+        self._used = used
+        self._reduced = False  # a unit, since the last message
+        self._comparing: tuple[int, int, Callable[[], tuple[Rows, int]]] | None = None  # step, round, answer
+
+    def use(self, unit: Unit) -> None:
+        """``unit`` is about to be used."""
+        if self._checks == "unit":
+            self._exchange(unit, _USE)
+        elif self._checks == "order":
+            self._digest.add(unit.index, _USE)
+
+    def edited(self) -> None:
+        """Main weights were written to outside a step: what is gathered from here on differs where others saw none."""
+        if self._checks == "order":
+            self._digest.add(0, _EDIT)
+
+    def reduce(self, unit: Unit, not_finite: Callable[[Unit], int]) -> None:
+        """``unit`` is about to be reduced. ``not_finite``, the place of the first bad gradient among the unit's
+        trainable ones or -1, reads the device, in ``"unit"`` only."""
+        self._reduced = True
+        if self._checks == "unit":
+            self._exchange(unit, _REDUCE, not_finite=not_finite(unit))
+        elif self._checks == "order":
+            self._digest.add(unit.index, _REDUCE)
+
+    def reduce_in_step(self, unit: Unit) -> None:
+        """The same inside ``optimizer.step()``, where no exchange stands before a collective."""
+        self._reduced = True
+        if self._checks == "order":
+            self._digest.add(unit.index, _REDUCE)
+
+    def next_step(self) -> None:
+        """A step begins. ``checks="order"``: send what was not, of a step that has ended without a reduction."""
+        if self._checks == "order" and not self._sent:
+            self._send(self._waiting.step - 1)
+        self._sent = False
+
+    def gradients_done(self, *, inside_step: bool = False) -> None:
+        """This rank has launched all reductions of a backward: the digest and the bits of what had a gradient travel
+        while they do, and ``compare`` stands before the optimizer. ``inside_step``: not for uses alone."""
+        if not self._alone and (self._reduced or not (inside_step or self._digest.empty)):
+            self._send(self._waiting.step)
+            self._sent = True
+
+    def _send(self, step: int) -> None:
+        self.compare()
+        self._reduced = False
+        bits, of_round = self._used.take()
+        wait = self._waiting.for_control(None, "check")
+        finish = self._control.start_with([self._digest.take()], bits, self._used.count, wait)
+        self._comparing = step, of_round, finish
+
+    def settle(self) -> None:
+        """Main gradients of zeros that no rank had are None. Waits only where this rank has any."""
+        if self._used.unsure:
+            self.compare()
+
+    def before_save(self) -> None:
+        """All ranks are about to read whole tensors, and did the same until now: one exchange, whatever ``checks`` is.
+
+        One that is elsewhere has a row of another width, or waits for a collective that the others have not launched.
+        """
+        if self._alone:
+            return
+        self.compare()
+        step = self._waiting.step
+        rows = exchange(self._control, [step, self._digest.value, 0, 0], self._waiting.for_control(None, "save"))
+        _, odd = odd_ranks(rows)
+        if odd:
+            raise self._differ(step, "save", odd)
+
+    def compare(self) -> None:
+        """The answer to what was sent last, if it was not read: its error is of the step that it was of."""
+        if self._comparing is None:
+            return
+        step, of_round, finish = self._comparing
+        self._comparing = None
+        if self._checks != "order" and self._may_leave and not self._used.unsure:
+            return
+        rows, union = finish()
+        _, odd = odd_ranks(rows)
+        if odd:
+            raise self._differ(step, "check", odd)
+        self._used.settle(union, of_round)
+
+    def _differ(self, step: int, op: str, odd: Sequence[int]) -> FsdpError:
+        return self._all_know(
+            f"ranks used units in different orders in step {step}; run with checks='unit' to see which. "
+            f"{DRAWN_ALIKE} [see errors/fsdp.html#ranks-used-units-in-different-orders]",
+            None,
+            op,
+            odd,
+            step=step,
+        )
+
+    def _exchange(self, unit: Unit, op: int, *, not_finite: int = -1) -> None:
+        """Are all ranks about to do the same?"""
+        row = [self._waiting.step, unit.index, op, self._bytes[unit.index], not_finite]
+        rows = exchange(self._control, row, self._waiting.for_control(unit.name, _OPS[op]))
+        common, odd = odd_ranks([one[:4] for one in rows])
+        if odd:
+            does = "; ".join(f"rank {rank} is at {self._at(rows[rank])} in step {rows[rank][0]}" for rank in odd)
+            raise self._all_know(
+                f"ranks disagree: most are at {self._at(common)}, {does}. "
+                f"{DRAWN_ALIKE} [see errors/fsdp.html#ranks-disagree]",
+                self._units[common[1]].name,
+                _OPS[common[2]],
+                odd,
+            )
+        bad = {rank: one[4] for rank, one in enumerate(rows) if one[4] >= 0}
+        if bad:
+            names = [record.name for stream in unit.trained for record in stream.records]
+            names += [f"parameter {at}" for at in range(len(names), max(bad.values()) + 1)]  # of a peer's mesh
+            where = "; ".join(f"of {names[at]} on rank {rank}" for rank, at in bad.items())
+            raise self._all_know(
+                f"gradient {where} is not finite; no main gradient was touched. Look at that rank's batch "
+                "[see errors/fsdp.html#a-gradient-that-is-not-finite]",
+                unit.name,
+                "reduce",
+                tuple(bad),
+            )
+
+    def _all_know(
+        self, message: str, unit: str | None, op: str, ranks: Sequence[int], *, step: int | None = None
+    ) -> FsdpError:
+        """The error that all ranks raise, once all have read why; ``step``: of what it tells, if not the one that
+        runs."""
+        error = self._waiting.fail(message, unit, op, ranks, step=step)
+        farewell(self._control, self._waiting.for_control(unit, op))
+        return error
+
+    def _at(self, row: Sequence[int]) -> str:
+        return f"{_OPS[row[2]]} of {self._units[row[1]].name or '(root)'}"

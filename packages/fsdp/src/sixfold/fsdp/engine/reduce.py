@@ -1,0 +1,416 @@
+"""The reduction of gradients: when it begins, on which stream, and who waits for it.
+
+    engine.py --> Reduction --> GradReducePipeline (this file) --> sums.py; gradients.py, ways.py say what lies where
+
+GradReducePipeline is driven by events and knows no module. Reduction owns the pool of slots.
+
+[Note: order of a sum] Autograd's gradient is added to a local sum in main_dtype; the sum is cast to reduce_dtype,
+added over the shard ranks, in main_dtype over the replicas, divided once (a true division), and only then
+added to ``main.grad``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Set
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.gradients import Gradients, State, Taken
+from sixfold.fsdp.buffers.unit import Unit
+from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
+from sixfold.fsdp.collectives.gradient_sums import Finish, RankOrderSum
+from sixfold.fsdp.collectives.streams import SideStream
+from sixfold.fsdp.config import MixedPrecision
+from sixfold.fsdp.engine.reduction_paths import Kind, Sections, Way, Ways
+from sixfold.fsdp.engine.used_parameters import Used
+from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.faults.waiting import Wait
+from sixfold.fsdp.placement.arena import TemporaryBucketAllocator
+
+_WIDE_NUMEL = 2**13  # elements of the scratch of mixed additions: 32 KiB of fp32
+_SPARE_BYTES = 2**16  # for a norm where no slot is: parts of 8,192 float64
+
+
+class GradReducePipeline:
+    """Reductions in flight, first in first out.
+
+    Args:
+        units: names.
+        start: starts a unit's reduction and returns what finishes it.
+
+    Attributes:
+        watch: told each move and its unit, or None: "put" before, "reduce" after it was sent, "drain" when it is done.
+    """
+
+    def __init__(self, units: Collection[str], start: Callable[[str], Callable[[], None]]) -> None:
+        self.watch: Callable[[str, str], None] | None = None
+        self._start = start
+        self._units = frozenset(units)
+        self._flying: dict[str, Callable[[], None]] = {}  # the oldest first
+        self._histories: dict[str, deque[str]] = {unit: deque(maxlen=12) for unit in units}
+
+    def __len__(self) -> int:
+        return len(self._flying)
+
+    def flying(self, unit: str) -> bool:
+        """``unit`` has a reduction that is not finished."""
+        return unit in self._flying
+
+    def put(self, unit: str) -> None:
+        """Start the reduction of ``unit``; illegal while one of it is in flight."""
+        if unit not in self._units:
+            raise FsdpError(f"put({unit!r}): there is no such unit", unit=unit, op="reduce")
+        if unit in self._flying:
+            history = ", ".join(self._histories[unit])
+            raise FsdpError(
+                f"put({unit!r}) while its reduction is in flight; drain it first. History: {history}",
+                unit=unit,
+                op="reduce",
+            )
+        self._histories[unit].append("put")
+        watch = self.watch
+        if watch is not None:
+            watch("put", unit)
+        self._flying[unit] = self._start(unit)
+        if watch is not None:
+            watch("reduce", unit)
+
+    def drain(self, limit: int) -> None:
+        """Finish the oldest until at most ``limit`` (>= 0) are in flight."""
+        if limit < 0:
+            raise FsdpError(f"drain({limit}): the limit is >= 0", op="reduce")
+        while len(self._flying) > limit:
+            unit = next(iter(self._flying))
+            finish = self._flying.pop(unit)
+            self._histories[unit].append("drain")
+            finish()
+            if self.watch is not None:
+                self.watch("drain", unit)
+
+    def finish(self) -> None:
+        """Finish all."""
+        self.drain(0)
+
+
+@dataclass(slots=True, eq=False)
+class _Piece:
+    """One collective of a stream's reduction, on its way: columns ``[start, stop)``.
+
+    Attributes:
+        taken: the local gradients that it sends.
+        finish: waits for the sum over shards and returns it.
+        from_replicas: memory for the sum over replicas.
+        holder: of a slot that is given back once it has landed, or None.
+    """
+
+    stream: ParamAndGradBuffer
+    taken: Taken
+    start: int
+    stop: int
+    finish: Finish
+    from_replicas: Tensor
+    holder: str | None
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """The reduction of a unit, on its way.
+
+    Attributes:
+        pieces: that have not landed.
+        taken: what it took of each of the unit's streams.
+        slots: that its pieces read.
+        event: after the last of them on the reduce stream, where all are enqueued at once.
+    """
+
+    unit: str
+    pieces: deque[_Piece] = field(default_factory=deque)
+    taken: list[tuple[Gradients, Taken]] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    event: Any = None
+
+
+def _wait_for(wait: Wait, unit: str, work: Any) -> None:
+    wait(work, unit, "reduce")
+
+
+class Reduction:
+    """Local gradients of units and their reductions.
+
+    Args:
+        ways, pool: how each stream's gradients get to their reduction, and the slots for it.
+        at_once: a Work's wait() stops a stream and not the host, so a unit's whole reduction is enqueued when its
+            backward is done; else the host waits, as late as it may. [Note: who waits for a reduction]
+        in_step: ranks hold different streams (experts on meshes of their own), and so run out of slots at different
+            moments: a piece whose sum takes two collectives is finished before the next one starts.
+
+    Attributes:
+        wide: the scratch of mixed additions, or None.
+
+    [Note: who waits for a reduction] The reduce stream follows the compute stream whenever it takes something over.
+    The compute stream waits for a reduction only when it needs what that one reads or writes: a slot to sum in, the
+    memory of the same unit, main gradients. So there is no moment at which each waits for the other, and the
+    reduction of a unit runs beside the backward of the next ones. Gradients that autograd made are kept until the
+    compute stream has waited, so its allocator cannot hand their memory out while the reduce stream reads it.
+    """
+
+    def __init__(
+        self,
+        units: Collection[Unit],
+        *,
+        precision: MixedPrecision,
+        ways: Ways,
+        pool: TemporaryBucketAllocator,
+        stream: SideStream,
+        wait: Wait,
+        at_once: bool,
+        in_step: bool = False,
+        divisor: float,
+        device: torch.device,
+        used: Used,
+    ) -> None:
+        self._by_name = {unit.name: unit for unit in units}
+        main, reduce = precision.main_dtype, precision.reduce_dtype or precision.main_dtype
+        self._reduce_is_main = main == reduce
+        self.ways, self.pool = ways, pool
+        self._nothing = torch.zeros(0, dtype=main, device=device)
+        self._sections: dict[tuple[ParamAndGradBuffer, bool, int, int], Sections] = {}
+        self._flying_bytes = dict.fromkeys(self._by_name, 0)
+        self._reads: dict[int, Any] = {}  # slot -> event after what the reduce stream last did there
+        self._side = stream
+        self._waits = {name: partial(_wait_for, wait, name) for name in self._by_name}
+        self._at_once = at_once
+        self._in_step = in_step
+        self._used = used
+        kinds = {record.dtype for unit in units for stream in unit.trained for record in stream.records}
+        mixed = device.type == "cpu" and len(kinds | {main, reduce, precision.grad_dtype or main}) > 1
+        self.wide = torch.zeros(_WIDE_NUMEL, dtype=main, device=device) if mixed else None
+        # A tensor on the device: CUDA multiplies by the reciprocal of a host number.
+        self._divisor = None if divisor == 1.0 else torch.tensor(divisor, dtype=main, device=device)
+        self.pipeline = GradReducePipeline(self._by_name, self._start)
+        self.reductions = 0
+        self._device = device
+        self._spare: Tensor | None = None
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of the scratch of mixed additions, and of the norm's."""
+        return sum(one.nbytes for one in (self.wide, self._spare) if one is not None)
+
+    def spare(self) -> Tensor:
+        """Bytes for who needs some between steps and finds no slot; made once."""
+        if self._spare is None:
+            self._spare = torch.empty(_SPARE_BYTES, dtype=torch.uint8, device=self._device)
+        return self._spare
+
+    def flying_bytes(self, unit: str) -> int:
+        """Bytes of sums that the last reduction of ``unit`` took: whole ones, or the pieces that were on the way."""
+        return self._flying_bytes[unit]
+
+    # ---- local gradients
+
+    def acquire(self, stream: ParamAndGradBuffer, pooled: bool) -> None:
+        """Room for ``stream``'s local gradients; ``pooled``: the reduction follows in the same backward."""
+        unit = self._by_name[stream.unit]
+        while self.pipeline.flying(unit.name):
+            self.pipeline.drain(len(self.pipeline) - 1)
+        kind = self.ways.fused(stream) if pooled else Kind.OWN
+        if kind is Kind.HELD:
+            stream.gradients.hold()
+            return
+        slot = self._free_slot(unit.name) if kind is Kind.SLOT else None
+        if slot is None:  # also when units that are not done hold the whole pool
+            stream.gradients.sum_in_own()
+            return
+        self._side.join(self._reads.pop(slot, None))
+        stream.gradients.sum_in(self.pool.memory(slot))
+
+    def _free_slot(self, owner: str) -> int | None:
+        """A slot for ``owner``; reductions in flight are finished for it, the oldest first."""
+        slot = self.pool.allocate(owner, 0)
+        while slot is None and len(self.pipeline):
+            self.pipeline.drain(len(self.pipeline) - 1)
+            slot = self.pool.allocate(owner, 0)
+        return slot
+
+    def _slot_for_piece(self, owner: str, mine: deque[_Piece]) -> int:
+        """A slot for a piece of a reduction whose earlier pieces are ``mine``."""
+        slot = self._free_slot(owner)
+        while slot is None and mine:
+            with self._side.enter():
+                self._land(mine.popleft())
+            slot = self.pool.allocate(owner, 0)
+        if slot is None:  # units that are not done sum in all of them: one goes on elsewhere
+            for unit in self._by_name.values():
+                for stream in unit.trained:
+                    if slot is None and stream.gradients.in_slot:
+                        stream.gradients.leave_slot()
+                        self.pool.free(unit.name)
+                        slot = self.pool.allocate(owner, 0)
+        assert slot is not None, f"no slot is free for {owner}: {self.pool.slot_bytes}"
+        return slot
+
+    def _free(self, owner: str) -> None:
+        if self.pool.slot_of(owner) is not None:
+            self.pool.free(owner)
+
+    def not_finite(self, unit: Unit) -> int:
+        """The place of the first local gradient that is not finite among all of ``unit``, or -1. Reads the device: for
+        ``checks="unit"`` only."""
+        gradients = [one for stream in unit.trained for one in stream.gradients.delivered()]
+        bad = (at for at, one in enumerate(gradients) if one is not None and not bool(torch.isfinite(one).all()))
+        return next(bad, -1)
+
+    def discard(self, records: Set[ParamRecord]) -> None:
+        """Forget what was delivered of ``records``; what is in flight is finished first, and lands."""
+        self.pipeline.finish()
+        self._used.forget(records)
+        for record in records:
+            record.buffer.gradients.forget(record)
+        for unit in self._by_name.values():
+            self.drop(unit, records)
+
+    def drop(self, unit: Unit, records: Set[ParamRecord]) -> None:
+        """No sum of ``unit`` is wanted of streams whose ``records`` are all forgotten."""
+        for stream in unit.trained:
+            if not stream.gradients.idle and records >= set(stream.records):
+                if stream.gradients.in_slot:
+                    self.pool.free(unit.name)
+                stream.gradients.drop()
+
+    def release_own_sums(self) -> None:
+        """Give back the full-size sums of all units but the root: from now on they take turns in the pool."""
+        self.pipeline.finish()
+        for unit in self._by_name.values():
+            for stream in unit.trained if unit.index else ():
+                if stream.gradients.idle:
+                    stream.gradients.release_own()
+
+    # ---- reductions
+
+    def put(self, unit: Unit) -> None:
+        """Reduce what ``unit`` has locally (zeros, if other ranks have something)."""
+        while self.pipeline.flying(unit.name):
+            self.pipeline.drain(len(self.pipeline) - 1)
+        held = full = False
+        for stream in unit.trained:
+            if stream.gradients.idle and stream.ranks.size > 1:
+                self.acquire(stream, pooled=True)
+            held = held or stream.gradients.state is State.HELD
+            full = full or not stream.gradients.idle
+        if held:
+            self.pipeline.drain(len(self.pool.slot_bytes) - 1)  # autograd's memory of few units is kept, not of all
+        if full:
+            self.pipeline.put(unit.name)
+
+    def _start(self, name: str) -> Callable[[], None]:
+        self.reductions += 1
+        self._flying_bytes[name] = 0
+        flight = _Flight(name)
+        for at, stream in enumerate(self._by_name[name].trained):
+            if not stream.gradients.idle:
+                flight.taken.append((stream.gradients, self._start_stream(stream, f"{name} {at}", flight)))
+        if self._at_once:
+            flight.event = self._finish_pieces(flight)
+            self._reads.update(dict.fromkeys(flight.slots, flight.event))
+        return partial(self._finish, flight)
+
+    def _finish(self, flight: _Flight) -> None:
+        self._side.join(flight.event if self._at_once else self._finish_pieces(flight))
+        if self._reads:
+            self._reads = {slot: last for slot, last in self._reads.items() if last is not flight.event}
+        for gradients, taken in flight.taken:
+            gradients.landed(taken)
+        self._free(flight.unit)
+
+    def _finish_pieces(self, flight: _Flight) -> Any:
+        with self._side.enter():
+            while flight.pieces:
+                self._land(flight.pieces.popleft())
+            return self._side.mark()
+
+    def _start_stream(self, stream: ParamAndGradBuffer, owner: str, flight: _Flight) -> Taken:
+        """Start one collective for each piece of ``stream``, as far as there are slots."""
+        gradients = stream.gradients
+        kind = Kind.HELD if gradients.state is State.HELD else Kind.SLOT if gradients.in_slot else Kind.OWN
+        way = self.ways.of(stream, kind)
+        taken = gradients.take(fill_zeros=stream.ranks.size > 1)
+        taken.round = self._used.round
+        self._used.took(stream, taken.mine)
+        pieces = min(len(way.pieces), len(self.pool.slot_bytes))
+        self._flying_bytes[stream.unit] += pieces * way.nbytes[0] if kind is Kind.HELD else gradients.sum_bytes
+        for at, piece in enumerate(way.pieces):
+            slot, holder = None, f"{owner} {at}"
+            if kind is Kind.SLOT:
+                slot = self.pool.slot_of(stream.unit)
+            elif way.slot_bytes:
+                slot = self._slot_for_piece(holder, flight.pieces)
+                flight.slots.append(slot)
+            with self._side.enter():
+                flight.pieces.append(self._start_piece(stream, way, taken, piece, slot, holder))
+            if self._in_step and self._takes_two(stream):
+                self._finish_pieces(flight)
+        return taken
+
+    def _takes_two(self, stream: ParamAndGradBuffer) -> bool:
+        """Finishing a sum of ``stream`` starts another collective."""
+        whole = stream.cut.parts == 1 and isinstance(self.ways.sums[stream.ranks.shard], RankOrderSum)
+        return whole or stream.ranks.outer.size > 1
+
+    def _sections_of(self, stream: ParamAndGradBuffer, way: Way, start: int, stop: int, slot: int) -> Sections:
+        key = stream, way.kind is Kind.OWN, start, slot
+        if key not in self._sections:
+            self._sections[key] = self.ways.sections(way, stream, start, stop, self.pool.memory(slot))
+        return self._sections[key]
+
+    def _start_piece(
+        self,
+        stream: ParamAndGradBuffer,
+        way: Way,
+        taken: Taken,
+        piece: tuple[int, int],
+        slot: int | None,
+        owner: str,
+    ) -> _Piece:
+        """[Note: order of a sum]"""
+        ranks, gradients, (start, stop) = stream.ranks, stream.gradients, piece
+        memory = None if slot is None else self._sections_of(stream, way, start, stop, slot)
+        if way.staged:
+            assert memory is not None, f"{owner}: what travels has no slot"
+            sent = memory.sent
+            gradients.stage(taken, start, stop, sent)
+        else:
+            assert taken.whole is not None, f"{owner}: nothing was summed"
+            sent = taken.whole
+        result = gradients.result_place(taken, start, stop)
+        if result is None:
+            assert memory is not None, f"{owner}: a result has no place"
+            result = sent.view(ranks.shard.size, -1)[ranks.shard.rank] if self._reduce_is_main else memory.result
+        received, from_replicas = (
+            (self._nothing, self._nothing) if memory is None else (memory.received, memory.from_replicas)
+        )
+        shard_sum = self.ways.sums[ranks.shard]
+        start_sum = shard_sum.everywhere if stream.summed_everywhere else shard_sum.scatter
+        finish = start_sum(ranks.shard, sent, result, received, self.wide)
+        holder = None if way.kind is Kind.SLOT else owner
+        return _Piece(stream, taken, start, stop, finish, from_replicas, holder)
+
+    def _land(self, piece: _Piece) -> None:
+        """Finish its sum, and make it main gradients. [Note: order of a sum]"""
+        stream = piece.stream
+        outer = stream.ranks.outer
+        wait = self._waits[stream.unit]
+        total = piece.finish(wait)
+        if outer.size > 1:  # in main_dtype, never rounded between
+            total = self.ways.sums[outer].everywhere(outer, total, total, piece.from_replicas, self.wide)(wait)
+        if self._divisor is not None:
+            total.div_(self._divisor)
+        stream.gradients.land(piece.taken, total, piece.start, piece.stop, self.wide)
+        if piece.holder is not None:
+            self._free(piece.holder)

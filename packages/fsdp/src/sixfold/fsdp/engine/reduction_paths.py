@@ -1,0 +1,191 @@
+"""How a stream's local gradients get to their reduction, and what memory that takes beside them.
+
+    streams, dtypes, bucket_bytes --> Way, Pool (this file) --> reduce.py
+
+Decided once, when the model is wrapped. A slot of the pool holds what one reduction in flight needs, side by side:
+
+    [ sent: local sums, or the copy that travels | received: rank_order | result | received from replicas: rank_order ]
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from sixfold.fsdp.buffers.column_ranges import columns
+from sixfold.fsdp.buffers.unit import Unit
+from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
+from sixfold.fsdp.collectives.gradient_sums import grad_sum_of
+from sixfold.fsdp.config import MixedPrecision
+from sixfold.fsdp.placement.arena import TemporaryBucketAllocator
+
+_ALIGN = 128
+
+
+class Kind(Enum):
+    """Where the local gradients of a reduction lie. [Note: states of local gradients]"""
+
+    OWN = "own"  # in sums of the stream's own memory
+    SLOT = "slot"  # in sums in a slot
+    HELD = "held"  # where autograd made them
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of a stream to its main gradients.
+
+    Attributes:
+        pieces: column ranges, one collective each.
+        staged: what travels is a copy in a slot, in the dtype that travels.
+        nbytes: of sent, received, result, received from replicas, for the widest piece; each is aligned.
+    """
+
+    kind: Kind
+    pieces: tuple[tuple[int, int], ...]
+    staged: bool
+    nbytes: tuple[int, int, int, int]
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that one piece takes."""
+        return sum(self.nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Sections:
+    """A slot, cut for one piece."""
+
+    sent: Tensor
+    received: Tensor
+    result: Tensor
+    from_replicas: Tensor
+
+
+class Ways:
+    """The ways of all streams of a model.
+
+    Args:
+        bucket_bytes: of main_dtype, all ranks' parts together; None: the largest unit whose class occurs twice.
+    Attributes:
+        sums: how to sum over each Comm.
+    """
+
+    def __init__(
+        self, units: Collection[Unit], precision: MixedPrecision, *, shards_grads: bool, bucket_bytes: int | None
+    ) -> None:
+        self.sums = {
+            comm: grad_sum_of(precision.grad_sum, comm)
+            for unit in units
+            for stream in unit.trained
+            for comm in (stream.ranks.shard, stream.ranks.outer)
+        }
+        self._main, self._reduce = precision.main_dtype, precision.reduce_dtype or precision.main_dtype
+        self.bucket_bytes = largest_repeated(units) if bucket_bytes is None else bucket_bytes
+        self._ways: dict[ParamAndGradBuffer, dict[Kind, Way]] = {}
+        self._as_made: dict[
+            ParamAndGradBuffer, Way
+        ] = {}  # of gradients that are reduced in the backward that makes them
+        for unit in units:
+            for stream in unit.trained:
+                kinds = {Kind.OWN: self._own(stream)}
+                if shards_grads:
+                    fused = self._fused(unit, stream)
+                    kinds[fused.kind] = fused
+                self._ways[stream] = kinds
+                self._as_made[stream] = next(
+                    (way for way in kinds.values() if way.kind is not Kind.OWN), kinds[Kind.OWN]
+                )
+
+    def of(self, stream: ParamAndGradBuffer, kind: Kind) -> Way:
+        """The way of ``stream`` when its gradients lie at ``kind``."""
+        way = self._as_made[stream]
+        return way if way.kind is kind else self._ways[stream][kind]
+
+    def fused(self, stream: ParamAndGradBuffer) -> Kind:
+        """Where gradients go that are reduced in the backward that makes them."""
+        return self._as_made[stream].kind
+
+    def make_pool(self, slots: int, device: torch.device, *, fill: bool = False) -> TemporaryBucketAllocator:
+        """At most ``slots`` slots, each large enough for a piece of any stream; ``fill``: with NaN when given back."""
+        ways = [way for kinds in self._ways.values() for way in kinds.values() if way.slot_bytes]
+        if not ways:
+            return TemporaryBucketAllocator([], device)
+        count = sum(max(len(way.pieces) for way in kinds.values()) for kinds in self._ways.values())
+        return TemporaryBucketAllocator([max(way.slot_bytes for way in ways)] * min(slots, count), device, fill=fill)
+
+    def sections(self, way: Way, stream: ParamAndGradBuffer, start: int, stop: int, memory: Tensor) -> Sections:
+        """``memory`` (bytes) as the parts that the piece of columns ``[start, stop)`` needs."""
+        at = 0
+        parts: list[Tensor] = []
+        dtypes = (self._reduce, self._reduce, self._main, self._main)
+        for nbytes, dtype in zip(way.nbytes, dtypes, strict=True):
+            parts.append(memory[at : at + nbytes].view(dtype))
+            at += nbytes
+        sent, received, result, from_replicas = parts
+        width = stop - start
+        return Sections(sent[: stream.cut.parts * width], received, result[:width], from_replicas)
+
+    def _own(self, stream: ParamAndGradBuffer) -> Way:
+        row = stream.cut.main_numel
+        direct = self._reduce == self._main and self._scratch(stream, row) == (0, 0)
+        pieces = ((0, row),) if direct else self._pieces(stream)
+        return self._way(Kind.OWN, stream, pieces, staged=self._reduce != self._main or len(pieces) > 1)
+
+    def _fused(self, unit: Unit, stream: ParamAndGradBuffer) -> Way:
+        """Sums in a slot where they fit and travel as they are; the root's gradients come all through a backward."""
+        pieces = self._pieces(stream)
+        if unit.index and len(unit.trained) == 1 and len(pieces) == 1 and self._reduce == self._main:
+            return self._way(Kind.SLOT, stream, pieces, staged=False)
+        return self._way(Kind.HELD, stream, pieces, staged=True)
+
+    def _pieces(self, stream: ParamAndGradBuffer) -> tuple[tuple[int, int], ...]:
+        cut, ranks = stream.cut, stream.ranks
+        # Borders that keep pieces divisible by the ranks that share a sum.
+        unit = 64 * ranks.outer.size * (ranks.shard.size if cut.parts == 1 else 1)
+        found = columns(cut.main_numel, cut.parts, self._main.itemsize, self.bucket_bytes, unit=unit)
+        return found or ((0, 0),)  # tensors without elements
+
+    def _scratch(self, stream: ParamAndGradBuffer, width: int) -> tuple[int, int]:
+        """Elements that the sums over shards and over replicas need for ``width`` columns."""
+        shard, outer = stream.ranks.shard, stream.ranks.outer
+        sums = self.sums[shard]
+        return (
+            sums.scratch_numel(shard.size, stream.cut.parts * width, everywhere=stream.summed_everywhere),
+            self.sums[outer].scratch_numel(outer.size, width, everywhere=True) if outer.size > 1 else 0,
+        )
+
+    def _way(self, kind: Kind, stream: ParamAndGradBuffer, pieces: Sequence[tuple[int, int]], *, staged: bool) -> Way:
+        widths = {stop - start for start, stop in pieces}
+        needs = [self._scratch(stream, width) for width in widths]
+        sent = stream.cut.parts * max(widths) if staged or kind is Kind.SLOT else 0
+        result = max(widths) if kind is Kind.HELD and self._reduce != self._main else 0
+        nbytes = (
+            sent * self._reduce.itemsize,
+            max(one for one, _ in needs) * self._reduce.itemsize,
+            result * self._main.itemsize,
+            max(one for _, one in needs) * self._main.itemsize,
+        )
+        sent_bytes, received, result_bytes, from_replicas = (-(-one // _ALIGN) * _ALIGN for one in nbytes)
+        return Way(kind, tuple(pieces), staged, (sent_bytes, received, result_bytes, from_replicas))
+
+
+def largest_repeated(units: Collection[Unit]) -> int:
+    """Bytes of local sums of the largest stream in a unit whose class occurs twice; of the largest if none does.
+
+    At least a sixteenth of the largest of all.
+    """
+    sizes: dict[type, list[int]] = {}
+    for unit in units:
+        nbytes = max((stream.gradients.sum_bytes for stream in unit.trained), default=0)
+        sizes.setdefault(type(unit.module), []).append(nbytes)
+    repeated = [max(found) for found in sizes.values() if len(found) > 1]
+    largest = max((max(found) for found in sizes.values()), default=0)
+    return max(max(repeated, default=0) or largest, math.ceil(largest / _MOST_PIECES))
+
+
+_MOST_PIECES = 16  # small repeated units do not cut a large one to shreds: each piece is a collective

@@ -1,0 +1,1 @@
+"""Weights of one byte: their scales, and products over the bytes."""

@@ -1,0 +1,1 @@
+"""Where torch calls us: hooks on modules, on gradients and on the process."""

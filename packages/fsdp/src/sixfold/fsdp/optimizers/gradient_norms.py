@@ -1,0 +1,108 @@
+"""Arithmetic on all main gradients: squares, scaling, true division.
+
+    main gradients --> square_sum, scale, divide (this file) --> shard.py
+
+No host reads a device value here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.engine.engine import Engine
+from sixfold.fsdp.engine.reduce import Reduction
+
+_OWNER = "the norm"
+_PART_NUMEL = 1 << 16  # elements in float64 at a time: 512 KiB stay in a cache
+
+
+def square_sum(engine: Engine, include: Callable[[str], bool]) -> Tensor:
+    """Float64 scalar over the main mesh, each element once.
+
+    On the main mesh every rank has all (no_shard), or replicas are equal. What is on a mesh of its own is counted by
+    its shards, or by its first rank, and added over the whole main mesh: its expert-parallel peers are there.
+    """
+    records = [record for record in engine.records.values() if record.main is not None and include(record.name)]
+    on_main = [record for record in records if record.buffer.ranks is engine.ranks]
+    elsewhere = [record for record in records if record.buffer.ranks is not engine.ranks and _counts(record)]
+    sums = torch.stack([_squares(on_main, engine), _squares(elsewhere, engine)])
+    if engine.strategy.shards_optimizer:
+        engine.wait(engine.ranks.shard.all_reduce(sums if engine.elsewhere else sums[:1]), None, "reduce")
+    elif engine.elsewhere:
+        engine.wait(engine.ranks.shard.all_reduce(sums[1:]), None, "reduce")
+    if engine.elsewhere:
+        engine.wait(engine.ranks.outer.all_reduce(sums[1:]), None, "reduce")
+    return sums.sum()
+
+
+def _counts(record: ParamRecord) -> bool:
+    return record.buffer.cut.parts > 1 or record.buffer.ranks.rank == 0
+
+
+def _squares(records: Sequence[ParamRecord], engine: Engine) -> Tensor:
+    device = engine.units[0].device
+    gradients = [record.main.grad for record in records if record.main is not None and record.main.grad is not None]
+    if not gradients:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    if device.type == "cpu":
+        return _squares_in_parts(gradients, engine.reduction)
+    return torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float64)).square().sum()
+
+
+def _squares_in_parts(gradients: Sequence[Tensor], reduction: Reduction) -> Tensor:
+    """On a CPU, whose norms make a whole copy in float64 first: part by part, in a slot that no reduction needs now."""
+    pool = reduction.pool
+    slot = pool.allocate(_OWNER, 0) if pool.slot_bytes else None
+    try:
+        memory = reduction.spare() if slot is None or pool.slot_bytes[slot] < 8 else pool.memory(slot)
+        wide = memory[: min(_PART_NUMEL, memory.numel() // 8) * 8].view(torch.float64)
+        total = torch.zeros((), dtype=torch.float64)
+        with torch._C.DisableTorchFunctionSubclass():
+            for gradient in gradients:
+                flat = gradient.reshape(-1)
+                for at in range(0, flat.numel(), wide.numel()):
+                    part = flat[at : at + wide.numel()]
+                    copied = wide[: part.numel()].copy_(part)
+                    total += torch.dot(copied, copied)
+        return total
+    finally:
+        if slot is not None:
+            pool.free(_OWNER)
+
+
+def _gradients(engine: Engine) -> tuple[list[Tensor], list[Tensor]]:
+    """Those in main_dtype, and those in a narrower ``grad_dtype``."""
+    wide: list[Tensor] = []
+    narrow: list[Tensor] = []
+    for record in engine.records.values():
+        if record.main is not None and record.main.grad is not None:
+            (wide if record.main.grad.dtype == record.main.dtype else narrow).append(record.main.grad)
+    return wide, narrow
+
+
+def _on_device(engine: Engine, value: float | Tensor) -> Tensor:
+    # A host number would be turned into a product with its reciprocal on CUDA.
+    dtype = next((record.main.dtype for record in engine.records.values() if record.main is not None), torch.float32)
+    return torch.as_tensor(value, dtype=dtype, device=engine.units[0].device)
+
+
+def scale(engine: Engine, factor: float | Tensor) -> None:
+    """Multiply."""
+    (wide, narrow), number = _gradients(engine), _on_device(engine, factor)
+    if wide:
+        torch._foreach_mul_(wide, number)
+    for gradient in narrow:  # (1,): a scalar would take the gradient's dtype before it is used
+        gradient.mul_(number.view(1))
+
+
+def divide(engine: Engine, count: float | Tensor) -> None:
+    """Divide, truly."""
+    (wide, narrow), number = _gradients(engine), _on_device(engine, count)
+    if wide:
+        torch._foreach_div_(wide, number)
+    for gradient in narrow:
+        gradient.div_(number.view(1))

@@ -1,0 +1,120 @@
+"""Views of weights that a unit's call leaves behind: in an attribute, a list, a closure.
+
+    engine.py begins and ends calls --> LeftViews (this file) --> guard.py's LentView, which asks before it is read
+
+[Note: views left behind] A view of a parameter is a plain tensor: nobody asks it whose weights it shows, and after the
+call they may be another unit's. Every tensor object counts in its storage. So in a unit's first calls, with a graph and
+without, more counts at the end than at the beginning, and than autograd saved, tell that views were left. Then all
+tensors of the process are looked at once (0.1 s), and those become ``LentView``. A usual model leaves none, and pays
+two numbers per call.
+"""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sixfold.fsdp.buffers.unit import Unit
+from sixfold.fsdp.parameter_access.guard import Guard, lend
+from sixfold.fsdp.parameter_access.uncompiled import eager
+
+_CALLS = 2  # without a graph, that are looked at
+_SCANS = 8  # of one model that find nothing, at most
+_MARK = 2**31 + 6  # a version that no tensor has
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+_set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+
+
+class SavedViews:
+    """What autograd holds of gathered memory in the first step, by storage."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[weakref.ref[Tensor]]] = {}
+        self.scans = _SCANS
+
+    @eager
+    def add(self, kept: Tensor) -> None:
+        """``kept`` is saved."""
+        self._held.setdefault(kept.untyped_storage()._cdata, []).append(weakref.ref(kept))
+
+    @eager
+    def alive(self, storage: int) -> list[Tensor]:
+        """Those in ``storage`` that are still saved."""
+        found = [one() for one in self._held.get(storage, ())]
+        return [one for one in found if one is not None]
+
+    @eager
+    def clear(self) -> None:
+        """A step ended."""
+        self._held.clear()
+
+
+class LeftViews:
+    """Of one unit's calls. [Note: views left behind]"""
+
+    def __init__(self, unit: Unit, saved: SavedViews) -> None:
+        self._unit = unit
+        self._saved = saved
+        self._left = _CALLS
+        self._began: list[dict[int, int] | None] = []  # of calls that run
+
+    @eager
+    def begin(self, learns: bool) -> None:
+        """A call begins, its unit is gathered; ``learns``: it is of the first step."""
+        wanted = learns
+        if not torch.is_grad_enabled():
+            wanted = self._left > 0
+            self._left -= wanted
+        self._began.append(self._counts() if wanted and self._saved.scans else None)
+
+    @eager
+    def end(self, guards: tuple[Guard, ...]) -> None:
+        """It ended."""
+        before = self._began.pop() if self._began else None
+        if before is not None and any(now > before.get(at, now) for at, now in self._counts().items()):
+            found = self._find()
+            self._saved.scans -= not found
+            for tensor in found:
+                lend(tensor, guards)
+
+    @eager
+    def clear(self) -> None:
+        """Calls were interrupted."""
+        self._began.clear()
+
+    def _storages(self) -> set[int]:
+        return {stream.weights.gathered.untyped_storage()._cdata for stream in self._unit.streams}
+
+    @eager
+    def _counts(self) -> dict[int, int]:
+        return {at: _use_count(at) - len(self._saved.alive(at)) for at in self._storages()}
+
+    @eager
+    def _find(self) -> list[Tensor]:
+        """All plain tensors that share a version with a parameter of the unit, and are not what autograd saved."""
+        saved = {id(one) for at in self._storages() for one in self._saved.alive(at)}
+        with torch._C.DisableTorchFunctionSubclass():
+            parameters = tuple(record.parameter for record in self._unit.records)
+            versions = tuple(one._version for one in parameters)
+            _set_versions(parameters, (_MARK,) * len(parameters))
+            try:
+                return [
+                    one
+                    for one in gc.get_objects()
+                    if type(one) is Tensor and _version(one) == _MARK and id(one) not in saved
+                ]
+            finally:
+                _set_versions(parameters, versions)
+
+
+@eager
+def _version(tensor: Any) -> int:
+    try:
+        return int(tensor._version)
+    except RuntimeError:  # of inference mode
+        return 0

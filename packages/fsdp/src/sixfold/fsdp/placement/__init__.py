@@ -1,0 +1,1 @@
+"""Where gathered weights lie, and which stay within a byte budget."""

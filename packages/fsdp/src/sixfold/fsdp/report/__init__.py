@@ -1,0 +1,1 @@
+"""What is held and what was moved, as values and as pictures."""

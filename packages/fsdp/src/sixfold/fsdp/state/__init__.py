@@ -1,0 +1,1 @@
+"""State out and in: live records, full tensors."""

@@ -1,0 +1,1 @@
+"""What a user calls: the wrapped model, its pipeline stages, and the members it has not."""

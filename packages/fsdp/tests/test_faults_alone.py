@@ -12,11 +12,12 @@ from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net
 from torch.distributed import HashStore
 
 from sixfold.fsdp import FsdpError, FullyShardedDataParallel, fully_shard_optimizer
+from sixfold.fsdp.buffers.tensor_digest import tensor_digest
 from sixfold.fsdp.collectives.comm import Launches
 from sixfold.fsdp.faults import deadlines as faults
 from sixfold.fsdp.faults import survivors as meeting
 from sixfold.fsdp.faults.deadlines import Faults
-from sixfold.fsdp.faults.disagreement import OrderDigest, odd_ranks, tensor_digest
+from sixfold.fsdp.faults.disagreement import OrderDigest, odd_ranks
 from sixfold.fsdp.faults.heartbeat import contradict
 
 pytestmark = pytest.mark.usefixtures("as_sharded")

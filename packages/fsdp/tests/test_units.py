@@ -8,7 +8,7 @@ from fsdp_helpers import Block, make_net
 from torch import nn
 
 from sixfold.fsdp import FsdpError
-from sixfold.fsdp.buffers.unit import find_units
+from sixfold.fsdp.setup.unit_selection import find_units
 
 
 def names(module: nn.Module, selectors: list) -> dict[str, list[str]]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ranktest import run_ranks
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, fully_shard_optimizer
-from sixfold.fsdp.buffers.unit import find_units, merge_neighbours
+from sixfold.fsdp.setup.unit_selection import find_units, merge_neighbours
 
 
 def merged(module: nn.Module, selectors: list[Any], merge_bytes: int) -> dict[str, int]:

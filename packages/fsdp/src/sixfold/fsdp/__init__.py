@@ -12,11 +12,11 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.strategy import ShardingStrategy
 
 if TYPE_CHECKING:
+    from sixfold.fsdp.buffers.slots import TemporaryBucketAllocator
     from sixfold.fsdp.buffers.unit_buffer import DataParallelBuffer, ParamAndGradBuffer
     from sixfold.fsdp.config import BufferConfig, MixedPrecision
-    from sixfold.fsdp.engine.gather import AllGatherPipeline
-    from sixfold.fsdp.engine.reduce import GradReducePipeline
-    from sixfold.fsdp.placement.arena import TemporaryBucketAllocator
+    from sixfold.fsdp.engine.gather_pipeline import AllGatherPipeline
+    from sixfold.fsdp.engine.reduce_pipeline import GradReducePipeline
     from sixfold.fsdp.state.records import StateRecord
     from sixfold.fsdp.wrapper.fully_sharded import FullyShardedDataParallel, fully_shard, fully_shard_optimizer
     from sixfold.fsdp.wrapper.pipeline_stage import StageHandle
@@ -40,16 +40,16 @@ __all__ = [
 
 # These need torch, which is loaded when the first of them is asked for: the cost model needs none.
 _NEED_TORCH = {
-    "AllGatherPipeline": "engine.gather",
+    "AllGatherPipeline": "engine.gather_pipeline",
     "BufferConfig": "config",
     "DataParallelBuffer": "buffers.unit_buffer",
     "FullyShardedDataParallel": "wrapper.fully_sharded",
-    "GradReducePipeline": "engine.reduce",
+    "GradReducePipeline": "engine.reduce_pipeline",
     "MixedPrecision": "config",
     "ParamAndGradBuffer": "buffers.unit_buffer",
     "StageHandle": "wrapper.pipeline_stage",
     "StateRecord": "state.records",
-    "TemporaryBucketAllocator": "placement.arena",
+    "TemporaryBucketAllocator": "buffers.slots",
     "fully_shard": "wrapper.fully_sharded",
     "fully_shard_optimizer": "wrapper.fully_sharded",
 }

@@ -1,6 +1,6 @@
 """What a user chooses: strategy, number formats, buffers.
 
-    ShardingStrategy, MixedPrecision, BufferConfig (this file) --> shard.py --> buffers, engine
+    ShardingStrategy, MixedPrecision, BufferConfig (this file) --> wrapper/fully_sharded.py --> buffers, engine
 
 Pure values that refuse what cannot work when they are made.
 """

@@ -1,7 +1,7 @@
 """What this package uses of torch that is private: all names, looked at before the first is used, and all frames.
 
-    first name of sixfold.fsdp that needs torch --> nothing is missing (this file) --> shard.py and all others
-    calls.py, backward.py, optim.py, part.py --> which function of torch runs (this file) --> frames of the stack
+    first name of sixfold.fsdp that needs torch --> nothing is missing (this file) --> all that needs torch
+    engine/, optimizers/, buffers/ --> which function of torch runs (this file) --> frames of the stack
 
 Each name stands beside the public way that it replaces. A torch that lacks one is refused with one sentence, and not
 by an AttributeError in the midst of a step. No other file reads a frame. Public although it looks private, and so not

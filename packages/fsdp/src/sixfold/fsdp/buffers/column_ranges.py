@@ -1,6 +1,6 @@
 """Which elements of a stream travel together, and what is copied to bring them together.
 
-    Cut, bucket_bytes --> columns, copies (this file) --> gradients.py, reduce.py
+    Cut, bucket_bytes --> columns, copies (this file) --> gradients.py, engine/reduce.py
 
 Pure integers: no tensor, no rank. A stream is N rows (shards) of S elements, its tensors lie in the rows one after the
 other. A *piece* is a range of columns: it holds the same elements of every shard, so that the reduce-scatter of a piece

@@ -1,6 +1,6 @@
 """One flat tensor in the layout of a stream, and the record of a parameter that lies in it.
 
-    layout.py --> Cut, DataParallelBuffer, ParamRecord (this file) --> weights.py, gradients.py, state.py
+    layout.py --> Cut, DataParallelBuffer, ParamRecord (this file) --> weights.py, gradients.py, state/records.py
 
 Knows places and views; owns no weight and no gradient. N is the size of the shard dimension, S the elements of a
 shard. Compute weights, main weights and gradients of a stream share one element layout.

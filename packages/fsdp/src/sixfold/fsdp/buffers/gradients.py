@@ -1,6 +1,6 @@
 """The local gradients of a stream: where they are summed, and how a reduction takes them and brings its result.
 
-    autograd --> Gradients.add (this file) --> take, stage --> reduce.py --> land --> main_gradients.py
+    autograd --> Gradients.add (this file) --> take, stage --> engine/reduce.py --> land --> main_gradients.py
 
 Knows memory and its states; starts no collective, no stream, no hook. A local sum has the size of the whole stream,
 main gradients that of what this rank holds.

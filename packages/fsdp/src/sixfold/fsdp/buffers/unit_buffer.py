@@ -1,6 +1,6 @@
 """One stream of a unit: parameters that are sharded over one mesh and are all trainable, or all frozen.
 
-    layout.py --> ParamAndGradBuffer (this file) = cut + weights + gradients + records --> units.py
+    layout.py --> ParamAndGradBuffer (this file) = cut + weights + gradients + records --> unit.py
 
 Puts the parts together; starts no collective and installs no hook. A frozen stream is one of its own: a layout
 shared with trainable parameters would give gathers and reductions different owners.

@@ -1,6 +1,6 @@
 """The weights of a stream: main weights, what a gather sends, and the gathered compute weights.
 
-    packing.py, flat.py --> Weights (this file) --> gather.py, state.py, report.py
+    packing.py, flat_buffer.py --> Weights (this file) --> engine/gather.py, state/records.py, report/model_report.py
 
 Knows memory and dtypes; starts no collective and installs no hook.
 
@@ -90,7 +90,8 @@ class Weights:
         if part is None:
             return
         view = self.main.local(record.name)
-        # Of .data, which has a version of its own: a gather into the same memory is no write of the user's (mains.py).
+        # Of .data, which has a version of its own: a gather into the same memory is no write of the user's
+        # (parameter_access/main_parameters.py).
         record.main = nn.Parameter(view.data, requires_grad=record.parameter.requires_grad)
         flat = view.view(-1)
         at = part.offset_bytes // self._cut.itemsize * self._pitch

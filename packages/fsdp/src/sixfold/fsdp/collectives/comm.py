@@ -1,6 +1,6 @@
 """Collectives on the groups that were given.
 
-    ProcessGroup or DeviceMesh --> Comm (this file) --> gather.py, sums.py
+    ProcessGroup or DeviceMesh --> Comm (this file) --> engine/gather.py, gradient_sums.py
 
 A Comm knows one group; LocalComm is the group of one, by copies, so the engine's code is the same in one
 process. Never the default group.
@@ -213,7 +213,7 @@ class GlooComm(GroupComm):
 
     torch's all-gather over it (2.13) goes through a copy of the whole that it makes each time; its reduce-scatter is an
     all-reduce of such a copy, with a Work that knows no deadline. Two ranks swap what they have in place instead, and
-    sums.py never asks for the reduce-scatter.
+    gradient_sums.py never asks for the reduce-scatter.
     """
 
     def __init__(self, gathers: dist.ProcessGroup, reductions: dist.ProcessGroup) -> None:

@@ -1,6 +1,6 @@
 """The group of a wrap that was given none: all ranks, where torch.distributed is initialised.
 
-    process_group="world" --> given (this file) --> options.py
+    process_group="world" --> given (this file) --> setup/options.py
 
 The one file of this package that asks for the default group. Under torchrun a wrap without a group once trained every
 rank alone, without a word.

@@ -1,6 +1,6 @@
 """The ways to sum over the ranks of a group.
 
-    reduce.py --> GradSum (this file) --> comm.py
+    engine/reduce.py --> GradSum (this file) --> comm.py
 
 Sums start now and are finished later by the callable that they return. They allocate nothing: what a sum needs beside
 what is sent and its result comes in as ``scratch``.
@@ -17,7 +17,7 @@ from torch import Tensor
 from sixfold.fsdp.collectives.comm import Comm, GlooComm
 from sixfold.fsdp.collectives.mixed_dtype_add import add_into
 
-Wait = Callable[[Any], None]  # waits for a Work with a deadline (faults.py)
+Wait = Callable[[Any], None]  # waits for a Work with a deadline (faults/deadlines.py)
 Finish = Callable[[Wait], Tensor]  # waits, adds what is left to add, returns the sum
 
 

@@ -1,6 +1,6 @@
 """Additions of two dtypes, in place and without memory.
 
-    gradients.py, sums.py --> add_into (this file)
+    buffers/gradients.py, gradient_sums.py --> add_into (this file)
 
 Pure arithmetic on the tensors given; never allocates where ``scratch`` is given.
 """

@@ -1,9 +1,9 @@
 """Which parameters are on a mesh of their own: an expert that fewer ranks share than the main mesh has.
 
-    mesh_for --> Meshes (this file) --> accept.py, initial.py; build.py connects them
+    mesh_for --> Meshes (this file) --> setup/wrappable.py, setup/start_values.py; setup/build.py connects them
 
 Such a mesh is 1-D, lies inside the main mesh and shards what is on it; on the ranks outside its parameters are other
-ones (expert-parallel peers). Sends nothing: what ranks say of their meshes is compared in initial.py.
+ones (expert-parallel peers). Sends nothing: what ranks say of their meshes is compared in setup/start_values.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The command of the cost model: the slides' tables, or a given model on a given cluster.
 
-    python -m sixfold.fsdp.cost_model [flags] --> cost_model.py, cost_terms.py --> text or JSON (this file)
+    python -m sixfold.fsdp.cost_model [flags] --> formulas.py, terms.py --> text or JSON (this file)
 
 Nothing is computed here.
 """

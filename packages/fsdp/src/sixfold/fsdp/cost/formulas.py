@@ -1,11 +1,11 @@
 """When communication hides behind computation, and what a rank stores: formulas only.
 
-    bandwidth, FLOP/s, model --> thresholds, bytes, collectives (this file) --> terms.py, command.py, cost_model.py
+    bandwidth, FLOP/s, model --> thresholds, bytes, collectives (this file) --> terms.py, command.py, formulas.py
 
 Source: the reference slides ("communication hiding"), recomputed; Rajbhandari et al. 2020. Pure arithmetic:
 no tensors, no processes. B is bytes/s of one node before the division by tp, F is FLOP/s of one device.
-What the slides leave out (latency, ring factor, attention, replicas) is in cost_terms.py; the command of this module,
-``python -m sixfold.fsdp.cost_model``, is in cost_command.py.
+What the slides leave out (latency, ring factor, attention, replicas) is in terms.py; the command of this module,
+``python -m sixfold.fsdp.cost_model``, is in command.py.
 """
 
 from __future__ import annotations

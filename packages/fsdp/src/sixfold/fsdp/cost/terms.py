@@ -1,8 +1,8 @@
 """What the reference slides leave out: latency, ring factor, attention, HSDP, recompute, fp8, shared links.
 
-    Model, Cluster, Run --> times of a layer, thresholds, memory, traffic (this file) --> cost_command.py
+    Model, Cluster, Run --> times of a layer, thresholds, memory, traffic (this file) --> command.py
 
-Pure arithmetic on the closed forms of cost_model.py, which it equals where every further term is switched off. Seconds
+Pure arithmetic on the closed forms of formulas.py, which it equals where every further term is switched off. Seconds
 are of one layer and one micro-batch on one device; tokens are those of one micro-batch on one device (sequence length
 times micro-batch size, divided by cp).
 """

@@ -1,6 +1,6 @@
 """What the engine knows of a call, of a stage, and of the backward that runs now.
 
-    CallContext, StageState, accumulates (this file) --> engine.py, hooks.py, stage.py
+    CallContext, StageState, accumulates (this file) --> engine.py, hooks/forward_backward.py, wrapper/pipeline_stage.py
 
 Values and a question about the backward; no event is handled here.
 """

@@ -1,6 +1,6 @@
 """What happens at each event of a step: when to gather, when a unit's gradients are done, when to reduce.
 
-    hooks.py, stage.py, shard.py, optim.py --> Engine (this file) --> gather.py, reduce.py
+    hooks/, wrapper/, optimizers/ --> Engine (this file) --> gather.py, reduce.py
 
 Knows events, not modules. What is true of one backward alone is backward.py's, with the rule by which units end.
 """

@@ -1,115 +1,37 @@
-"""Gathering compute weights: the state machine, and when a unit is gathered and freed.
+"""When a unit's compute weights are gathered, and when they are freed.
 
-    hooks.py --> engine.py --> Gathering --> AllGatherPipeline (this file) --> comm.py
+    engine.py --> Gathering (this file) --> gather_pipeline.py --> collectives/comm.py
 
-AllGatherPipeline is driven by events and knows no module. Gathering decides when: a unit is gathered at its use and,
-along the order that is expected (order.py), ahead of it. It stays until a unit is gathered whose range overlaps, so
-a unit whose backward follows its forward is not gathered twice. Where units lie is placement.py's; under a byte
-budget, bytes that are in the way wait elsewhere (parking.py) and come back by a copy in place of a gather.
+A unit is gathered at its use and, along the order that is expected (placement/use_order.py), ahead of it. It stays
+until a unit is gathered whose range overlaps, so a unit whose backward follows its forward is not gathered twice.
+Where units lie is placement/placement.py's; under a byte budget, bytes that are in the way wait elsewhere
+(placement/parking.py) and come back by a copy in place of a gather.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from sixfold.fsdp.buffers.slots import NAN_BYTE
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.weights import Weights
 from sixfold.fsdp.collectives.streams import SideStream
+from sixfold.fsdp.engine.gather_pipeline import AllGatherPipeline, GatherState
 from sixfold.fsdp.engine.grouped_gather import Together
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.waiting import Wait
 from sixfold.fsdp.fp8.scaled_matmul import Transposes
 from sixfold.fsdp.parameter_access.saved_weights import Versions
-from sixfold.fsdp.placement.arena import NAN_BYTE
 from sixfold.fsdp.placement.parking import Parking
 from sixfold.fsdp.placement.placement import Placement
 from sixfold.fsdp.placement.residency import Action
 from sixfold.fsdp.placement.use_order import GivenPlan, Successors, UseOrder
 from sixfold.fsdp.torch_private import in_backward
-
-
-class GatherState(Enum):
-    """What a unit's gathered memory holds."""
-
-    EMPTY = "EMPTY"
-    GATHERING = "GATHERING"
-    READY = "READY"
-
-
-class AllGatherPipeline:
-    """``EMPTY -> GATHERING -> READY -> EMPTY`` for each unit.
-
-    Args:
-        units: names.
-        start: starts a unit's gather and returns what waits for it.
-        freed: is told of each unit that is freed.
-
-    Attributes:
-        watch: told each move and its unit, or None.
-        states: where each unit is, to look at.
-        ready: those that are READY.
-    """
-
-    def __init__(
-        self,
-        units: Collection[str],
-        start: Callable[[str], Callable[[], None]],
-        freed: Callable[[str], None] | None = None,
-    ) -> None:
-        self.watch: Callable[[str, str], None] | None = None
-        self._start = start
-        self._freed = freed
-        self.states = dict.fromkeys(units, GatherState.EMPTY)
-        self.ready: set[str] = set()
-        self._pending: dict[str, Callable[[], None]] = {}
-        self._histories: dict[str, deque[str]] = {unit: deque(maxlen=12) for unit in units}
-
-    def state(self, unit: str) -> GatherState:
-        """Where ``unit`` is."""
-        return self.states[unit]
-
-    def gather(self, unit: str) -> None:
-        """Start: EMPTY -> GATHERING."""
-        self._move(unit, "gather", GatherState.EMPTY, GatherState.GATHERING)
-        self._pending[unit] = self._start(unit)
-
-    def wait(self, unit: str) -> None:
-        """Finish: GATHERING -> READY."""
-        self._move(unit, "wait", GatherState.GATHERING, GatherState.READY)
-        self._pending.pop(unit)()
-
-    def free(self, unit: str) -> None:
-        """Give up: READY -> EMPTY."""
-        self._move(unit, "free", GatherState.READY, GatherState.EMPTY)
-        if self._freed is not None:
-            self._freed(unit)
-
-    def _move(self, unit: str, move: str, needed: GatherState, then: GatherState) -> None:
-        state = self.states.get(unit)
-        if state is not needed:
-            if state is None:
-                raise FsdpError(f"{move}({unit!r}): there is no such unit", unit=unit, op="gather")
-            history = ", ".join(self._histories[unit]) or "nothing yet"
-            raise FsdpError(
-                f"{move}({unit!r}) in state {state.value}; it is legal in {needed.value}. History: {history}",
-                unit=unit,
-                op="gather",
-            )
-        self.states[unit] = then
-        if then is GatherState.READY:
-            self.ready.add(unit)
-        else:
-            self.ready.discard(unit)
-        self._histories[unit].append(move)
-        if self.watch is not None:
-            self.watch(move, unit)
 
 
 class Gathering:

@@ -1,6 +1,6 @@
 """One gather for several small units: it brings their weights to where they wait until a unit is used.
 
-    build.py --> together_of --> Together (this file) --> gather.py
+    setup/build.py --> together_of --> Together (this file) --> gather.py
 
 A unit is gathered, freed and gathered again as ever; its second gather is a copy. So what a program may do, and the
 order in which units take turns in the arena, do not depend on who shares a message. Starts no gather by itself.

@@ -1,6 +1,6 @@
 """Do the ranks use and reduce the same units? Compared before each collective, or once per step.
 
-    engine.py --> Signatures (this file) --> checks.py, control.py
+    engine.py --> Signatures (this file) --> faults/disagreement.py, collectives/host_messages.py
 
 Beside it travels, whatever ``checks`` is, which parameters got a gradient. [Note: who had a gradient]
 

@@ -1,8 +1,8 @@
 """The reduction of gradients: when it begins, on which stream, and who waits for it.
 
-    engine.py --> Reduction --> GradReducePipeline (this file) --> sums.py; gradients.py, ways.py say what lies where
+    engine.py --> Reduction (this file) --> reduce_pipeline.py --> gradient_sums.py
 
-GradReducePipeline is driven by events and knows no module. Reduction owns the pool of slots.
+Reduction owns the pool of slots; buffers/gradients.py and reduction_paths.py say what lies where.
 
 [Note: order of a sum] Autograd's gradient is added to a local sum in main_dtype; the sum is cast to reduce_dtype,
 added over the shard ranks, in main_dtype over the replicas, divided once (a true division), and only then
@@ -22,80 +22,19 @@ from torch import Tensor
 
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
 from sixfold.fsdp.buffers.gradients import Gradients, State, Taken
+from sixfold.fsdp.buffers.slots import TemporaryBucketAllocator
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.gradient_sums import Finish, RankOrderSum
 from sixfold.fsdp.collectives.streams import SideStream
 from sixfold.fsdp.config import MixedPrecision
+from sixfold.fsdp.engine.reduce_pipeline import GradReducePipeline
 from sixfold.fsdp.engine.reduction_paths import Kind, Sections, Way, Ways
 from sixfold.fsdp.engine.used_parameters import Used
-from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.waiting import Wait
-from sixfold.fsdp.placement.arena import TemporaryBucketAllocator
 
 _WIDE_NUMEL = 2**13  # elements of the scratch of mixed additions: 32 KiB of fp32
 _SPARE_BYTES = 2**16  # for a norm where no slot is: parts of 8,192 float64
-
-
-class GradReducePipeline:
-    """Reductions in flight, first in first out.
-
-    Args:
-        units: names.
-        start: starts a unit's reduction and returns what finishes it.
-
-    Attributes:
-        watch: told each move and its unit, or None: "put" before, "reduce" after it was sent, "drain" when it is done.
-    """
-
-    def __init__(self, units: Collection[str], start: Callable[[str], Callable[[], None]]) -> None:
-        self.watch: Callable[[str, str], None] | None = None
-        self._start = start
-        self._units = frozenset(units)
-        self._flying: dict[str, Callable[[], None]] = {}  # the oldest first
-        self._histories: dict[str, deque[str]] = {unit: deque(maxlen=12) for unit in units}
-
-    def __len__(self) -> int:
-        return len(self._flying)
-
-    def flying(self, unit: str) -> bool:
-        """``unit`` has a reduction that is not finished."""
-        return unit in self._flying
-
-    def put(self, unit: str) -> None:
-        """Start the reduction of ``unit``; illegal while one of it is in flight."""
-        if unit not in self._units:
-            raise FsdpError(f"put({unit!r}): there is no such unit", unit=unit, op="reduce")
-        if unit in self._flying:
-            history = ", ".join(self._histories[unit])
-            raise FsdpError(
-                f"put({unit!r}) while its reduction is in flight; drain it first. History: {history}",
-                unit=unit,
-                op="reduce",
-            )
-        self._histories[unit].append("put")
-        watch = self.watch
-        if watch is not None:
-            watch("put", unit)
-        self._flying[unit] = self._start(unit)
-        if watch is not None:
-            watch("reduce", unit)
-
-    def drain(self, limit: int) -> None:
-        """Finish the oldest until at most ``limit`` (>= 0) are in flight."""
-        if limit < 0:
-            raise FsdpError(f"drain({limit}): the limit is >= 0", op="reduce")
-        while len(self._flying) > limit:
-            unit = next(iter(self._flying))
-            finish = self._flying.pop(unit)
-            self._histories[unit].append("drain")
-            finish()
-            if self.watch is not None:
-                self.watch("drain", unit)
-
-    def finish(self) -> None:
-        """Finish all."""
-        self.drain(0)
 
 
 @dataclass(slots=True, eq=False)

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from sixfold.fsdp.buffers.column_ranges import columns
+from sixfold.fsdp.buffers.slots import TemporaryBucketAllocator
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.gradient_sums import grad_sum_of
 from sixfold.fsdp.config import MixedPrecision
-from sixfold.fsdp.placement.arena import TemporaryBucketAllocator
 
 _ALIGN = 128
 

@@ -2,8 +2,8 @@
 
     Work, control exchange --> Faults.wait (this file) --> the caller, or FsdpError with the rank
 
-The pulse finds faults while this rank waits (pulse.py), and survivors agree on who is to blame (meeting.py). Ranks are
-positions in the main mesh.
+The pulse finds faults while this rank waits (heartbeat.py), and survivors agree on who is to blame (survivors.py).
+Ranks are positions in the main mesh.
 
 [Note: flag before abort] Where only a stream waits for a Work, its wait() returns at once, and after an abort it
 returns normally although nothing was received. So a failure is noted first (``failed``), then told, then the

@@ -1,8 +1,8 @@
 """Do the ranks agree? Signatures of what each is about to do, and what they say when they differ.
 
-    rows of integers --> odd_ranks, OrderDigest (this file) --> signatures.py, initial.py
+    rows of integers --> odd_ranks, OrderDigest (this file) --> engine/order_check.py, setup/start_values.py
 
-Pure: the exchange itself is control.py's.
+Pure: the exchange itself is collectives/host_messages.py's.
 """
 
 from __future__ import annotations
@@ -10,9 +10,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from typing import TypeVar
-
-import torch
-from torch import Tensor
 
 Entry = TypeVar("Entry", bound=Hashable)
 
@@ -57,17 +54,3 @@ class OrderDigest:
         """The digest so far; the next one begins."""
         value, self._value = self._value, _EMPTY
         return value
-
-
-def tensor_digest(tensor: Tensor) -> int:
-    """64 bits of a tensor's values: a weighted sum of its bytes modulo 2**64. Reads the device (at wrap time only)."""
-    flat = tensor.detach().reshape(-1).contiguous()
-    width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[flat.dtype.itemsize]
-    total = 0
-    step = 1 << 22  # elements at a time: a digest must not double a large embedding
-    for start in range(0, flat.numel(), step):
-        words = flat[start : start + step].view(width).to(torch.int64)
-        weights = torch.arange(start, start + words.numel(), dtype=torch.int64, device=flat.device)
-        weights = (weights * 0x9E3779B97F4A7C1 + 0x632BE59BD9B4E01) | 1  # odd: no bit of a word is lost
-        total = (total + int((words * weights).sum())) & 0xFFFFFFFFFFFFFFFF
-    return total - (1 << 64) if total >= 1 << 63 else total

@@ -1,6 +1,6 @@
 """What torch's flight recorder knows of collectives that did not end, as lines.
 
-ring buffer (TORCH_FR_BUFFER_SIZE) --> active_collectives (this file) --> faults.py prints it before an abort
+ring buffer (TORCH_FR_BUFFER_SIZE) --> active_collectives (this file) --> deadlines.py prints it before an abort
 """
 
 from __future__ import annotations

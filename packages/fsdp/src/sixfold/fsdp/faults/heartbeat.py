@@ -1,6 +1,6 @@
 """A thread that tells the other ranks that this one lives and where it is, and looks at one of them while it waits.
 
-    faults.py --> Pulse (this file) --> a board in the store --> the pulses of other ranks
+    deadlines.py --> Pulse (this file) --> a board in the store --> the pulses of other ranks
 
 Nothing is written while nobody waits: a rank that waits asks, every pulse that sees a new question answers with a
 *beat* (where its rank is, what it launched), and the asker reads the beat of the next rank. So a rank costs one small

@@ -1,6 +1,6 @@
 """Processes of other ranks on this machine: which of them have ended, and which are stopped.
 
-    /proc, one row of a control exchange --> Neighbours (this file) --> pulse.py, meeting.py
+    /proc, one row of a control exchange --> Neighbours (this file) --> heartbeat.py, survivors.py
 
 The kernel tells of a process what no store and no socket does: that it is no more, at once, and that it is stopped.
 Ranks of other machines are watched by those beside them. Files are read only while a rank waits.

@@ -1,6 +1,6 @@
 """This model's corner of a store: keys of its own, calls that end, nothing left behind.
 
-    store of the given group, fault_store --> open_board (this file) --> control.py, faults.py, pulse.py, links.py
+    store of the given group, fault_store --> open_board (this file) --> deadlines.py, heartbeat.py, collectives/
 
 A store is shared by all that a job does. Keys here begin with the ranks of the model and with how many models these
 ranks had before, so models never read each other's; the last rank that drops the model deletes them.

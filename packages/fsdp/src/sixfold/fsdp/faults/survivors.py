@@ -1,6 +1,6 @@
 """Survivors of a fault meet on the board, and one of them says for all who is to blame.
 
-    faults.py --> Meeting.judge (this file) --> board.py, pulse.py, neighbours.py
+    deadlines.py --> Meeting.judge (this file) --> model_store.py, heartbeat.py, local_processes.py
 
 Each signs with the place where it waits. A rank that gives neither a sign nor a beat is lost; one that gives beats and
 no sign lives and did not come; where all have signed, who waits elsewhere than most disagrees. What the first to know

@@ -1,6 +1,6 @@
 """How a model waits: with a deadline, at a step, and not at all after its first failure.
 
-    faults.py --> Waiting (this file) --> gather.py, reduce.py, signatures.py, engine.py
+    deadlines.py --> Waiting (this file) --> engine/gather.py, engine/reduce.py, engine/order_check.py, engine/engine.py
 
 Made before anything that waits, so nothing needs the engine for it. Starts no collective.
 """

@@ -1,6 +1,6 @@
 """fp8 parameters: one scale for each tensor, bytes that travel, and the weights that they stand for.
 
-    main weights --> Fp8Scales, QuantizedTensor (this file) --> weights.py --> gather.py
+    main weights --> Fp8Scales, QuantizedTensor (this file) --> buffers/weights.py --> engine/gather.py
 
 Knows no unit's state and no module. For each tensor ``amax`` is max |main| over all ranks, ``scale = amax / 448`` in
 fp32 (1 where that is 0), ``q = clamp(main / scale, +-448)`` as float8_e4m3fn, and the weight is ``q * scale``,

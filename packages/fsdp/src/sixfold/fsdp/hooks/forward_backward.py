@@ -1,6 +1,6 @@
-"""Forward and autograd hooks: the only file that knows them (inner.py has those of state dicts and registration).
+"""Forward and autograd hooks: the only file that knows them (wrapped_module.py has those of state dicts).
 
-    nn.Module calls, autograd --> hooks (this file) --> engine.py
+    nn.Module calls, autograd --> hooks (this file) --> engine/engine.py
 
 Each hook turns into one event of the engine; after a fault they are inert.
 """

@@ -1,9 +1,10 @@
 """The wrapped module used by itself: right where it can be, refused at the call where it cannot.
 
-    module(x), module.state_dict(), new parameters, copies --> install (this file) --> engine.py
+    module(x), module.state_dict(), new parameters, copies --> install (this file) --> engine/engine.py
 
-hooks.py knows forwards and backwards; this file knows the rest of what people do with a module. Its hooks hold the
-engine, so a module wrapped by ``fully_shard`` keeps what it needs; hooks that torch keeps for all modules do not.
+forward_backward.py knows forwards and backwards; this file knows the rest of what people do with a module. Its hooks
+hold the engine, so a module wrapped by ``fully_shard`` keeps what it needs; hooks that torch keeps for all modules do
+not.
 """
 
 from __future__ import annotations

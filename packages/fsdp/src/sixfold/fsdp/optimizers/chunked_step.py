@@ -1,6 +1,6 @@
 """A step that goes over one stream of parameters after the other.
 
-    optimizer.step --> ChunkedStep (this file) --> before and after each chunk: offload.py, Widened (this file)
+    optimizer.step --> ChunkedStep (this file) --> before and after each chunk: state_offload.py, Widened (this file)
 
 A chunk is what an optimizer holds of one stream of a unit. Knows parameter groups; moves nothing itself.
 

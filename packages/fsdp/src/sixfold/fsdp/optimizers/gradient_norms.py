@@ -1,6 +1,6 @@
 """Arithmetic on all main gradients: squares, scaling, true division.
 
-    main gradients --> square_sum, scale, divide (this file) --> shard.py
+    main gradients --> square_sum, scale, divide (this file) --> wrapper/fully_sharded.py
 
 No host reads a device value here.
 """

@@ -1,6 +1,6 @@
 """State of an optimizer before its first step.
 
-    optimizer --> materialize (this file) --> state.py's records, torch_state.py
+    optimizer --> materialize (this file) --> state/records.py's records, torch_state.py
 
 Takes no step on the user's parameters and changes none.
 """

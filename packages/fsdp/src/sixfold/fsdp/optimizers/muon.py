@@ -1,6 +1,6 @@
 """Muon over pieces of matrices: whole ones at their owners for the length of Newton-Schulz, and nowhere else.
 
-    layout.py's parts --> spread_owners, plan_groups (this file, pure) --> PieceMuon (this file) --> optim.py
+    parts of buffers/layout.py --> spread_owners, plan_groups (pure) --> PieceMuon --> sharded_optimizer.py
 
 torch.optim.Muon needs whole matrices in one place only: the iteration. Momentum, weight decay and the update itself
 are elementwise and stay with the shards. So every matrix has an owner, chosen over all matrices of the optimizer so

@@ -1,6 +1,6 @@
 """Optimizers over main parameters.
 
-    torch.optim --> fully_shard_optimizer (this file) --> engine.py's step events
+    torch.optim --> fully_shard_optimizer (this file) --> engine/engine.py's step events
 
 Only optimizer hooks and ``param_groups``: the optimizer stays the user's object, of any class.
 """

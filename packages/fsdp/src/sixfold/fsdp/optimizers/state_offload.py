@@ -1,6 +1,6 @@
 """Optimizer state in host memory: a step brings one stream's state at a time to the device, and takes it back.
 
-    chunked.py --> HostState (this file): copy in, copy out --> optimizer.state
+    chunked_step.py --> HostState (this file): copy in, copy out --> optimizer.state
 
 Two slots of device memory, each as large as the largest chunk's state, take turns, so that the copy of the next chunk
 runs beside the step of this one. Host tensors are made once and keep their addresses: ``state_records`` are aliases of

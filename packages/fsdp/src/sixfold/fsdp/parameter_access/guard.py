@@ -1,6 +1,6 @@
 """A parameter's values between its unit's calls: right, or refused at the moment of use.
 
-    engine.py reveals and hides --> GuardedParameter (this file) --> FsdpError in the user's line
+    engine/engine.py reveals and hides --> GuardedParameter (this file) --> FsdpError in the user's line
 
 A parameter's memory is its unit's for the length of a call and may hold another unit's weights after it.
 [Note: classes say who may read] Between calls the Parameter objects carry a class whose ``__torch_function__`` asks
@@ -9,7 +9,8 @@ first; while their unit runs they carry one that asks nobody, so a layer pays no
 
 [Note: offsets in a storage] ``as_strided`` counts an explicit offset from the start of the storage, and a parameter
 lies anywhere in its unit's. So such a call is refused wherever the parameter lies: as a method always, as a function
-(``torch.as_strided(p, ...)``) between calls and in units whose classes name it (curtains.py), where the class asks.
+(``torch.as_strided(p, ...)``) between calls and in units whose classes name it (setup/parameter_guards.py), where the
+class asks.
 
 [Note: .data in a call] A write through ``.data`` moves no version. So in its unit's call a parameter knows that its
 ``.data`` is taken: a digest is kept, and compared when the call ends. Who does not take it pays nothing.
@@ -26,8 +27,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.tensor_digest import tensor_digest
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.faults.disagreement import tensor_digest
 from sixfold.fsdp.parameter_access.uncompiled import eager
 
 _data: Any = torch._C.TensorBase.data

@@ -1,6 +1,6 @@
 """Main parameters in the user's hands: were they written to, or given other memory, since they were looked at last?
 
-    EMA swaps, SAM, schedule-free optimizers --> MainParameter, Mains (this file) --> engine.py gathers anew
+    EMA swaps, SAM, schedule-free optimizers --> MainParameter, Mains (this file) --> engine/engine.py gathers anew
 
 Writes in place are told by versions, ``.data = ...`` by addresses. A write through ``.data`` changes neither: who takes
 ``.data`` leaves a digest of the value, which is compared at the next look (reading it costs that digest, and a program
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.tensor_digest import tensor_digest
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.faults.disagreement import tensor_digest
 from sixfold.fsdp.parameter_access.uncompiled import eager
 
 _MARK = "_sixfold_fsdp_main"  # in a main parameter's own __dict__

@@ -1,7 +1,7 @@
 """Weights that outlive their unit's call: saved by autograd, or returned by the unit.
 
-    gather.py frees and gathers --> Versions (this file) --> autograd asks them when it unpacks what it saved
-    hooks.py's calls --> SavedWeights, own_outputs (this file) --> engine.py gathers again
+    engine/gather.py frees and gathers --> Versions (this file) --> autograd asks them when it unpacks what it saved
+    hooks/forward_backward.py's calls --> SavedWeights, own_outputs (this file) --> engine/engine.py gathers again
 
 A unit's memory is another unit's after its call, while its address stays. [Note: one range per unit]
 

@@ -1,6 +1,6 @@
 """Functions that torch.compile runs as they are: they ask tensors what no graph can hold.
 
-saved.py, mains.py --> eager (this file)
+saved_weights.py, main_parameters.py --> eager (this file)
 
 ``torch.compiler.disable`` would say the same, and imports the compiler (seconds) where nobody compiles.
 """

@@ -1,6 +1,6 @@
 """A range of bytes in one arena for every unit, for life: the colouring of a plan.
 
-    order of uses + bytes + arena --> colour (this file) --> placement.py --> alloc.py
+    order of uses + bytes + arena --> colour (this file) --> placement.py --> arena.py
 
 Pure: names, bytes and an order; the same answer on every rank.
 

@@ -1,6 +1,6 @@
 """Where units' gathered weights lie: memory of their own, the two slots of "double", or ranges under a byte budget.
 
-    gathered_bytes + units --> placement_of (this file) --> Arena, gather.py
+    gathered_bytes + units --> placement_of (this file) --> Arena, engine/gather.py
 
 Decides addresses and binds views; starts no gather. The root unit has memory of its own in every mode.
 """

@@ -1,6 +1,6 @@
 """Which units to gather, keep and free under a byte budget: the fewest gathered bytes.
 
-    order of uses + bytes --> solve, plan (this file) --> colour.py, gather.py, model.use_plan
+    order of uses + bytes --> solve, plan (this file) --> address_assignment.py, engine/gather.py, model.use_plan
 
 Pure: names, bytes and an order; no tensor, no rank, no clock, and the same answer on every rank.
 

@@ -1,6 +1,6 @@
 """The order in which units are used: of a step, recorded and followed; of evaluation; of a plan that was given.
 
-    engine.py's uses --> UseOrder, Successors, GivenPlan (this file) --> gather.py
+    engine/engine.py's uses --> UseOrder, Successors, GivenPlan (this file) --> engine/gather.py
 
 Numbers of units and names only; knows no memory and starts nothing.
 """

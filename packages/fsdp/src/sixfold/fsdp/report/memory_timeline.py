@@ -1,6 +1,6 @@
 """What this rank holds while a step runs: every byte that is the wrapper's, by purpose, at every moment.
 
-    gather.py, reduce.py (their moves) --> Recorder --> Timeline (this file) --> text here, SVG in memory_picture.py
+    moves of gathers and reductions --> Recorder --> Timeline (this file) --> text here, SVG in memory_picture.py
 
 A moment is a move of a unit's weights or gradients: a gather that starts, is done or is given up, a reduction that
 starts or is done. Between moves nothing of ours changes.

@@ -1,6 +1,6 @@
 """What lies in memory and what moved, as values for the user.
 
-    engine.py, options.py --> report (this file) --> model.report()
+    engine/engine.py, setup/options.py --> report (this file) --> model.report()
 
 Reads counts and sizes; sends nothing and reads no device value.
 """

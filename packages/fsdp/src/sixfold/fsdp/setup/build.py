@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sixfold.fsdp.buffers.unit import Unit, UnitSpec
+from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.comm import Launches, Ranks
 from sixfold.fsdp.collectives.communicators import Links
@@ -44,6 +44,7 @@ from sixfold.fsdp.placement.placement import placement_of
 from sixfold.fsdp.setup.options import Options
 from sixfold.fsdp.setup.parameter_guards import draw_curtains
 from sixfold.fsdp.setup.start_values import agree, agree_on_meshes, set_start_values, warn_of_statistics
+from sixfold.fsdp.setup.unit_selection import UnitSpec
 from sixfold.fsdp.setup.wrappable import fp8_names_of, look_at
 
 Owned = dict[tuple[Ranks, bool], list[int]]  # by mesh and trainable: bytes of whole tensors that each rank owns

@@ -1,6 +1,6 @@
 """Modules on the meta device made real, each with the values that its constructor would have drawn.
 
-    initial.py --> Meta (this file) --> initial.py keeps each rank's part
+    start_values.py --> Meta (this file) --> start_values.py keeps each rank's part
 
 One module at a time (attention together with its output projection), in the order of ``named_modules``, so that with
 the seed of ``Net()`` the generator gives every module the numbers it gave there. Knows no rank and no buffer of ours.

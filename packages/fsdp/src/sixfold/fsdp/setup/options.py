@@ -1,6 +1,6 @@
 """The arguments of FullyShardedDataParallel as one checked value.
 
-shard.py --> Options (this file) --> build.py, report.py
+wrapper/fully_sharded.py --> Options (this file) --> build.py, report/model_report.py
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from sixfold.fsdp.buffers.unit import Selector
 from sixfold.fsdp.buffers.unit_buffer import Granularity
 from sixfold.fsdp.collectives.default_group import given
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy, one_of
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.setup.meta_device import InitFn
+from sixfold.fsdp.setup.unit_selection import Selector
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Who may read a wrapped model's parameters between calls: one curtain per unit, drawn once start values are in.
 
-    build.py --> draw_curtains (this file) --> guard.py; engine.py reveals and hides
+    build.py --> draw_curtains (this file) --> parameter_access/guard.py; engine/engine.py reveals and hides
 
-[Note: classes say who may read] is guard.py's; here is what it asks of a running model.
+[Note: classes say who may read] is parameter_access/guard.py's; here is what it asks of a running model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Start values: ranks compared, each rank's shard kept, views handed out.
 
-    module + buffers, meta.py --> agree, set_start_values (this file) --> a model ready for its first forward
+    module + buffers, meta_device.py --> agree, set_start_values (this file) --> a model ready for its first forward
 
 One module at a time, so no rank ever holds more full parameters than one module owns.
 """
@@ -17,11 +17,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.tensor_digest import tensor_digest
 from sixfold.fsdp.collectives.comm import Ranks
 from sixfold.fsdp.collectives.host_messages import Control, exchange, exchange_text, farewell
 from sixfold.fsdp.collectives.own_meshes import Meshes
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.faults.disagreement import odd_ranks, tensor_digest
+from sixfold.fsdp.faults.disagreement import odd_ranks
 from sixfold.fsdp.setup.meta_device import InitFn, Meta
 
 WaitWork = Callable[[Any], None]

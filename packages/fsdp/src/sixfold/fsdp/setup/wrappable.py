@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from sixfold.fsdp.buffers.unit import UnitSpec, find_units, merge_neighbours, single_layers
 from sixfold.fsdp.collectives.own_meshes import Meshes, own_meshes
 from sixfold.fsdp.config import MERGE_BYTES
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.fp8.scaled_matmul import Fp8Matmul, fault_of
 from sixfold.fsdp.parameter_access.guard import guard_of
 from sixfold.fsdp.setup.options import Options
+from sixfold.fsdp.setup.unit_selection import UnitSpec, find_units, merge_neighbours, single_layers
 
 
 def look_at(

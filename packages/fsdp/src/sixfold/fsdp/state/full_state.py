@@ -1,7 +1,7 @@
 """Whole tensors out of the shards of all ranks, one unit in memory at a time.
 
     main weights, buffers --> stream, full_state_dict (this file) --> a consumer, a dict, torch_state.py
-    a DTensor --> whole_dtensor (this file) --> streamed.py, torch_state.py
+    a DTensor --> whole_dtensor (this file) --> load_full_state.py, torch_state.py
 
 Everything here is collective, and every wait has the model's deadline. No file format is known here.
 """

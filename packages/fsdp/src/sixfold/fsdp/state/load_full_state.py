@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.tensor_digest import tensor_digest
 from sixfold.fsdp.collectives.comm import Ranks
 from sixfold.fsdp.collectives.host_messages import exchange, exchange_text
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.faults.disagreement import odd_ranks, tensor_digest
+from sixfold.fsdp.faults.disagreement import odd_ranks
 from sixfold.fsdp.state.full_state import entries, whole_dtensor
 
 Source = Mapping[str, Any] | Iterable[tuple[str, Any]] | None

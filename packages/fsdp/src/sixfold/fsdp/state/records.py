@@ -1,8 +1,8 @@
 """Live aliases of what a checkpoint holds.
 
-    buffer.py, optimizer --> state_records (this file) --> gpt's checkpoint adapter, the user
+    buffers/unit_buffer.py, optimizer --> state_records (this file) --> gpt's checkpoint adapter, the user
 
-Communicates nothing; whole tensors are streamed.py's.
+Communicates nothing; whole tensors are load_full_state.py's.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """FullyShardedDataParallel: the parts put together, and the members that users and pipelines call.
 
-options.py --> build.py --> engine.py --> FullyShardedDataParallel (this file) --> the user
+setup/options.py --> setup/build.py --> engine/engine.py --> FullyShardedDataParallel (this file) --> the user
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from sixfold.fsdp.buffers.unit import Selector
 from sixfold.fsdp.buffers.unit_buffer import Granularity
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
 from sixfold.fsdp.engine.call_state import StageState
@@ -33,6 +32,7 @@ from sixfold.fsdp.setup import build
 from sixfold.fsdp.setup import start_values as initial
 from sixfold.fsdp.setup.meta_device import InitFn
 from sixfold.fsdp.setup.options import Options
+from sixfold.fsdp.setup.unit_selection import Selector
 from sixfold.fsdp.state import full_state as whole
 from sixfold.fsdp.state import load_full_state as streamed
 from sixfold.fsdp.state import records

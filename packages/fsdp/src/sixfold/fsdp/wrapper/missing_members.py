@@ -1,6 +1,6 @@
 """Members that torch's FSDP2 and FSDP1 have and this wrapper has not, and what does the same here.
 
-shard.py's __getattr__ --> ELSEWHERE (this file) --> MissingError's text
+fully_sharded.py's __getattr__ --> ELSEWHERE (this file) --> MissingError's text
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How a pipeline program drives the sharding of one stage.
 
-    pipeline's runner --> StageHandle (this file) --> engine.py
+    pipeline's runner --> StageHandle (this file) --> engine/engine.py
 
 The runner's ``data_parallel`` object: seven methods, no import of either package by the other.
 """

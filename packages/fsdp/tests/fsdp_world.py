@@ -1,6 +1,6 @@
 """A net in the hands of a user: plain, or wrapped. What is done to one is done to the other.
 
-test_uses.py, test_uses_refused.py, test_torch_optimizers.py --> World (this file)
+hooks/test_uses.py, hooks/test_uses_refused.py, optimizers/test_torch_optimizers.py --> World (this file)
 """
 
 from __future__ import annotations

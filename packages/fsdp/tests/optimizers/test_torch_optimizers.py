@@ -33,7 +33,7 @@ WHOLE = {
     "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
     "Muon": lambda p: torch.optim.Muon([one for one in p if one.ndim == 2], lr=1e-2),
 }
-OTHERS = {"LBFGS", "SparseAdam"}  # test_uses.py, and refused below
+OTHERS = {"LBFGS", "SparseAdam"}  # hooks/test_uses.py, and refused below
 UNITS = {"fsdp_unit_modules": [Block]}
 TENSOR = {**UNITS, "granularity": lambda name, parameter: "tensor"}
 

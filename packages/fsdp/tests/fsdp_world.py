@@ -18,6 +18,23 @@ SETTINGS = {
     "zero-1": {"fsdp_unit_modules": [Block, nn.Embedding], "strategy": "optim"},
     "zero-0": {"fsdp_unit_modules": [Block, nn.Embedding], "strategy": "no_shard"},
 }
+MAKERS = {  # of torch.optim, element by element
+    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=1),
+    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1e-1),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.3),
+    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
+    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
+    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
+    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
+}
+WHOLE = {  # over whole tensors
+    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
+    "Muon": lambda p: torch.optim.Muon([one for one in p if one.ndim == 2], lr=1e-2),
+}
 
 
 class Net(nn.Module):
@@ -68,3 +85,13 @@ class World:
 
     def weights(self):
         return self.call.full_state_dict() if self.wrapped else self.net.state_dict()
+
+
+def a_closure(world):
+    def closure():
+        world.optimizer.zero_grad()
+        loss = world.loss(0)
+        loss.backward()
+        return loss
+
+    return torch.stack([world.optimizer.step(closure).detach() for _ in range(3)])

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from fsdp_helpers import Block, batch, make_adamw, same
-from fsdp_world import SETTINGS, WIDTH, Net, World
+from fsdp_world import SETTINGS, WIDTH, Net, World, a_closure
 from torch import nn
 from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
@@ -222,16 +222,6 @@ def tensors_in_place_of_parameters(world):
     found = torch.func.functional_call(world.net, given, (batch(0, 0, 0),))
     world.train(1)
     return found
-
-
-def a_closure(world):
-    def closure():
-        world.optimizer.zero_grad()
-        loss = world.loss(0)
-        loss.backward()
-        return loss
-
-    return torch.stack([world.optimizer.step(closure).detach() for _ in range(3)])
 
 
 def metadata(world):

@@ -12,9 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fsdp_helpers import Block, same
-from fsdp_world import World
-from test_torch_optimizers import MAKERS, WHOLE
-from test_uses import a_closure
+from fsdp_world import MAKERS, WHOLE, World, a_closure
 from torch import nn
 
 from sixfold.fsdp import BufferConfig, FsdpError, fully_shard, fully_shard_optimizer

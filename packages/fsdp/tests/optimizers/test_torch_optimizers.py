@@ -10,29 +10,11 @@ import inspect
 import pytest
 import torch
 from fsdp_helpers import Block, same
-from fsdp_world import World
-from test_uses import a_closure
+from fsdp_world import MAKERS, WHOLE, World, a_closure
 from torch import nn
 
 from sixfold.fsdp import FsdpError, MixedPrecision, fully_shard, fully_shard_optimizer
 
-MAKERS = {
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=1),
-    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1e-1),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.3),
-    "Adam": lambda p: torch.optim.Adam(p, lr=1e-2, amsgrad=True, weight_decay=0.1),
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-2),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-2),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-2),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-2, momentum=0.9, centered=True),
-    "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-2),
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
-}
-WHOLE = {
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "Muon": lambda p: torch.optim.Muon([one for one in p if one.ndim == 2], lr=1e-2),
-}
 OTHERS = {"LBFGS", "SparseAdam"}  # hooks/test_uses.py, and refused below
 UNITS = {"fsdp_unit_modules": [Block]}
 TENSOR = {**UNITS, "granularity": lambda name, parameter: "tensor"}

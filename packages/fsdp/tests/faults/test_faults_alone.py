@@ -12,7 +12,7 @@ from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net
 from torch.distributed import HashStore
 
 from sixfold.fsdp import FsdpError, FullyShardedDataParallel, fully_shard_optimizer
-from sixfold.fsdp.buffers.tensor_digest import tensor_digest
+from sixfold.fsdp.buffers.digest import tensor_digest
 from sixfold.fsdp.collectives.comm import Launches
 from sixfold.fsdp.faults import deadlines as faults
 from sixfold.fsdp.faults import survivors as meeting

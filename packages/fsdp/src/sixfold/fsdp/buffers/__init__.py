@@ -1,1 +1,4 @@
-"""Where the bytes of weights and gradients lie: flat buffers, their layout, and the units that hold them."""
+"""Where the bytes of weights and gradients lie: flat buffers, their layout, and the units that hold them.
+
+From outside: column_ranges, digest, flat_buffer, gradients, layout, main_gradients, slots, unit, unit_buffer, weights.
+"""

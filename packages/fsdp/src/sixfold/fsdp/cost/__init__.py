@@ -1,1 +1,4 @@
-"""What a strategy costs, from formulas: no torch, no processes."""
+"""What a strategy costs, from formulas: no torch, no processes.
+
+From outside: command, formulas.
+"""

@@ -1,1 +1,4 @@
-"""Weights of one byte: their scales, and products over the bytes."""
+"""Weights of one byte: their scales, and products over the bytes.
+
+From outside: quantized, scaled_matmul.
+"""

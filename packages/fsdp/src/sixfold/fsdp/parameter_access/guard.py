@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from sixfold.fsdp.buffers.digest import tensor_digest
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
-from sixfold.fsdp.buffers.tensor_digest import tensor_digest
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.parameter_access.uncompiled import eager
 

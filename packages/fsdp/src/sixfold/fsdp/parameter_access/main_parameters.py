@@ -17,8 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from sixfold.fsdp.buffers.digest import tensor_digest
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
-from sixfold.fsdp.buffers.tensor_digest import tensor_digest
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.parameter_access.uncompiled import eager
 

@@ -1,1 +1,4 @@
-"""Where gathered weights lie, and which stay within a byte budget."""
+"""Where gathered weights lie, and which stay within a byte budget.
+
+From outside: parking, placement, residency, use_order.
+"""

@@ -8,7 +8,7 @@ import torch.distributed.checkpoint as torch_dcp
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import MismatchError, ShardedObject, ShardedTensorFactory
+from sixfold.dist_ckpt import MismatchError, ShardedObject, ShardedTensorFactory, ShardingError
 
 
 class Noted:
@@ -38,6 +38,22 @@ def test_values_are_handed_over_in_the_order_of_the_state_dict_and_inner_objects
     assert calls[1][1] == {"x": 1}
     assert calls[2][1]["parts"][0] is asked["b"]["deep"].state["parts"][0]  # loaded by then
     assert calls[2][1]["parts"][1] == {"y": 2}
+
+
+def test_a_module_on_meta_is_refused_as_an_object_and_loads_once_it_has_memory(tmp_path):
+    made = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    dist_ckpt.save({"first": made[0], "m": made}, tmp_path / "c")
+    with torch.device("meta"):
+        module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    first = torch.nn.Linear(3, 2)
+    before = first.weight.clone()
+    with pytest.raises(ShardingError, match=r"0.weight: .* holds no values; give it memory first, as module\.to_empty"):
+        dist_ckpt.load({"first": first, "m": module}, tmp_path / "c")
+    assert first.weight.equal(before), "nothing is handed over before all can be"
+    module.to_empty(device="cpu")
+    dist_ckpt.load({"first": first, "m": module}, tmp_path / "c")
+    assert all(there.equal(module.state_dict()[name]) for name, there in made.state_dict().items())
+    assert first.weight.equal(made[0].weight)
 
 
 @pytest.mark.parametrize("strict", ["log_unexpected", "ignore_all", "return_all"])

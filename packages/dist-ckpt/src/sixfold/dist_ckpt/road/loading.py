@@ -36,7 +36,7 @@ from sixfold.dist_ckpt.road.hosts import Seen, Shares, block_bytes, seen_at
 from sixfold.dist_ckpt.road.reader import WINDOW_BYTES, Reader, copy_values
 from sixfold.dist_ckpt.road.request import LoadRequest
 from sixfold.dist_ckpt.state import by_name, factory, in_place, tree
-from sixfold.dist_ckpt.state.dense import check_writable, has_values
+from sixfold.dist_ckpt.state.dense import check_readable, check_writable, has_values
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor, check_data
 from sixfold.dist_ckpt.stores.folder import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.strategies.base import LoadEngine
@@ -432,7 +432,23 @@ def _values(looked: Looked, reader: Reader, safe_globals: Sequence[Any]) -> Valu
 
 def _hand_over(found: Sequence[tuple[Any, Any]]) -> None:
     for owner, own in found:
+        if isinstance(owner, torch.nn.Module):
+            _check_has_memory(owner, own)
+    for owner, own in found:
         owner.load_state_dict(own)
+
+
+def _check_has_memory(module: torch.nn.Module, own: Any) -> None:
+    """A copy into a tensor on the meta device changes nothing: torch warns of it, and the module has no values."""
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        given = own.get(name) if isinstance(own, dict) else None
+        if (
+            isinstance(tensor, torch.Tensor)
+            and tensor.is_meta
+            and isinstance(given, torch.Tensor)
+            and not given.is_meta
+        ):
+            check_readable(name, tensor)
 
 
 def _assembled(looked: Looked, values: Values) -> tuple[Any, list[tuple[Any, Any]]]:

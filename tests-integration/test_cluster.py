@@ -11,11 +11,11 @@ import pytest
 from repository_helpers import ROOT
 
 from sixfold.gpt import TrainConfig
-from sixfold.gpt.checks import check_world
-from sixfold.gpt.cli import main
-from sixfold.gpt.devices import device_named
-from sixfold.gpt.plan import plan_layout
-from sixfold.gpt.toml import read_file
+from sixfold.gpt.commands.cli import main
+from sixfold.gpt.config.rules import check_world
+from sixfold.gpt.config.toml import read_file
+from sixfold.gpt.machine.devices import device_named
+from sixfold.gpt.plan.plan import plan_layout
 
 CLUSTER = ROOT / "benchmarks/cluster"
 CONFIGS = sorted(CLUSTER.glob("*.toml"))

@@ -31,7 +31,8 @@ SUMMARY_KEYS = {
 
 A_PART = """
 import dataclasses, sys
-from sixfold.gpt import cli, demo
+from sixfold.gpt.commands import cli
+from sixfold.gpt.commands import demo
 whole = demo.cpython_corpus
 demo.cpython_corpus = lambda: dataclasses.replace(found := whole(), valid=found.valid[::32])
 sys.exit(cli.main(sys.argv[1:]))

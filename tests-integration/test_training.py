@@ -30,7 +30,7 @@ from torchrun_helpers import (
 
 from sixfold import dist_ckpt
 from sixfold.gpt import TrainConfig, train
-from sixfold.gpt.prepare import prepare
+from sixfold.gpt.data.prepare import prepare
 
 # Deadlines of what takes seconds on a quiet machine: they only end what hangs, and this may be a busy one.
 START_S, END_S, RUN_S = 400.0, 120.0, 600.0

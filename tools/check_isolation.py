@@ -36,9 +36,11 @@ def check(module: str) -> list[str]:
         if importlib.util.find_spec("torch"):
             wrong.append(f"torch is installed; {module} needs numpy only")
     if module == "gpt":
-        code = "import sys, sixfold.gpt.config; sys.exit('torch' in sys.modules)"
+        code = "import sys, sixfold.gpt.config.train_config; sys.exit('torch' in sys.modules)"
         if subprocess.run([sys.executable, "-c", code], check=False).returncode:
-            wrong.append("importing sixfold.gpt.config loaded torch; a wrong config is to fail within seconds")
+            wrong.append(
+                "importing sixfold.gpt.config.train_config loaded torch; a wrong config is to fail within seconds"
+            )
     return wrong
 
 

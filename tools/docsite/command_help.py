@@ -1,4 +1,4 @@
-"""The help of the commands, as JSON: ``python tools/docsite/command_help.py sixfold.gpt.cli ...``.
+"""The help of the commands, as JSON: ``python tools/docsite/command_help.py sixfold.gpt.commands.cli ...``.
 
 a command's module --> its parser, caught as it begins to parse --> texts (this file) --> hooks.py
 

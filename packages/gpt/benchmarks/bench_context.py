@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 import ranktest
-from sixfold.gpt.attention import plan_rows
-from sixfold.gpt.axes import Axes, Axis
-from sixfold.gpt.config import GPTConfig
+from sixfold.gpt.config.train_config import GPTConfig
+from sixfold.gpt.model.attention import plan_rows
+from sixfold.gpt.parallel.axes import Axes, Axis
 
 CONFIG = GPTConfig(
     num_layers=1, hidden_size=512, num_attention_heads=8, num_query_groups=2, ffn_hidden_size=64, vocab_size=16

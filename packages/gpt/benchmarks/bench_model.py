@@ -14,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from sixfold.gpt.build import build_rank
-from sixfold.gpt.config import GPTConfig, TrainConfig
-from sixfold.gpt.data import Microbatch
-from sixfold.gpt.launch import World
-from sixfold.gpt.mesh import make_mesh
-from sixfold.gpt.model import GPTModel
-from sixfold.gpt.step import train_step
+from sixfold.gpt.config.train_config import GPTConfig, TrainConfig
+from sixfold.gpt.data.token_stream import Microbatch
+from sixfold.gpt.engine.rank_model import build_rank
+from sixfold.gpt.engine.step import train_step
+from sixfold.gpt.launch.rendezvous import World
+from sixfold.gpt.model.decoder import GPTModel
+from sixfold.gpt.parallel.mesh import make_mesh
 
 _BYTES = {"vocab_size": 257}  # the demo's tokenizer
 SHAPES = {

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import nn
 
-from sixfold.gpt.config import GPTConfig
-from sixfold.gpt.model import Block
+from sixfold.gpt.config.train_config import GPTConfig
+from sixfold.gpt.model.decoder import Block
 
 CONFIG = GPTConfig(
     num_layers=1, hidden_size=256, num_attention_heads=4, ffn_hidden_size=256, vocab_size=257, num_experts=16,

@@ -34,7 +34,9 @@ def write_model(folder: Path, layers: int, hidden: int) -> int:
     import torch
     from safetensors.torch import save_file
 
-    from sixfold.gpt import GPTConfig, hf, hf_config
+    from sixfold.gpt import GPTConfig
+    from sixfold.gpt.huggingface import config as hf_config
+    from sixfold.gpt.huggingface import convert as hf
 
     config = GPTConfig(
         num_layers=layers, hidden_size=hidden, num_attention_heads=hidden // 64, ffn_hidden_size=hidden * 4,
@@ -68,7 +70,7 @@ def measure(case: str, source: Path, target: Path) -> dict[str, float]:
         import torch
         from transformers import AutoModelForCausalLM
     else:
-        from sixfold.gpt import hf
+        from sixfold.gpt.huggingface import convert as hf
 
     def work(source: Path, target: Path) -> None:
         if case == "transformers":

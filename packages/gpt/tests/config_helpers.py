@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from sixfold.gpt.config import TrainConfig
+from sixfold.gpt.config.train_config import TrainConfig
 
 MINIMAL = """
 [model]

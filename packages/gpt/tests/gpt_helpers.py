@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from sixfold.gpt.config import FsdpConfig, ParallelConfig, PipelineConfig, RunConfig, TrainConfig
+from sixfold.gpt.config.train_config import FsdpConfig, ParallelConfig, PipelineConfig, RunConfig, TrainConfig
 from sixfold.indexed_data import IndexedDatasetBuilder
 
 TINY = """

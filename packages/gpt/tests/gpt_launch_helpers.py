@@ -122,7 +122,8 @@ def sleep_unprepared(folder):
 
 def train_and_die_once(folder, number, config):
     """A rank of ``sixfold train``; rank 1 sends itself signal ``number`` in its fourth step, the first time."""
-    from sixfold.gpt import cli, loop
+    from sixfold.gpt.commands import cli
+    from sixfold.gpt.training import loop
 
     died, step = Path(folder) / "died", loop.train_step
 
@@ -140,7 +141,8 @@ def train_and_die_once(folder, number, config):
 
 def main():
     """``python gpt_launch_helpers.py TARGET RANKS FOLDER SAME_S``: a launcher of its own process, as ``sixfold``."""
-    from sixfold.gpt import processes, stop
+    from sixfold.gpt.launch import spawn as processes
+    from sixfold.gpt.launch import stop_signals as stop
 
     processes.PRELOAD = ()
     stop.SAME_S = float(sys.argv[4])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from sixfold.gpt.devices import device_named
-from sixfold.gpt.plan import PlannedConfig
+from sixfold.gpt.machine.devices import device_named
+from sixfold.gpt.plan.plan import PlannedConfig
 
 H100 = device_named("h100")
 LLAMA_70B = """

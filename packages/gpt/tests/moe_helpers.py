@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sixfold.gpt.config import GPTConfig
+from sixfold.gpt.config.train_config import GPTConfig
 
 
 def tiny_experts(**fields: Any) -> GPTConfig:

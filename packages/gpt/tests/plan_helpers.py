@@ -13,13 +13,13 @@ from run_helpers import world_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sixfold.gpt import TrainConfig
-from sixfold.gpt.build import build_rank
-from sixfold.gpt.checks import check_world
-from sixfold.gpt.data import Microbatch
-from sixfold.gpt.mesh import make_mesh
-from sixfold.gpt.row_parts import WHOLE, Part, documents_here
-from sixfold.gpt.step import train_step
-from sixfold.gpt.versioned import VersionedModel
+from sixfold.gpt.config.rules import check_world
+from sixfold.gpt.data.token_stream import Microbatch
+from sixfold.gpt.engine.rank_model import build_rank
+from sixfold.gpt.engine.step import train_step
+from sixfold.gpt.engine.weight_versions import VersionedModel
+from sixfold.gpt.parallel.mesh import make_mesh
+from sixfold.gpt.parallel.sequence_parts import WHOLE, Part, documents_here
 
 
 def microbatch_of(config: TrainConfig, seed: int, part: Part = WHOLE) -> Microbatch:

@@ -14,8 +14,8 @@ from torch.distributed import PrefixStore
 import ranktest
 from sixfold import dist_ckpt
 from sixfold.gpt import TrainConfig
-from sixfold.gpt.launch import World
-from sixfold.gpt.loop import train_in
+from sixfold.gpt.launch.rendezvous import World
+from sixfold.gpt.training.loop import train_in
 
 
 def world_of(rank: int, ranks: int) -> World:

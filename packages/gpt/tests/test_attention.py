@@ -4,7 +4,7 @@ import pytest
 import torch
 from model_helpers import boundaries, naive_attention, small
 
-from sixfold.gpt.attention import BLOCKS_LONGEST, QUERY_BLOCK, Documents, choose_backend, plan_rows
+from sixfold.gpt.model.attention import BLOCKS_LONGEST, QUERY_BLOCK, Documents, choose_backend, plan_rows
 
 CPU_BACKENDS = ["blocks", "sdpa"]
 

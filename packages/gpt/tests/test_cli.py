@@ -13,11 +13,12 @@ from gpt_helpers import tiny_config
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from sixfold.dist_ckpt import LostPeerError, StorageError
-from sixfold.gpt import cli, metrics
-from sixfold.gpt.config import TrainConfig
+from sixfold.gpt.commands import cli
+from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError
-from sixfold.gpt.launch import Rendezvous
-from sixfold.gpt.processes import Failure, RankError, is_final
+from sixfold.gpt.launch.rendezvous import Rendezvous
+from sixfold.gpt.launch.spawn import Failure, RankError, is_final
+from sixfold.gpt.observe import metrics
 from sixfold.indexed_data import IndexedDataError
 from sixfold.pipeline import ScheduleError
 
@@ -265,7 +266,7 @@ def test_prepare_writes_a_pair_and_says_so(tmp_path, capsys):
 
 @pytest.mark.parametrize("words", [["--print-config"], ["optimizer.learning_rate=1"], ["--help"]])
 def test_configuration_needs_no_torch(config_file, words):
-    program = "import sys; sys.modules['torch'] = None; from sixfold.gpt.cli import main; sys.exit(main(sys.argv[1:]))"
+    program = "import sys; sys.modules['torch'] = None; from sixfold.gpt.commands.cli import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", program, "train", config_file, *words], capture_output=True, text=True)
     assert done.returncode == (2 if "=" in words[0] else 0), done.stderr
     assert "Traceback" not in done.stderr
@@ -273,7 +274,8 @@ def test_configuration_needs_no_torch(config_file, words):
 
 EARLY_SIGNAL = """
 import os, signal, sys, time
-from sixfold.gpt import cli, config
+from sixfold.gpt.commands import cli
+from sixfold.gpt.config import train_config as config
 
 class Dropper:
     def __del__(self):  # what is raised here is dropped, as in much C code

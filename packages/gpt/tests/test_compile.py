@@ -9,9 +9,11 @@ from model_helpers import small
 from run_helpers import losses
 from torch import nn
 
-from sixfold.gpt import ConfigError, attention, model, train
-from sixfold.gpt.axes import Axes, Axis
-from sixfold.gpt.build import check_compiler
+from sixfold.gpt import ConfigError, train
+from sixfold.gpt.engine.rank_model import check_compiler
+from sixfold.gpt.model import attention
+from sixfold.gpt.model import decoder as model
+from sixfold.gpt.parallel.axes import Axes, Axis
 
 
 @pytest.fixture

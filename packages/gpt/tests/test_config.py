@@ -10,7 +10,7 @@ from config_helpers import MINIMAL, config_with, without, words_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from sixfold.gpt.config import DataConfig, GPTConfig, TrainConfig
+from sixfold.gpt.config.train_config import DataConfig, GPTConfig, TrainConfig
 from sixfold.gpt.errors import ConfigError
 
 # The documented defaults, written down apart from the code. Keys without default are in REQUIRED.
@@ -223,7 +223,7 @@ def test_a_configuration_is_read_without_importing_torch(tmp_path):
     path = tmp_path / "tiny.toml"
     path.write_text(MINIMAL)
     code = (
-        "import sys; from sixfold.gpt import TrainConfig; from sixfold.gpt.config import check_world\n"
+        "import sys; from sixfold.gpt import TrainConfig; from sixfold.gpt.config.train_config import check_world\n"
         f"print(check_world(TrainConfig.from_toml({str(path)!r}), 2).dp, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)

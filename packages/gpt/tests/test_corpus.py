@@ -5,7 +5,7 @@ import hashlib
 
 import pytest
 
-from sixfold.gpt import corpus
+from sixfold.gpt.data import cpython_corpus as corpus
 from sixfold.gpt.errors import ConfigError
 
 SOURCE = '''"""Module text."""

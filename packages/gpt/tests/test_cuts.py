@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sixfold.gpt.config import GPTConfig
-from sixfold.gpt.cuts import Cuts, replicated, runs, whole_shape
-from sixfold.gpt.init import fill_elements
+from sixfold.gpt.config.train_config import GPTConfig
+from sixfold.gpt.model.initial_weights import fill_elements
+from sixfold.gpt.parallel.weight_sharding import Cuts, replicated, runs, whole_shape
 
 CONFIG = GPTConfig(num_layers=2, hidden_size=64, num_attention_heads=8, ffn_hidden_size=96, vocab_size=250)
 SHAPES = {

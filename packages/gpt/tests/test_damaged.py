@@ -8,7 +8,9 @@ from gpt_helpers import tiny_config
 from run_helpers import assert_same_tensors, final_tensors, lines, losses
 
 from sixfold.dist_ckpt import CorruptError, StorageError, retention
-from sixfold.gpt import ConfigError, TrainError, checkpoint, start, train
+from sixfold.gpt import ConfigError, TrainError, train
+from sixfold.gpt.checkpoints import starting_point as start
+from sixfold.gpt.checkpoints import training_state as checkpoint
 
 STEPS = ("train.steps=3", "checkpoint.every=1", "checkpoint.keep=3", "train.global_batch_size=4")
 

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 from config_helpers import MINIMAL, config_with, words_of
 
-from sixfold.gpt.build import check_provider
-from sixfold.gpt.config import check_world
+from sixfold.gpt.config.train_config import check_world
+from sixfold.gpt.engine.rank_model import check_provider
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.layout import PlannedConfig  # takes what a run may refuse: rules between keys alone are asked here
+from sixfold.gpt.plan.layout import (
+    PlannedConfig,  # takes what a run may refuse: rules between keys alone are asked here
+)
 
 EXPERTS = "model.num_experts=4 and "
 

@@ -7,11 +7,11 @@ import signal
 
 import pytest
 
-from sixfold.gpt import demo
-from sixfold.gpt.corpus import Corpus
+from sixfold.gpt.commands import demo
+from sixfold.gpt.data.cpython_corpus import Corpus
+from sixfold.gpt.data.prepare import prepare_cpython
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.metrics import ProgressLine
-from sixfold.gpt.prepare import prepare_cpython
+from sixfold.gpt.observe.metrics import ProgressLine
 
 CORPUS = Corpus(train={"topics": [b"topic"] * 3, "docstrings": [b"text"] * 9}, valid=[b"valid"], sha256="0" * 64)
 

@@ -8,11 +8,11 @@ import sys
 
 import pytest
 
-from sixfold.gpt import doctor
-from sixfold.gpt.cli import main
-from sixfold.gpt.devices import device_of_machine
-from sixfold.gpt.doctor import FAIL, OK, WARN, Finding, Options, Report, examine_here, local_checks
+from sixfold.gpt.commands.cli import main
 from sixfold.gpt.errors import TrainError
+from sixfold.gpt.machine import doctor
+from sixfold.gpt.machine.devices import device_of_machine
+from sixfold.gpt.machine.doctor import FAIL, OK, WARN, Finding, Options, Report, examine_here, local_checks
 
 MACHINE = {
     "device": "cpu", "name": "cpu", "ranks": 2, "per_node": 2, "memory_bytes": 4 * 10**9, "flops": 1e11,
@@ -32,7 +32,7 @@ def test_this_machine_has_a_line_for_each_check(tmp_path):
 def test_a_small_limit_of_open_files_fails_with_its_remedy_and_without_torch(tmp_path):
     code = f"""
 import resource, sys
-from sixfold.gpt.doctor import local_checks
+from sixfold.gpt.machine.doctor import local_checks
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 print(next(one for one in local_checks({str(tmp_path)!r}) if one.what == "open files"))
 assert "torch" not in sys.modules
@@ -78,7 +78,7 @@ def test_ranks_that_cannot_be_started_are_a_failure_beside_the_local_checks(tmp_
 
 def test_latency_and_rate_are_found_again_in_their_own_times():
     pytest.importorskip("torch")
-    from sixfold.gpt.doctor_ranks import fit_line
+    from sixfold.gpt.machine.rank_checks import fit_line
 
     sizes = (4e3, 6e4, 1e6, 8e6)
     latency, rate = fit_line([(nbytes, 1e-4 + nbytes / 2e9) for nbytes in sizes])
@@ -93,7 +93,7 @@ def test_latency_and_rate_are_found_again_in_their_own_times():
 
 def test_what_all_ranks_send_has_room_however_many_there_are():
     pytest.importorskip("torch")
-    from sixfold.gpt.doctor_ranks import sizes_of
+    from sixfold.gpt.machine.rank_checks import sizes_of
 
     assert len(sizes_of("cuda", 8)) == 4 and sizes_of("cuda", 8)[-1] == 2**27
     for ranks in (2, 64, 4096):

@@ -12,12 +12,12 @@ import pytest
 from gpt_helpers import tiny_config
 
 from sixfold.dist_ckpt import retention
-from sixfold.gpt.metrics import read_all
+from sixfold.gpt.observe.metrics import read_all
 
 PROGRAM = """
 import shutil, subprocess, sys
 from pathlib import Path
-from sixfold.gpt import cli
+from sixfold.gpt.commands import cli
 cli.start_ranks = lambda target, ranks, args, watch=None, tell=None: target(*args)
 for folder in map(Path, sys.argv[1:]):
     disk = folder / "disk"

@@ -16,12 +16,13 @@ pytest.importorskip("safetensors", reason="needs the extra hf")
 pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
 
 from sixfold import dist_ckpt
-from sixfold.gpt import GPTConfig, GPTModel, hf, load_model
-from sixfold.gpt.cli import main
+from sixfold.gpt import GPTConfig, GPTModel, load_model
+from sixfold.gpt.commands.cli import main
+from sixfold.gpt.config.table import keys_of
+from sixfold.gpt.config.toml import write_tables
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.hf import INDEX, export_model, import_model
-from sixfold.gpt.tables import keys_of
-from sixfold.gpt.toml import write_tables
+from sixfold.gpt.huggingface import convert as hf
+from sixfold.gpt.huggingface.convert import INDEX, export_model, import_model
 
 TOKENS = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(0))
 

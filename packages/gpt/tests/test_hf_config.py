@@ -10,7 +10,7 @@ from hf_helpers import CASES, LLAMA3, edit_json, peer, write_folder
 
 from sixfold.gpt import GPTConfig
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.hf_config import ARCHITECTURES, FIXED, NEUTRAL, fixed_keys, known_keys, read, write
+from sixfold.gpt.huggingface.config import ARCHITECTURES, FIXED, NEUTRAL, fixed_keys, known_keys, read, write
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
 

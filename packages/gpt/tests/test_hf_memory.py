@@ -6,7 +6,9 @@ import pytest
 import torch
 from hf_helpers import Peak, tensors_of
 
-from sixfold.gpt import GPTConfig, hf, hf_config
+from sixfold.gpt import GPTConfig
+from sixfold.gpt.huggingface import config as hf_config
+from sixfold.gpt.huggingface import convert as hf
 
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the extra hf")
 

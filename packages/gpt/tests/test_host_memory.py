@@ -6,9 +6,9 @@ from config_helpers import config_with
 from model_helpers import boundaries, small
 from torch import nn
 
+from sixfold.gpt.engine.activation_offload import HostActivations, check_offload, hooks_of
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.host_memory import HostActivations, check_offload, hooks_of
-from sixfold.gpt.model import GPTModel
+from sixfold.gpt.model.decoder import GPTModel
 
 CPU = torch.device("cpu")
 

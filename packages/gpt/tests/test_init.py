@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from sixfold.gpt.config import GPTConfig
-from sixfold.gpt.init import BLOCK, initial_values, initializer
-from sixfold.gpt.model import GPTModel
-from sixfold.gpt.stages import stage_layers
+from sixfold.gpt.config.train_config import GPTConfig
+from sixfold.gpt.model.decoder import GPTModel
+from sixfold.gpt.model.initial_weights import BLOCK, initial_values, initializer
+from sixfold.gpt.parallel.stages import stage_layers
 
 CONFIG = GPTConfig(
     num_layers=5, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100, qkv_bias=True, qk_norm=True

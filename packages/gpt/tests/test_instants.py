@@ -16,7 +16,8 @@ from gpt_helpers import tiny_config
 from run_helpers import assert_same_tensors, final_tensors, lines, losses
 
 from sixfold.dist_ckpt import retention
-from sixfold.gpt import stop, train
+from sixfold.gpt import train
+from sixfold.gpt.launch import stop_signals as stop
 
 SMALL = (
     "model.num_layers=1", "train.steps=3", "train.global_batch_size=2", "checkpoint.every=2", "eval.every=1",

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from config_helpers import MINIMAL, config_with, words_of
 
-from sixfold.gpt import config as config_module
-from sixfold.gpt import load
-from sixfold.gpt.config import TABLES, resume_changes
+from sixfold.gpt.checkpoints import trained_model as load
+from sixfold.gpt.config import train_config as config_module
+from sixfold.gpt.config.toml import read_tables, write_tables
+from sixfold.gpt.config.train_config import TABLES, resume_changes
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.toml import read_tables, write_tables
 
 # A value that a key may not have, because nothing would read it. Two are read by what they ask for alone.
 REFUSED = {

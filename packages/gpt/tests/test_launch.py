@@ -6,8 +6,9 @@ import pytest
 import torch
 from gpt_helpers import tiny_config
 
-from sixfold.gpt import launch, train
+from sixfold.gpt import train
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.launch import rendezvous as launch
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 SRUN = {

@@ -13,9 +13,9 @@ from torch import nn
 
 from sixfold import dist_ckpt
 from sixfold.gpt import ConfigError, TrainError, train
-from sixfold.gpt.data import build_datasets
-from sixfold.gpt.devices import peak_flops_of
-from sixfold.gpt.metrics import describe
+from sixfold.gpt.data.token_stream import build_datasets
+from sixfold.gpt.machine.devices import peak_flops_of
+from sixfold.gpt.observe.metrics import describe
 from sixfold.indexed_data import IndexedDataset, IndexedDatasetBuilder
 
 
@@ -160,7 +160,7 @@ def test_the_speed_by_the_clock_counts_evaluations_and_saves(tmp_path, monkeypat
     """The oracle is the time in the lines themselves: tokens since the line before, over the seconds since."""
     import time
 
-    from sixfold.gpt import loop
+    from sixfold.gpt.training import loop
 
     evaluate = loop.evaluate
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from sixfold.gpt import loss as loss_module
-from sixfold.gpt.loss import token_losses
+from sixfold.gpt.model import loss as loss_module
+from sixfold.gpt.model.loss import token_losses
 
 
 def sample(b=3, s=7, vocab=100, padded=128, dtype=torch.float32):

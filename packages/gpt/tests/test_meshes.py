@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from sixfold.gpt import mesh as meshes
-from sixfold.gpt.config import ParallelConfig
-from sixfold.gpt.launch import World
-from sixfold.gpt.mesh import RankMesh, make_mesh, pair_group
+from sixfold.gpt.config.train_config import ParallelConfig
+from sixfold.gpt.launch.rendezvous import World
+from sixfold.gpt.parallel import mesh as meshes
+from sixfold.gpt.parallel.mesh import RankMesh, make_mesh, pair_group
 
 DEADLINE_S = 77.0
 

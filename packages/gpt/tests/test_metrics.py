@@ -7,9 +7,17 @@ import math
 
 import pytest
 
-from sixfold.gpt import metrics
 from sixfold.gpt.errors import FinalError, TrainError
-from sixfold.gpt.metrics import FIELDS, MetricsTail, MetricsWriter, ProgressLine, describe, read_all, read_metrics
+from sixfold.gpt.observe import metrics
+from sixfold.gpt.observe.metrics import (
+    FIELDS,
+    MetricsTail,
+    MetricsWriter,
+    ProgressLine,
+    describe,
+    read_all,
+    read_metrics,
+)
 
 STEP = dict.fromkeys(FIELDS["step"], 1.0) | {"mfu": None, "batch_size": 8, "samples": 8, "tokens": 64}
 

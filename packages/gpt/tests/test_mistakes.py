@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 from gpt_helpers import TINY, write_pair
 
-from sixfold.gpt import cli
-from sixfold.gpt.metrics import MetricsWriter
+from sixfold.gpt.commands import cli
+from sixfold.gpt.observe.metrics import MetricsWriter
 
 TORCHRUN = "RANK=0 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=29999"
 POD = "WORLD_SIZE=2 MASTER_ADDR=localhost"

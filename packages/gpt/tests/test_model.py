@@ -4,10 +4,10 @@ import pytest
 import torch
 from model_helpers import boundaries, small
 
-from sixfold.gpt.attention import BLOCKS_LONGEST
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.model import GPTModel, TiedHead
-from sixfold.gpt.stages import stage_layers
+from sixfold.gpt.model.attention import BLOCKS_LONGEST
+from sixfold.gpt.model.decoder import GPTModel, TiedHead
+from sixfold.gpt.parallel.stages import stage_layers
 
 INPUTS = {
     "labels": torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(3)),

@@ -11,11 +11,12 @@ import torch
 from moe_helpers import plain_mixture, tiny_experts
 from torch import Tensor
 
-from sixfold.gpt import GPTModel, expert_products
-from sixfold.gpt.attention import plan_rows
-from sixfold.gpt.config import GPTConfig
-from sixfold.gpt.expert_exchange import Order
-from sixfold.gpt.moe import MixtureOfExperts, extremes, take_loads, top
+from sixfold.gpt import GPTModel
+from sixfold.gpt.config.train_config import GPTConfig
+from sixfold.gpt.model import grouped_experts as expert_products
+from sixfold.gpt.model.attention import plan_rows
+from sixfold.gpt.model.moe import MixtureOfExperts, extremes, take_loads, top
+from sixfold.gpt.parallel.expert_dispatch import Order
 
 KINDS = {
     "plain": {},

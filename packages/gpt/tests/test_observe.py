@@ -5,12 +5,13 @@ import torch
 from config_helpers import words_of
 from gpt_helpers import tiny_config
 
-from sixfold.gpt import observe, train
-from sixfold.gpt.by_source import Rows, by_source, means, token_loss
+from sixfold.gpt import train
+from sixfold.gpt.data.loss_by_dataset import Rows, by_source, means, token_loss
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.metrics import FIELDS, MetricsWriter, describe
-from sixfold.gpt.observe import Board, check_board
-from sixfold.gpt.timeline import Keeper, kept, show
+from sixfold.gpt.observe import tensorboard as observe
+from sixfold.gpt.observe.metrics import FIELDS, MetricsWriter, describe
+from sixfold.gpt.observe.tensorboard import Board, check_board
+from sixfold.gpt.observe.timeline import Keeper, kept, show
 from sixfold.pipeline import Action, PipelineRunner, one_f_one_b
 from sixfold.pipeline.simulate import measured
 

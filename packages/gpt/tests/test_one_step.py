@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 from gpt_helpers import tiny_config
 
-from sixfold.gpt import loop, train
+from sixfold.gpt import train
+from sixfold.gpt.training import loop
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "guide" / "gpt-one-step.md"

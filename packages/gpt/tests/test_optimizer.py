@@ -6,10 +6,10 @@ from config_helpers import config_with
 from model_helpers import small
 from torch import nn
 
-from sixfold.gpt.config import OptimizerConfig
+from sixfold.gpt.config.train_config import OptimizerConfig
+from sixfold.gpt.engine.optimizer import build_optimizer
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.model import GPTModel
-from sixfold.gpt.optimizer import build_optimizer
+from sixfold.gpt.model.decoder import GPTModel
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])

@@ -12,7 +12,7 @@ from gpt_helpers import plain_losses, tiny_config, write_pair
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig
 from sixfold.gpt import ConfigError, global_batches, train
-from sixfold.gpt.data import build_datasets, continue_data, preflight
+from sixfold.gpt.data.token_stream import build_datasets, continue_data, preflight
 
 CHANGES = "data.changes=[{{at = 16, weights = [0.0, 1.0]}}, {{at = 24, blend = ['{0}/wiki', '{0}/math']}}]"
 RUNS = {

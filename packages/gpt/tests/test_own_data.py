@@ -12,10 +12,10 @@ from gpt_helpers import tiny_config
 from run_helpers import lines, losses, world_of
 
 from sixfold.gpt import ConfigError, TrainError, global_batches
-from sixfold.gpt.data import TokenStream
-from sixfold.gpt.loop import train_in
-from sixfold.gpt.own_data import open_own
-from sixfold.gpt.row_parts import Part
+from sixfold.gpt.data.token_stream import TokenStream
+from sixfold.gpt.data.user_datasets import open_own
+from sixfold.gpt.parallel.sequence_parts import Part
+from sixfold.gpt.training.loop import train_in
 
 
 class Numbered:

@@ -7,9 +7,9 @@ import pytest
 from gpt_helpers import write_pair
 
 from sixfold.gpt import TrainConfig, global_batches
-from sixfold.gpt.data import preflight
+from sixfold.gpt.data.token_stream import preflight
+from sixfold.gpt.data.tokenizer import NoTokenizer, tokenizer_of
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.tokenizer import NoTokenizer, tokenizer_of
 from sixfold.indexed_data import IndexedDatasetBuilder, build
 
 START, VOCAB = 999, 1000  # the first id of each document, and of no other place
@@ -64,7 +64,7 @@ def test_documents_of_a_pair_without_a_note_begin_where_its_index_says_and_nowhe
 
 
 def test_a_pair_of_sixfold_data_build_has_the_rows_that_prepare_gives(tmp_path):
-    from sixfold.gpt.prepare import prepare
+    from sixfold.gpt.data.prepare import prepare
 
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 40)))
     build([tmp_path / "a.jsonl"], tmp_path / "built")

@@ -7,11 +7,12 @@ import torch
 from context_helpers import cut, places_of, sees
 from model_helpers import boundaries, naive_attention, small
 
-from sixfold.gpt import attention, partial_attention
-from sixfold.gpt.attention import plan_rows
-from sixfold.gpt.axes import Axes, Axis
-from sixfold.gpt.partial_attention import Sight, gradients, kernel_of, partial
-from sixfold.gpt.row_parts import Part, documents_here
+from sixfold.gpt.model import attention
+from sixfold.gpt.model.attention import plan_rows
+from sixfold.gpt.parallel import partial_attention
+from sixfold.gpt.parallel.axes import Axes, Axis
+from sixfold.gpt.parallel.partial_attention import Sight, gradients, kernel_of, partial
+from sixfold.gpt.parallel.sequence_parts import Part, documents_here
 
 ROW, HEADS, GROUPS, D = 48, 4, 2, 8
 PACKED = [[], [3, 20, 50, 51, 71, 90], list(range(0, 96, 5))]

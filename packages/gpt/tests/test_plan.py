@@ -13,13 +13,13 @@ from config_helpers import config_with
 from llama_helpers import H100, LLAMA_70B, llama
 
 import sixfold.pipeline as pipeline
-from sixfold.gpt import times
-from sixfold.gpt.activations import BLOCKS_LONGEST, QUERY_BLOCK
-from sixfold.gpt.devices import DEVICES
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.layout import Layout, compute_costs
-from sixfold.gpt.plan import as_json, bubbles, plan_layout, plan_program, say_plan, schedule_for
-from sixfold.gpt.times import overlapped_s
+from sixfold.gpt.machine.devices import DEVICES
+from sixfold.gpt.plan import stage_times as times
+from sixfold.gpt.plan.activation_bytes import BLOCKS_LONGEST, QUERY_BLOCK
+from sixfold.gpt.plan.layout import Layout, compute_costs
+from sixfold.gpt.plan.plan import as_json, bubbles, plan_layout, plan_program, say_plan, schedule_for
+from sixfold.gpt.plan.stage_times import overlapped_s
 
 
 def test_parameters_are_those_of_the_model_and_bytes_follow_the_strategies():
@@ -199,7 +199,8 @@ def test_a_layout_whose_schedule_is_searched_is_planned_within_its_base_schedule
 
 def test_constants_are_those_of_attention_and_loss():
     pytest.importorskip("torch")
-    from sixfold.gpt import activations, attention, loss
+    from sixfold.gpt.model import attention, loss
+    from sixfold.gpt.plan import activation_bytes as activations
 
     assert (QUERY_BLOCK, BLOCKS_LONGEST) == (attention.QUERY_BLOCK, attention.BLOCKS_LONGEST)
     assert activations._LOSS_CHUNK == loss._CHUNK_ELEMENTS
@@ -220,8 +221,8 @@ def cpu_seconds_of_children():
 def test_planning_a_thousand_ranks_loads_no_torch_and_takes_little_time():
     code = f"""
 import sys
-from sixfold.gpt.devices import device_named
-from sixfold.gpt.plan import PlannedConfig, as_json, plan_layout
+from sixfold.gpt.machine.devices import device_named
+from sixfold.gpt.plan.plan import PlannedConfig, as_json, plan_layout
 config = PlannedConfig.from_text({LLAMA_70B!r}, ("parallel.pp=16", "parallel.tp=4", "train.global_batch_size=4096"))
 found = as_json(plan_layout(config, 1024, device_named("h100")))
 assert found["layout"]["dp"] == 16 and found["microbatches"] == 256, found

@@ -8,14 +8,14 @@ import pytest
 from config_helpers import MINIMAL
 from llama_helpers import H100, llama
 
-from sixfold.gpt import cli
-from sixfold.gpt.activations import Shape
-from sixfold.gpt.config import ParallelConfig, TrainConfig
-from sixfold.gpt.devices import DEVICES
-from sixfold.gpt.elementwise import stage_moved
-from sixfold.gpt.plan import plan_layout
-from sixfold.gpt.published import ROWS, SOURCES, beside_plans, planned, table
-from sixfold.gpt.spread import QUANTILES, RANGES, SEEN
+from sixfold.gpt.commands import cli
+from sixfold.gpt.config.train_config import ParallelConfig, TrainConfig
+from sixfold.gpt.machine.devices import DEVICES
+from sixfold.gpt.plan.activation_bytes import Shape
+from sixfold.gpt.plan.elementwise_bytes import stage_moved
+from sixfold.gpt.plan.plan import plan_layout
+from sixfold.gpt.plan.published_runs import ROWS, SOURCES, beside_plans, planned, table
+from sixfold.gpt.plan.time_range import QUANTILES, RANGES, SEEN
 
 PAGE = Path(__file__).parents[3] / "docs/guide/gpt-plan-errors.md"
 
@@ -34,7 +34,7 @@ def test_every_row_has_a_public_source_and_there_are_rows_of_every_kind():
 
 @pytest.mark.slow
 def test_the_page_shows_the_table_as_it_is_today(rows):
-    assert table(rows) in PAGE.read_text(), "python -m sixfold.gpt.published prints the table of the page"
+    assert table(rows) in PAGE.read_text(), "python -m sixfold.gpt.plan.published_runs prints the table of the page"
 
 
 @pytest.mark.parametrize(

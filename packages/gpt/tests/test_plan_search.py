@@ -7,12 +7,12 @@ import json
 import pytest
 from config_helpers import MINIMAL, config_with
 
-from sixfold.gpt.cli import main
-from sixfold.gpt.devices import DEVICES, device_named
+from sixfold.gpt.commands.cli import main
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.plan import PlannedConfig, plan_layout
-from sixfold.gpt.plan_search import _all, changed, search, suggestions
-from sixfold.gpt.plan_text import run
+from sixfold.gpt.machine.devices import DEVICES, device_named
+from sixfold.gpt.plan.plan import PlannedConfig, plan_layout
+from sixfold.gpt.plan.report import run
+from sixfold.gpt.plan.search import _all, changed, search, suggestions
 
 H100 = device_named("h100")
 BIG = (
@@ -122,8 +122,8 @@ def test_the_page_of_a_searched_schedule_says_what_was_found(tmp_path, capsys):
 
 
 def test_a_machine_file_changes_the_rates(tmp_path):
-    from sixfold.gpt.devices import device_of_machine
     from sixfold.gpt.errors import ConfigError
+    from sixfold.gpt.machine.devices import device_of_machine
 
     path = tmp_path / "machine.json"
     machine = {"device": "cpu", "flops": 5e10, "memory_bytes": 8 * 10**9, "near_bytes_per_s": 2e9, "latency_s": 1e-4}

@@ -20,10 +20,10 @@ import pytest
 from llama_helpers import H100, LLAMA_70B, llama
 
 from sixfold.fsdp.cost_model import collectives, memory_bytes
-from sixfold.gpt.layout import Layout, times_of
-from sixfold.gpt.plan import PlannedConfig, plan_layout
-from sixfold.gpt.times import stage_flops
-from sixfold.gpt.traffic import dp_bytes
+from sixfold.gpt.plan.communication_bytes import dp_bytes
+from sixfold.gpt.plan.layout import Layout, times_of
+from sixfold.gpt.plan.plan import PlannedConfig, plan_layout
+from sixfold.gpt.plan.stage_times import stage_flops
 
 # 7.5e9 parameters, as the ZeRO slide has; 4 microbatches on each of 64 ranks.
 SEVEN = (

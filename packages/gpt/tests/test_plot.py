@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.plot import curve, plot, smoothed
+from sixfold.gpt.observe.loss_plot import curve, plot, smoothed
 
 
 def records(*entries):

@@ -5,10 +5,10 @@ import json
 import numpy as np
 import pytest
 
-from sixfold.gpt.corpus import Corpus
+from sixfold.gpt.data.cpython_corpus import Corpus
+from sixfold.gpt.data.prepare import prepare, prepare_cpython
+from sixfold.gpt.data.tokenizer import check_identity
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.prepare import prepare, prepare_cpython
-from sixfold.gpt.tokenizer import check_identity
 from sixfold.indexed_data import IndexedDataError, IndexedDataset
 
 

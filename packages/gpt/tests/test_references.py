@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from sixfold.gpt.references import KAPPA, bigram, references, unigram
+from sixfold.gpt.commands.reference_losses import KAPPA, bigram, references, unigram
 
 
 def plain_unigram(train):

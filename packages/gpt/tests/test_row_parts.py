@@ -6,7 +6,7 @@ import torch
 from context_helpers import places_of, sees
 from model_helpers import boundaries
 
-from sixfold.gpt.row_parts import Part, documents_here, seen_blocks
+from sixfold.gpt.parallel.sequence_parts import Part, documents_here, seen_blocks
 
 ROW = 48
 CASES = [

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from sixfold.gpt.commands.sample import next_token, sample, stream
+from sixfold.gpt.commands.score import boundaries, nats_per_byte, windows
+from sixfold.gpt.data.tokenizer import ByteTokenizer
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.sample import next_token, sample, stream
-from sixfold.gpt.score import boundaries, nats_per_byte, windows
-from sixfold.gpt.tokenizer import ByteTokenizer
 
 
 class Table(torch.nn.Module):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from config_helpers import config_with
 
-from sixfold.gpt.schedule_lr import batch_size, learning_rate
+from sixfold.gpt.training.learning_rate import batch_size, learning_rate
 
 
 def rates(*overrides):

@@ -8,9 +8,9 @@ from config_helpers import config_with
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sixfold.gpt import build
+from sixfold.gpt.engine import rank_model as build
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.stages import stage_layers
+from sixfold.gpt.parallel.stages import stage_layers
 
 
 @given(layers=st.integers(0, 60), stages=st.integers(1, 20))

@@ -10,7 +10,9 @@ import pytest
 from gpt_helpers import tiny_config
 from run_helpers import lines, losses
 
-from sixfold.gpt import TrainError, loop, stop, train
+from sixfold.gpt import TrainError, train
+from sixfold.gpt.launch import stop_signals as stop
+from sixfold.gpt.training import loop
 
 EVALUATED = ("train.steps=3", "eval.every=1", "eval.batches=3")
 

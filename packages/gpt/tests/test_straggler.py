@@ -8,11 +8,12 @@ import torch
 from gpt_helpers import tiny_config
 from run_helpers import lines
 
-from sixfold.gpt import straggler, train
-from sixfold.gpt.config import LogConfig
-from sixfold.gpt.metrics import describe
-from sixfold.gpt.optimizer import Optimizers
-from sixfold.gpt.straggler import Clock, RankTimes, slow_ranks
+from sixfold.gpt import train
+from sixfold.gpt.config.train_config import LogConfig
+from sixfold.gpt.engine.optimizer import Optimizers
+from sixfold.gpt.observe import straggler
+from sixfold.gpt.observe.metrics import describe
+from sixfold.gpt.observe.straggler import Clock, RankTimes, slow_ranks
 from sixfold.pipeline import Action, StepResult
 
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from sixfold.gpt.data.tokenizer import ByteTokenizer, check_identity, tokenizer_for, tokenizer_of
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.tokenizer import ByteTokenizer, check_identity, tokenizer_for, tokenizer_of
 
 
 def write_note(prefix, name="bytes", **identity):

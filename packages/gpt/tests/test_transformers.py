@@ -6,9 +6,9 @@ import pytest
 import torch
 from model_helpers import boundaries, small
 
-from sixfold.gpt.config import OptimizerConfig
-from sixfold.gpt.model import GPTModel
-from sixfold.gpt.optimizer import build_optimizer
+from sixfold.gpt.config.train_config import OptimizerConfig
+from sixfold.gpt.engine.optimizer import build_optimizer
+from sixfold.gpt.model.decoder import GPTModel
 
 pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
 

@@ -5,9 +5,9 @@ import torch
 from context_helpers import cut as cut_rows
 from gpt_helpers import tiny_config
 
-from sixfold.gpt.data import TokenStream, build_datasets
-from sixfold.gpt.row_parts import DocumentsHere, Part
-from sixfold.gpt.upload import Parcel
+from sixfold.gpt.data.host_to_device import Parcel
+from sixfold.gpt.data.token_stream import TokenStream, build_datasets
+from sixfold.gpt.parallel.sequence_parts import DocumentsHere, Part
 
 
 class Noted:

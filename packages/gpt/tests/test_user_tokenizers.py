@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from sixfold.gpt import TrainConfig, cli, train
-from sixfold.gpt import sample as sample_module
-from sixfold.gpt.corpus import topics
+from sixfold.gpt import TrainConfig, train
+from sixfold.gpt.commands import cli
+from sixfold.gpt.commands import sample as sample_module
+from sixfold.gpt.commands.sample import open_run, sample
+from sixfold.gpt.data.cpython_corpus import topics
+from sixfold.gpt.data.prepare import prepare
+from sixfold.gpt.data.tokenizer import check_identity, tokenizer_for, tokenizer_of
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.prepare import prepare
-from sixfold.gpt.sample import open_run, sample
-from sixfold.gpt.tokenizer import check_identity, tokenizer_for, tokenizer_of
 from sixfold.indexed_data import IndexedDataset
 
 library = pytest.importorskip("tokenizers", reason="needs the extra tokenizers")

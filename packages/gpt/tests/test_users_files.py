@@ -5,11 +5,13 @@ import json
 import pytest
 from gpt_helpers import tiny_config
 
-from sixfold.gpt import TrainConfig, cli, demo, timeline
-from sixfold.gpt import prepare as prepare_module
+from sixfold.gpt import TrainConfig
+from sixfold.gpt.commands import cli, demo
+from sixfold.gpt.data import prepare as prepare_module
+from sixfold.gpt.data.prepare import prepare
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.prepare import prepare
-from sixfold.gpt.rundir import check_run_dir, write_config
+from sixfold.gpt.files.run_dir import check_run_dir, write_config
+from sixfold.gpt.observe import timeline
 from sixfold.indexed_data import IndexedDataError
 from sixfold.pipeline import Costs, one_f_one_b, simulate
 from sixfold.pipeline.trace import write_trace

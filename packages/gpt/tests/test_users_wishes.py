@@ -6,14 +6,15 @@ import pytest
 from config_helpers import config_with, words_of
 from gpt_helpers import tiny_config, write_pair
 
-from sixfold.gpt import TrainConfig, cli, train
-from sixfold.gpt.data import build_datasets, global_batches
-from sixfold.gpt.devices import cpu_has_bfloat16, peak_flops_of
+from sixfold.gpt import TrainConfig, train
+from sixfold.gpt.commands import cli
+from sixfold.gpt.config.resume_rules import noted_changes
+from sixfold.gpt.data.prepare import prepare
+from sixfold.gpt.data.token_stream import build_datasets, global_batches
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.metrics import read_all
-from sixfold.gpt.notices import notices
-from sixfold.gpt.past import noted_changes
-from sixfold.gpt.prepare import prepare
+from sixfold.gpt.machine.devices import cpu_has_bfloat16, peak_flops_of
+from sixfold.gpt.observe.metrics import read_all
+from sixfold.gpt.training.config_warnings import notices
 from sixfold.indexed_data import IndexedDataset
 
 

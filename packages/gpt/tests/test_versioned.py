@@ -6,8 +6,8 @@ from gpt_helpers import tiny_config
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sixfold.gpt.engine.weight_versions import Batches, StageWeights
 from sixfold.gpt.errors import TrainError
-from sixfold.gpt.versioned import Batches, StageWeights
 
 
 class Reads(TorchDispatchMode):

@@ -9,10 +9,11 @@ from torch import nn
 
 from sixfold.dist_ckpt import MismatchError, StorageError, UnsafeError
 from sixfold.fsdp.errors import FsdpError
-from sixfold.gpt import ConfigError, TrainError, cli, train
+from sixfold.gpt import ConfigError, TrainError, train
+from sixfold.gpt.commands import cli
 from sixfold.gpt.errors import FinalError
-from sixfold.gpt.model import Block
-from sixfold.gpt.processes import Failure, _outcome, _Rank, _Stop, is_final, text_of
+from sixfold.gpt.launch.spawn import Failure, _outcome, _Rank, _Stop, is_final, text_of
+from sixfold.gpt.model.decoder import Block
 from sixfold.indexed_data import IndexedDataError
 from sixfold.pipeline import PipelineRunner, PipelineTimeout, ScheduleError, Stage, schedules
 

@@ -6,11 +6,12 @@ from context_helpers import cut, places_of
 from gpt_helpers import tiny_config
 from model_helpers import boundaries, naive_attention, small
 
-from sixfold.gpt import attention
-from sixfold.gpt.attention import plan_rows
-from sixfold.gpt.axes import Axes, Axis
-from sixfold.gpt.data import TokenStream, build_datasets
-from sixfold.gpt.partial_attention import (
+from sixfold.gpt.data.host_to_device import copies_to
+from sixfold.gpt.data.token_stream import TokenStream, build_datasets
+from sixfold.gpt.model import attention
+from sixfold.gpt.model.attention import plan_rows
+from sixfold.gpt.parallel.axes import Axes, Axis
+from sixfold.gpt.parallel.partial_attention import (
     Sight,
     efficient_backward,
     efficient_forward,
@@ -19,8 +20,7 @@ from sixfold.gpt.partial_attention import (
     math_backward,
     math_forward,
 )
-from sixfold.gpt.row_parts import Part, documents_here
-from sixfold.gpt.upload import copies_to
+from sixfold.gpt.parallel.sequence_parts import Part, documents_here
 
 pytestmark = [
     pytest.mark.gpu,

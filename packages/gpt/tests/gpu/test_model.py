@@ -4,8 +4,8 @@ import pytest
 import torch
 from model_helpers import boundaries, naive_attention, small
 
-from sixfold.gpt.attention import plan_rows
-from sixfold.gpt.model import GPTModel
+from sixfold.gpt.model.attention import plan_rows
+from sixfold.gpt.model.decoder import GPTModel
 
 pytestmark = [
     pytest.mark.gpu,

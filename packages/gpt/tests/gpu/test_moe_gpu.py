@@ -5,8 +5,8 @@ import torch
 from moe_helpers import plain_mixture, tiny_experts
 
 from sixfold.gpt import GPTModel
-from sixfold.gpt.attention import plan_rows
-from sixfold.gpt.expert_products import grouped
+from sixfold.gpt.model.attention import plan_rows
+from sixfold.gpt.model.grouped_experts import grouped
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,14 +8,14 @@ from config_helpers import MINIMAL
 from plan_helpers import microbatch_of
 
 from sixfold.gpt import TrainConfig
-from sixfold.gpt.build import build_rank
-from sixfold.gpt.checks import check_world
-from sixfold.gpt.data import Microbatch
-from sixfold.gpt.devices import device_named
-from sixfold.gpt.launch import World
-from sixfold.gpt.mesh import make_mesh
-from sixfold.gpt.plan import plan_layout
-from sixfold.gpt.step import train_step
+from sixfold.gpt.config.rules import check_world
+from sixfold.gpt.data.token_stream import Microbatch
+from sixfold.gpt.engine.rank_model import build_rank
+from sixfold.gpt.engine.step import train_step
+from sixfold.gpt.launch.rendezvous import World
+from sixfold.gpt.machine.devices import device_named
+from sixfold.gpt.parallel.mesh import make_mesh
+from sixfold.gpt.plan.plan import plan_layout
 
 pytestmark = [
     pytest.mark.gpu,

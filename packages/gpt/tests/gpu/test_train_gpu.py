@@ -9,8 +9,8 @@ import pytest
 import torch
 from gpt_helpers import plain_losses, tiny_config
 
-from sixfold.gpt.launch import World
-from sixfold.gpt.loop import train_in
+from sixfold.gpt.launch.rendezvous import World
+from sixfold.gpt.training.loop import train_in
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,7 +12,8 @@ from run_helpers import JOB_S, final_tensors, lines, losses, run, train_rank
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold.dist_ckpt import retention
-from sixfold.gpt import checkpoint, loop
+from sixfold.gpt.checkpoints import training_state as checkpoint
+from sixfold.gpt.training import loop
 
 
 def late_rank(rank: int, ranks: int, text: str, behind: tuple[int, ...]) -> tuple[int, float | None, str]:

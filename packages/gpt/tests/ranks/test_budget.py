@@ -11,9 +11,10 @@ from torch.distributed import PrefixStore
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold.fsdp import residency
-from sixfold.gpt import TrainConfig, loop
+from sixfold.gpt import TrainConfig
+from sixfold.gpt.engine.gather_budget import unit_uses
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.residency import unit_uses
+from sixfold.gpt.training import loop
 from sixfold.pipeline import Program, one_f_one_b, passes
 
 BUDGET = 100_000  # bytes; a rank has 111 kB and more in its three or four units

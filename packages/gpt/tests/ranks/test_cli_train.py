@@ -13,8 +13,8 @@ import gpt_launch_helpers
 import pytest
 from gpt_helpers import tiny_config
 
-from sixfold.gpt import cli
-from sixfold.gpt.metrics import read_all
+from sixfold.gpt.commands import cli
+from sixfold.gpt.observe.metrics import read_all
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ from gpt_helpers import tiny_config
 from run_helpers import JOB_S, final_tensors, lines, losses, run_all, train_all, train_rank
 
 import ranktest
-from sixfold.gpt.loop import Run
-from sixfold.gpt.step import StepOutcome
-from sixfold.gpt.stop import StopFlag
+from sixfold.gpt.engine.step import StepOutcome
+from sixfold.gpt.launch.stop_signals import StopFlag
+from sixfold.gpt.training.loop import Run
 
 STEPS = (
     "train.steps=2",

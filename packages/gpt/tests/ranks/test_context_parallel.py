@@ -13,9 +13,9 @@ from run_helpers import lines, losses, run, run_all
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ranktest
-from sixfold.gpt.attention import plan_rows
-from sixfold.gpt.axes import Axes, Axis
-from sixfold.gpt.model import GPTModel
+from sixfold.gpt.model.attention import plan_rows
+from sixfold.gpt.model.decoder import GPTModel
+from sixfold.gpt.parallel.axes import Axes, Axis
 
 ROW = 32
 WAYS = [("all_gather", "blocks"), ("all_gather", "sdpa"), ("p2p", "blocks")]

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from run_helpers import world_of
 
 import ranktest
-from sixfold.gpt import doctor, doctor_ranks
-from sixfold.gpt.devices import device_of_machine
-from sixfold.gpt.doctor import FAIL, Options, examine_here
-from sixfold.gpt.doctor_ranks import Job, examine, roll_call, shared_folder
 from sixfold.gpt.errors import TrainError
+from sixfold.gpt.machine import doctor
+from sixfold.gpt.machine import rank_checks as doctor_ranks
+from sixfold.gpt.machine.devices import device_of_machine
+from sixfold.gpt.machine.doctor import FAIL, Options, examine_here
+from sixfold.gpt.machine.rank_checks import Job, examine, roll_call, shared_folder
 
 QUICK = 0.01
 

@@ -10,9 +10,10 @@ import time
 
 import pytest
 
-from sixfold.gpt import cli, load_model
-from sixfold.gpt.corpus import topics
-from sixfold.gpt.metrics import read_all
+from sixfold.gpt import load_model
+from sixfold.gpt.commands import cli
+from sixfold.gpt.data.cpython_corpus import topics
+from sixfold.gpt.observe.metrics import read_all
 
 tokenizers = pytest.importorskip("tokenizers", reason="needs the extra tokenizers")
 transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")

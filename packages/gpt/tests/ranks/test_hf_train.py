@@ -12,10 +12,11 @@ from run_helpers import JOB_S, lines, losses, run, world_of
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
-from sixfold.gpt import ConfigError, TrainConfig, checkpoint, global_batches
-from sixfold.gpt.hf import export_model, import_model
-from sixfold.gpt.loop import train_in
-from sixfold.gpt.sample import open_run
+from sixfold.gpt import ConfigError, TrainConfig, global_batches
+from sixfold.gpt.checkpoints import training_state as checkpoint
+from sixfold.gpt.commands.sample import open_run
+from sixfold.gpt.huggingface.convert import export_model, import_model
+from sixfold.gpt.training.loop import train_in
 
 pytest.importorskip("safetensors", reason="needs the extra hf")
 transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")

@@ -15,8 +15,9 @@ from torch.distributed import PrefixStore
 
 import ranktest
 from sixfold.dist_ckpt import retention
-from sixfold.gpt import TrainConfig, stop
-from sixfold.gpt.loop import train_in
+from sixfold.gpt import TrainConfig
+from sixfold.gpt.launch import stop_signals as stop
+from sixfold.gpt.training.loop import train_in
 
 SMALL = (
     "train.steps=3", "train.global_batch_size=4", "checkpoint.every=2", "eval.every=1", "eval.batches=2",

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from ranktest import run_ranks
-from sixfold.gpt import launch
 from sixfold.gpt.errors import ConfigError, TrainError
+from sixfold.gpt.launch import rendezvous as launch
 
 
 def rendezvous(rank, ranks, launcher, where):

@@ -17,7 +17,7 @@ import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold import dist_ckpt
 from sixfold.gpt import TrainConfig
-from sixfold.gpt.loop import Run
+from sixfold.gpt.training.loop import Run
 
 SHARDINGS = ("no_shard", "optim", "optim_grads", "optim_grads_params")
 

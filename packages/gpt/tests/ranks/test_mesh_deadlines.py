@@ -18,17 +18,20 @@ from torch import nn
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ranktest
-from sixfold.gpt import moe, peers, step, versioned
-from sixfold.gpt.axes import ALONE, Axes, Axis
-from sixfold.gpt.build import TIED
-from sixfold.gpt.config import ParallelConfig
-from sixfold.gpt.context_parallel import RingPlan, ring
+from sixfold.gpt.config.train_config import ParallelConfig
+from sixfold.gpt.engine import step
+from sixfold.gpt.engine import weight_versions as versioned
+from sixfold.gpt.engine.rank_model import TIED
+from sixfold.gpt.engine.weight_versions import StageWeights
 from sixfold.gpt.errors import TrainError
-from sixfold.gpt.loss import token_losses
-from sixfold.gpt.mesh import make_mesh, pair_group
-from sixfold.gpt.row_parts import Part, seen_blocks
-from sixfold.gpt.straggler import Clock
-from sixfold.gpt.versioned import StageWeights
+from sixfold.gpt.model import moe
+from sixfold.gpt.model.loss import token_losses
+from sixfold.gpt.observe.straggler import Clock
+from sixfold.gpt.parallel import lost_ranks as peers
+from sixfold.gpt.parallel.axes import ALONE, Axes, Axis
+from sixfold.gpt.parallel.context_parallel import RingPlan, ring
+from sixfold.gpt.parallel.mesh import make_mesh, pair_group
+from sixfold.gpt.parallel.sequence_parts import Part, seen_blocks
 
 DEADLINE_S = 77.0
 SHORT_S = 1.0

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from ranktest import run_ranks
 from sixfold.gpt import GPTModel
-from sixfold.gpt.attention import plan_rows
-from sixfold.gpt.axes import ALONE, Axes, Axis
-from sixfold.gpt.config import GPTConfig
-from sixfold.gpt.cuts import is_expert, summed_over_tp
-from sixfold.gpt.init import initializer
-from sixfold.gpt.model import Block
+from sixfold.gpt.config.train_config import GPTConfig
+from sixfold.gpt.model.attention import plan_rows
+from sixfold.gpt.model.decoder import Block
+from sixfold.gpt.model.initial_weights import initializer
+from sixfold.gpt.parallel.axes import ALONE, Axes, Axis
+from sixfold.gpt.parallel.weight_sharding import is_expert, summed_over_tp
 
 CONFIG = tiny_experts(
     num_attention_heads=4, shared_ffn_hidden_size=20, shared_expert_gate=True, router_aux_loss=0.3, experts_per_token=3

@@ -11,8 +11,9 @@ from run_helpers import JOB_S, lines, train_rank
 
 import ranktest
 from sixfold.dist_ckpt import retention
-from sixfold.gpt import loop, model
-from sixfold.gpt.step import NonFinite
+from sixfold.gpt.engine.step import NonFinite
+from sixfold.gpt.model import decoder as model
+from sixfold.gpt.training import loop
 
 
 def spoilt_rank(rank: int, ranks: int, text: str, layer: int, value: float, spoilt: int) -> None:

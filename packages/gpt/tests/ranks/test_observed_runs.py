@@ -12,9 +12,9 @@ from gpt_helpers import tiny_config
 from run_helpers import lines, run_all
 
 from sixfold.gpt import GPTModel, global_batches
-from sixfold.gpt.config import RunConfig
-from sixfold.gpt.data import build_datasets
-from sixfold.gpt.timeline import kept, show
+from sixfold.gpt.config.train_config import RunConfig
+from sixfold.gpt.data.token_stream import build_datasets
+from sixfold.gpt.observe.timeline import kept, show
 
 LAYOUTS = {
     "alone": (1, ()),

@@ -13,8 +13,8 @@ import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold.blending import BlendingError
 from sixfold.gpt import TrainConfig, TrainError, train
-from sixfold.gpt.launch import World
-from sixfold.gpt.loop import train_in
+from sixfold.gpt.launch.rendezvous import World
+from sixfold.gpt.training.loop import train_in
 
 
 def train_rank(rank, ranks, text):
@@ -69,7 +69,7 @@ def test_ranks_with_other_copies_of_the_data_are_refused_alike_in_the_order_with
 
 
 def rank_whose_peer_is_gone(rank, ranks, text):
-    from sixfold.gpt import data
+    from sixfold.gpt.data import token_stream as data
 
     if rank == 1:
         data.build_datasets = lambda *_: os._exit(0)

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold.gpt import ConfigError, TrainConfig
-from sixfold.gpt.loop import train_in
+from sixfold.gpt.training.loop import train_in
 
 EXAMPLE = Path(__file__).parents[2] / "examples/own_dataset.py"
 

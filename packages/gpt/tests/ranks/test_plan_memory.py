@@ -11,10 +11,10 @@ from plan_helpers import measured_rank, rank_in_flight
 
 import ranktest
 from sixfold.gpt import TrainConfig
-from sixfold.gpt.checks import check_world
-from sixfold.gpt.devices import DEVICES
-from sixfold.gpt.layout import Layout
-from sixfold.gpt.plan import plan_layout
+from sixfold.gpt.config.rules import check_world
+from sixfold.gpt.machine.devices import DEVICES
+from sixfold.gpt.plan.layout import Layout
+from sixfold.gpt.plan.plan import plan_layout
 
 # Matrices of some size, so that alignment weighs as little as it does in a model of use.
 WIDE = (

@@ -9,7 +9,7 @@ from gpt_helpers import tiny_config
 from run_helpers import assert_same_tensors, final_tensors, lines, run_all
 
 from sixfold.gpt import ConfigError
-from sixfold.gpt.planned import assumed_costs, in_words, layout_of, microbatch_counts, reusable, search
+from sixfold.gpt.engine.searched_schedule import assumed_costs, in_words, layout_of, microbatch_counts, reusable, search
 from sixfold.pipeline import Program, verify
 
 OPTIONS = (

@@ -10,8 +10,8 @@ from pathlib import Path
 import gpt_launch_helpers as ranks
 import pytest
 
-from sixfold.gpt import processes
-from sixfold.gpt.processes import RankError, start_ranks
+from sixfold.gpt.launch import spawn as processes
+from sixfold.gpt.launch.spawn import RankError, start_ranks
 
 HELPERS = Path(ranks.__file__)
 

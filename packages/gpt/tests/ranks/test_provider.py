@@ -11,7 +11,7 @@ from torch import nn
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold.gpt import ConfigError, TrainConfig
-from sixfold.gpt.loop import train_in
+from sixfold.gpt.training.loop import train_in
 
 
 class Layer(nn.Module):

@@ -15,7 +15,7 @@ import pytest
 from gpt_helpers import tiny_config
 from run_helpers import final_tensors, lines, losses, run
 
-from sixfold.gpt.config import TrainConfig
+from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.pipeline.schedules import registered
 
 STEPS = 3

@@ -13,7 +13,8 @@ from gpt_helpers import plain_losses, tiny_config
 from run_helpers import assert_same_tensors, final_tensors, lines, losses, run_all, train_all
 
 from sixfold import dist_ckpt
-from sixfold.gpt import checkpoint, loop
+from sixfold.gpt.checkpoints import training_state as checkpoint
+from sixfold.gpt.training import loop
 from sixfold.pipeline.schedules import registered
 
 STEPS = 4

@@ -15,12 +15,13 @@ from model_helpers import small
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.gpt import GPTModel, tensor_parallel
-from sixfold.gpt import loss as loss_module
-from sixfold.gpt.axes import Axes, Axis
+from sixfold.gpt import GPTModel
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.loss import token_losses
-from sixfold.gpt.tensor_parallel import gather_sequence, scatter_sequence
+from sixfold.gpt.model import loss as loss_module
+from sixfold.gpt.model.loss import token_losses
+from sixfold.gpt.parallel import tensor_parallel
+from sixfold.gpt.parallel.axes import Axes, Axis
+from sixfold.gpt.parallel.tensor_parallel import gather_sequence, scatter_sequence
 
 CASES = [(100, 2**18, torch.float32), (100, 500, torch.bfloat16), (60, 1, torch.float32)]
 UPSTREAM = torch.randn(3, 7, generator=torch.Generator().manual_seed(1))

@@ -8,7 +8,7 @@ from run_helpers import JOB_S, assert_same_tensors, final_tensors, run, train_ra
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
-from sixfold.gpt import init
+from sixfold.gpt.model import initial_weights as init
 
 
 def drawing_rank(rank: int, ranks: int, text: str) -> int:

@@ -10,8 +10,8 @@ from gpt_helpers import tiny_config
 from run_helpers import JOB_S, lines, train_rank
 
 import ranktest
-from sixfold.gpt import loop
-from sixfold.gpt.straggler import PARTS
+from sixfold.gpt.observe.straggler import PARTS
+from sixfold.gpt.training import loop
 
 SLEEP_S = 1.0  # a busy machine takes half of it for a step
 

@@ -26,11 +26,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import ranktest
 from sixfold import dist_ckpt
 from sixfold.fsdp.collectives.gradient_sums import RankOrderSum
-from sixfold.gpt import step, wrap
-from sixfold.gpt.build import RankModel
-from sixfold.gpt.config import TrainConfig
-from sixfold.gpt.cuts import replicated, summed_over_tp
-from sixfold.gpt.loop import train_in
+from sixfold.gpt.config.train_config import TrainConfig
+from sixfold.gpt.engine import fsdp_wrap as wrap
+from sixfold.gpt.engine import step
+from sixfold.gpt.engine.rank_model import RankModel
+from sixfold.gpt.parallel.weight_sharding import replicated, summed_over_tp
+from sixfold.gpt.training.loop import train_in
 
 SMALL = ("model.num_layers=2", "train.steps=1", "train.global_batch_size=4", "model.qk_norm=true")
 SAME = 2e-5  # of the largest element of a gradient; what is done wrongly is off by much more

@@ -14,12 +14,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ranktest import run_ranks
 from sixfold import pipeline
-from sixfold.gpt import tensor_parallel
-from sixfold.gpt.axes import Axes, Axis
-from sixfold.gpt.config import GPTConfig
-from sixfold.gpt.cuts import summed_over_tp
-from sixfold.gpt.host_memory import HostActivations, hooks_of
-from sixfold.gpt.model import GPTModel
+from sixfold.gpt.config.train_config import GPTConfig
+from sixfold.gpt.engine.activation_offload import HostActivations, hooks_of
+from sixfold.gpt.model.decoder import GPTModel
+from sixfold.gpt.parallel import tensor_parallel
+from sixfold.gpt.parallel.axes import Axes, Axis
+from sixfold.gpt.parallel.weight_sharding import summed_over_tp
 from sixfold.pipeline.store import GradientStore
 
 TOKENS = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(2))

@@ -15,7 +15,7 @@ from run_helpers import JOB_S, final_tensors, lines
 from two_nodes_helpers import EXAMPLES, command_of
 
 import ranktest
-from sixfold.gpt import cli
+from sixfold.gpt.commands import cli
 
 
 def task(rank: int, ranks: int, command: list[str], variables: list[dict[str, str]]) -> int:

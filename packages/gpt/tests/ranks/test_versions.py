@@ -14,7 +14,7 @@ from run_helpers import assert_same_tensors, final_tensors, lines, losses, run_a
 import ranktest
 from sixfold import dist_ckpt
 from sixfold.gpt import GPTModel, global_batches
-from sixfold.gpt.data import build_datasets
+from sixfold.gpt.data.token_stream import build_datasets
 
 VERSIONS = ("parallel.sharding=no_shard", "train.clip_grad=0", "model.tie_embeddings=false", "train.steps=4")
 TWO_BW = ("parallel.pp=2", "parallel.schedule=pipedream_2bw", *VERSIONS)

@@ -12,11 +12,12 @@ from gpt_helpers import tiny_config
 from run_helpers import JOB_S, lines, train_rank, world_of
 
 import ranktest
-from sixfold.gpt import cli, loop
-from sixfold.gpt.config import ParallelConfig
+from sixfold.gpt.commands import cli
+from sixfold.gpt.config.train_config import ParallelConfig
 from sixfold.gpt.errors import TrainError
-from sixfold.gpt.mesh import make_mesh, pair_group
-from sixfold.gpt.metrics import read_all
+from sixfold.gpt.observe.metrics import read_all
+from sixfold.gpt.parallel.mesh import make_mesh, pair_group
+from sixfold.gpt.training import loop
 from sixfold.pipeline import ScheduleError
 
 

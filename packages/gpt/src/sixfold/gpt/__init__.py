@@ -12,13 +12,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from sixfold.gpt.config import GPTConfig, TrainConfig
-    from sixfold.gpt.data import Batch, global_batches
+    from sixfold.gpt.checkpoints.trained_model import load_model
+    from sixfold.gpt.config.train_config import GPTConfig, TrainConfig
+    from sixfold.gpt.data.token_stream import Batch, global_batches
     from sixfold.gpt.errors import ConfigError, TrainError
-    from sixfold.gpt.load import load_model
-    from sixfold.gpt.loop import TrainResult, train
-    from sixfold.gpt.model import GPTModel
-    from sixfold.gpt.stages import stage_layers
+    from sixfold.gpt.model.decoder import GPTModel
+    from sixfold.gpt.parallel.stages import stage_layers
+    from sixfold.gpt.training.loop import TrainResult, train
 
 __all__ = [
     "Batch",
@@ -35,17 +35,17 @@ __all__ = [
 ]
 
 _LAZY = {
-    "Batch": "data",
+    "Batch": "data.token_stream",
     "ConfigError": "errors",
-    "GPTConfig": "config",
-    "GPTModel": "model",
-    "TrainConfig": "config",
+    "GPTConfig": "config.train_config",
+    "GPTModel": "model.decoder",
+    "TrainConfig": "config.train_config",
     "TrainError": "errors",
-    "TrainResult": "loop",
-    "global_batches": "data",
-    "load_model": "load",
-    "stage_layers": "stages",
-    "train": "loop",
+    "TrainResult": "training.loop",
+    "global_batches": "data.token_stream",
+    "load_model": "checkpoints.trained_model",
+    "stage_layers": "parallel.stages",
+    "train": "training.loop",
 }
 
 

@@ -22,10 +22,10 @@ def end_at_once(signum: int, frame: FrameType | None) -> NoReturn:
 
 
 def main() -> int:
-    """Run one verb; see `sixfold.gpt.cli.main`."""
+    """Run one verb; see `sixfold.gpt.commands.cli.main`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_at_once)
-    from sixfold.gpt import cli
+    from sixfold.gpt.commands import cli
 
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,0 +1,204 @@
+"""What a run starts from: one configuration on all ranks, one checkpoint chosen for all, or fresh weights.
+
+    config, mesh --> same_config, starting_point --> Start (folder or None)   (this file) --> build.py, loop.py
+
+[Note: a damaged newest checkpoint] A save is committed by one rename, so a step's folder that does not open was
+damaged later. A run goes on from the newest one that opens, and says so; what only a load's checksums tell
+(`older_start`) is found when all ranks read. The damaged folder is set aside under another name once an older one is
+loaded: left in place, it would count among those that retention keeps, and the good one could go. Without a good one
+nothing is begun anew.
+
+Nothing here is decided by a rank for itself: what a rank reads (its configuration, a folder of a shared file system)
+may differ from what its neighbours read, and a run of differing ranks trains without a word on something nobody asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CorruptError, MismatchError, retention
+from sixfold.dist_ckpt.tools import verify
+from sixfold.gpt.checkpoints import training_state as checkpoint
+from sixfold.gpt.checkpoints.trained_model import IMPORTED, model_differences, saved_common, saved_config
+from sixfold.gpt.checkpoints.training_state import END
+from sixfold.gpt.config.resume_rules import resume_changes
+from sixfold.gpt.config.train_config import TrainConfig
+from sixfold.gpt.data.token_stream import end_of_documents, preflight
+from sixfold.gpt.data.user_datasets import Datasets
+from sixfold.gpt.errors import ConfigError, FinalError
+from sixfold.gpt.files.run_dir import check_run_dir, write_config
+from sixfold.gpt.parallel.agreement import gather, together
+from sixfold.gpt.parallel.mesh import RankMesh
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        newest: the checkpoint to continue from; None is a fresh start.
+        damaged: on rank 0: newer folders of steps, and what is wrong with each.
+    """
+
+    newest: Path | None
+    damaged: dict[Path, str] = field(default_factory=dict)
+
+
+def same_config(config: TrainConfig, mesh: RankMesh) -> None:
+    """All ranks were given one configuration.
+
+    Raises:
+        ConfigError: on all ranks: the first key that differs, both values and the ranks.
+    """
+    text = config.to_toml()
+    digests = gather(mesh.control, mesh.size, hashlib.sha256(text.encode()).hexdigest())
+    odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if odd is None:
+        return
+    texts = gather(mesh.control, mesh.size, text)
+    first, other = (asdict(TrainConfig.from_text(one)) for one in (texts[0], texts[odd]))
+    table, key = next((t, k) for t in first for k in first[t] if first[t][k] != other[t][k])
+    raise ConfigError(
+        f"{table}.{key} is {first[table][key]!r} on rank 0 and {other[table][key]!r} on rank {odd}; all ranks of a run "
+        f"read one configuration"
+    )
+
+
+def starting_point(config: TrainConfig, mesh: RankMesh, datasets: Datasets | None = None) -> Start:
+    """What of ``run.dir`` to continue from; the same on all ranks. Writes config.toml.
+
+    Raises:
+        ConfigError: what the configuration asks cannot be done with what lies in ``run.dir``; on all ranks.
+        TrainError: every checkpoint there is damaged; on all ranks.
+    """
+    together(mesh.control, mesh.size, lambda: preflight(config, datasets))
+    together(mesh.control, mesh.size, lambda: check_run_dir(config.run.dir) if mesh.rank == 0 else None)
+    return _start(config, mesh, {})
+
+
+def older_start(config: TrainConfig, mesh: RankMesh, start: Start, error: CorruptError) -> Start:
+    """What to continue from when the checkpoint of ``start`` could not be loaded: an older one. As `starting_point`.
+
+    Raises:
+        CorruptError: ``error``, if it is not of a file of that checkpoint.
+    """
+    assert start.newest is not None, f"nothing was loaded that could be damaged: {error}"
+    if start.newest.name not in str(error):  # it blames no file of the folder: the ranks saw different ones
+        raise error
+    return _start(config, mesh, start.damaged | {start.newest: str(error)})
+
+
+def set_aside(start: Start) -> list[tuple[int, Path, str]]:
+    """Rename what is damaged, so that nothing takes it for a checkpoint. On rank 0, when an older one is loaded.
+
+    Returns:
+        Step, new place and damage of each, the newest first.
+    """
+    moved = []
+    for folder, why in start.damaged.items():
+        aside = folder.with_name(f"damaged-{folder.name}-{secrets.token_hex(4)}")
+        folder.rename(aside)
+        moved.append((step_of(folder), aside, why))
+    return moved
+
+
+def initial_weights(config: TrainConfig, mesh: RankMesh) -> Path | None:
+    """The checkpoint that ``checkpoint.init_from`` means, None if it is empty; the same on all ranks.
+
+    What its [model] has otherwise is told on stderr: other shapes do not load, and another rope_theta may be meant.
+    """
+    if not config.checkpoint.init_from:
+        return None
+
+    def choose() -> Path:
+        folder = checkpoint.find(config.checkpoint.init_from)
+        for differ in model_differences(folder, config.model):
+            print(f"sixfold: checkpoint.init_from is of another {differ}", file=sys.stderr, flush=True)
+        return folder
+
+    return checkpoint.chosen(mesh, choose, config.run.timeout_seconds)
+
+
+def step_of(checkpoint_folder: Path | None) -> int:
+    """The step of a folder that ``retention.step_path`` named; 0 without one."""
+    return 0 if checkpoint_folder is None else int(checkpoint_folder.name.rpartition("-")[2])
+
+
+def _start(config: TrainConfig, mesh: RankMesh, damaged: Mapping[Path, str]) -> Start:
+    known = dict(damaged)
+
+    def choose() -> Path | None:
+        newest = _newest(config, known)
+        if newest is not None:
+            _check_past(newest, config)
+        write_config(config)
+        return newest
+
+    newest = checkpoint.chosen(mesh, choose, config.run.timeout_seconds)
+    return Start(newest=newest, damaged=known)
+
+
+def _check_past(newest: Path, config: TrainConfig) -> None:
+    """Refuse a configuration with which the past of ``newest`` would have been another; an import has a model alone."""
+    common = saved_common(newest)
+    if IMPORTED not in common:
+        same_end = config.data.eod_mask_loss and common.get(END) == end_of_documents(config)
+        resume_changes(saved_config(newest), config, step=step_of(newest), same_end=same_end)
+    elif differ := model_differences(newest, config.model):
+        raise ConfigError(f"{newest} was imported with another {', '.join(differ)}; take its [model] over as it is")
+
+
+def _newest(config: TrainConfig, damaged: dict[Path, str]) -> Path | None:
+    """The newest checkpoint that opens; newer ones that do not are added to ``damaged``."""
+    root = Path(config.run.dir) / "checkpoints"
+    newest = None
+    for folder in _steps(root):
+        if folder not in damaged and (why := _damage(folder)):
+            damaged[folder] = why
+        if folder not in damaged:
+            newest = folder
+            break
+    resume = config.checkpoint.resume
+    if resume == "never" and (newest or damaged):
+        raise ConfigError(
+            f'checkpoint.resume is "never" and {newest or next(iter(damaged))} is there; choose another run.dir'
+        )
+    if newest is None and damaged:
+        folder, why = next(iter(damaged.items()))
+        raise FinalError(
+            f"{root} holds no whole checkpoint; the newest is damaged: {why}. Restore one, or move {folder.name} away "
+            f"to start anew [see errors/gpt.html#all-checkpoints-are-damaged]"
+        )
+    if resume == "must" and newest is None:
+        raise ConfigError(f'checkpoint.resume is "must" and {root} holds no whole checkpoint; "auto" starts anew')
+    return newest
+
+
+def _steps(root: Path) -> list[Path]:
+    """Folders of steps, the newest first, whole or not."""
+    if not root.is_dir():
+        return []
+    found = {folder for folder in root.iterdir() if re.fullmatch(r"step-\d{8,}", folder.name)}
+    if (newest := retention.latest(root)) is not None:
+        found.add(newest)  # a replacement that was cut short is opened by this name, and there is no such folder
+    return sorted(found, key=step_of, reverse=True)
+
+
+def _damage(folder: Path) -> str:
+    """What is wrong with a checkpoint as far as names, sizes and its small files tell; nothing if it is empty."""
+    try:
+        if not dist_ckpt.check_is_distributed_checkpoint(folder):
+            problem = next(iter(verify(folder, quick=True)["problems"]), {"file": folder, "detail": "it does not open"})
+            return f"{folder}: {problem['file']}: {problem['detail']}"
+        dist_ckpt.load_common_state_dict(folder)
+        dist_ckpt.load_tensors_metadata(folder)
+    except (CorruptError, MismatchError) as error:  # a system that does not let us see is no damage
+        return str(error)
+    return ""

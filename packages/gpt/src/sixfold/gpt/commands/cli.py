@@ -1,0 +1,452 @@
+"""The command ``sixfold``: verbs, exit status, and one line for an error.
+
+    argv --> cli (this file) --> train | demo | prepare | plot | timeline | sample | export | import
+
+Exit status: 0 done, 1 the run failed, 2 configuration or usage, 143 asked to stop and saved, 137 ended at once by a
+second signal, not saved. A verb imports what it needs when it runs; a wrong configuration is refused before torch is
+imported, a rank started or a folder made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sixfold.gpt.command import INTERRUPTED, end_at_once
+from sixfold.gpt.commands.plan_and_doctor import add_verbs
+from sixfold.gpt.errors import ConfigError, raised_inside
+from sixfold.gpt.launch.spawn import RankError, failure_of, is_typed, start_ranks
+from sixfold.gpt.launch.stop_signals import ASK_TO_STOP, STOPPED, Interrupted, end_unsaved, is_free
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config.train_config import TrainConfig
+    from sixfold.gpt.launch.rendezvous import Rendezvous
+
+
+PROGRESS_S = 5.0  # for the progress line of rank 0 to end with its run
+
+# Who starts ranks anew where sixfold did not start them.
+_RESTARTS = {
+    "torchrun": "torchrun --max-restarts",
+    "srun": "sbatch --requeue",
+    "pytorchjob": "backoffLimit of the PyTorchJob",
+    "sixfold": "the launcher",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one verb.
+
+    Returns:
+        The exit status. An error of a sixfold package or of the operating system is one line on stderr; any other is a
+        fault of this program and leaves its traceback.
+    """
+    try:
+        args = _parse(argv)
+        return int(args.run(args))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0 if end.code is None else 2
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except ConfigError as error:
+        return _fail(error, 2)
+    except RankError as error:
+        return _fail(error, error.exit_code)
+    except Exception as error:
+        inside = raised_inside(error)
+        if is_typed(inside) or isinstance(inside, OSError):
+            return _fail(error, 1)
+        raise
+
+
+def _fail(error: BaseException, status: int) -> int:
+    sys.stdout.flush()
+    print(f"sixfold: {error}", file=sys.stderr, flush=True)
+    return status
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse stops filling a list at the next option; overrides may stand anywhere.
+    if rest and args.verb in ("train", "plan") and not any(word.startswith("-") for word in rest):
+        args.overrides += rest
+        rest = []
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="sixfold", description="Train a GPT from a TOML file.")
+    parser.add_argument("--version", action=_Version, help="print the versions of the packages and end")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
+
+    train = verbs.add_parser("train", help="train as a TOML file says; continues the run that lies in run.dir")
+    train.add_argument("config", metavar="CONFIG", help="TOML file")
+    train.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="change a key of the file")
+    train.add_argument(
+        "--ranks", type=_positive, help="ranks to start here (default: product of the degrees; GPUs: all)"
+    )
+    train.add_argument(
+        "--max-restarts",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="start all ranks again from the newest checkpoint, N times at most (%(default)s), when one was killed or "
+        "lost or failed by what may pass; not where configuration, data, a value or the disk would end the run again",
+    )
+    train.add_argument("--print-config", action="store_true", help="print the resolved TOML and end")
+    train.set_defaults(run=_train)
+
+    demo = verbs.add_parser(
+        "demo", help="train on this Python's documentation, be killed, resume, plot; about 4 minutes"
+    )
+    demo.add_argument("--dir", type=Path, default=Path("sixfold-demo"), help="where everything goes (%(default)s)")
+    demo.add_argument("--minutes", type=_minutes, default=3.0, help="how long to train (%(default)s)")
+    demo.add_argument(
+        "--ranks", type=_positive, default=2, help="processes, first a pipeline, then sharded (%(default)s)"
+    )
+    demo.set_defaults(run=_demo)
+
+    prepare = verbs.add_parser("prepare", help="text files to token pairs; txt: a file is a document, jsonl: a line")
+    prepare.add_argument("inputs", nargs="*", metavar="INPUT")
+    prepare.add_argument("--cpython", action="store_true", help="the demo's corpus instead of files")
+    prepare.add_argument("--out", required=True, metavar="PREFIX", help="path of the pair, without extension")
+    prepare.add_argument("--tokenizer", default="bytes", help="bytes or a tokenizer.json (%(default)s)")
+    prepare.add_argument(
+        "--eod-token",
+        default="",
+        metavar="NAME",
+        help="token of a tokenizer.json that ends a document (default: finds it)",
+    )
+    prepare.add_argument("--key", default="text", help="where a jsonl line holds its text (%(default)s)")
+    prepare.add_argument(
+        "--documents", choices=("file", "paragraph", "line"), default="file", help="of a text file (%(default)s)"
+    )
+    prepare.add_argument(
+        "--template", action="store_true", help="with what the tokenizer's template adds, such as a BOS"
+    )
+    prepare.add_argument("--workers", type=_positive, default=1, help="processes (%(default)s)")
+    prepare.set_defaults(run=_prepare)
+
+    plot = verbs.add_parser("plot", help="draw the losses of runs")
+    plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder or metrics.jsonl")
+    plot.add_argument("--out", type=Path, default=Path("loss.svg"), help=".svg or .png (%(default)s)")
+    plot.add_argument("--x", choices=("step", "tokens", "seconds"), default="step")
+    plot.add_argument("--by-dataset", action="store_true", help="a curve for each dataset of the blend as well")
+    plot.set_defaults(run=_plot)
+
+    sample = verbs.add_parser("sample", help="let a trained model write")
+    sample.add_argument("path", type=Path, metavar="PATH", help="run folder or checkpoint folder")
+    sample.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
+    sample.add_argument("--tokenizer", default="", help="bytes or a tokenizer.json (default: the run's own)")
+    sample.add_argument("--eod-token", default="", metavar="NAME", help="token of it that ends a document")
+    sample.add_argument("--tokens", type=_positive, default=200, help="tokens at most (%(default)s)")
+    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (%(default)s)")
+    sample.add_argument("--top-k", type=int, default=50, help="of the likeliest K only; 0 is all (%(default)s)")
+    sample.add_argument("--top-p", type=float, default=1.0, help="of the likeliest that together have P; 1 is all")
+    sample.add_argument("--seed", type=int, default=0)
+    sample.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    sample.set_defaults(run=_sample)
+
+    timeline = verbs.add_parser("timeline", help="draw a step as the pipeline ran it, beside the same on paper")
+    timeline.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, trained with log.timeline_steps")
+    timeline.add_argument("--step", type=_positive, help="which of log.timeline_steps (default: the newest)")
+    timeline.add_argument(
+        "--out", type=Path, default=Path("timeline.svg"), help=".svg, .png, .json for Perfetto, .txt (%(default)s)"
+    )
+    timeline.set_defaults(run=_timeline)
+    _doors(verbs)
+    add_verbs(verbs)
+    return parser
+
+
+class _Version(argparse.Action):
+    """Looks the versions up when they are asked for."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        for name in ("gpt", "indexed-data", "blending", "dist-ckpt", "pipeline", "fsdp"):
+            print(f"sixfold-{name} {version(f'sixfold-{name}')}")
+        parser.exit()
+
+
+def _doors(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    export = verbs.add_parser("export", help="a run's model as a Hugging Face folder: Llama, Qwen2 or Qwen3")
+    export.add_argument("path", type=Path, metavar="PATH", help="run folder or checkpoint folder")
+    export.add_argument("out", metavar="OUT_DIR", help="a folder that does not exist or is empty")
+    export.add_argument("--step", type=int, help="the checkpoint of that step (default: the newest)")
+    export.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: that of the checkpoint, fp32 of runs"
+    )
+    export.add_argument("--max-shard-bytes", type=_positive, metavar="N", help="of values in a file (5000000000)")
+    export.set_defaults(run=_export)
+
+    bring = verbs.add_parser("import", help="a Hugging Face folder as a run folder with a checkpoint of step 0")
+    bring.add_argument("hf_dir", metavar="HF_DIR", help="config.json and safetensors")
+    bring.add_argument("run_dir", metavar="RUN_DIR", help="a folder that does not exist or is empty")
+    bring.set_defaults(run=_import)
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 0")
+    return int(text)
+
+
+def _minutes(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes > 0")
+    return value
+
+
+def train_rank(config: TrainConfig) -> int:
+    """Body of one rank of ``sixfold train``; its exit status."""
+    from sixfold.gpt.training.loop import train
+
+    try:
+        return STOPPED if train(config).reason == "sigterm" else 0
+    except Interrupted:  # of a rank that another launcher started: it had the terminal's Ctrl-C, too
+        return STOPPED
+
+
+def _train(args: argparse.Namespace) -> int:
+    from sixfold.gpt.config.train_config import TrainConfig
+
+    with _early_signals():
+        config = TrainConfig.from_toml(args.config, overrides=args.overrides)
+        if args.print_config:
+            sys.stdout.write(config.to_toml())
+            return 0
+        from sixfold.gpt.data.token_stream import preflight
+        from sixfold.gpt.files.run_dir import check_run_dir
+        from sixfold.gpt.launch.rendezvous import detect
+
+        rendezvous = detect(os.environ)
+        if rendezvous is not None and args.max_restarts:
+            raise ConfigError(
+                f"--max-restarts is {args.max_restarts} and {rendezvous.launcher} started this rank; give the number "
+                f"to {_RESTARTS[rendezvous.launcher]}: a run that is started again goes on from its newest checkpoint"
+            )
+        ranks = rendezvous.size if rendezvous else args.ranks or default_ranks(config)
+        _check_world(config, ranks)
+        preflight(config)
+        if rendezvous is None:
+            check_run_dir(config.run.dir)
+        if rendezvous is not None:
+            if signal.getsignal(signal.SIGINT) is end_at_once:
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on the loop's
+            return _be_a_rank(config, rendezvous)
+        return restarted(config, args.max_restarts, lambda one: run_ranks(one, ranks))
+
+
+def restarted(config: TrainConfig, most: int, run: Callable[[TrainConfig], int]) -> int:
+    """``run(config)``, and again from the newest checkpoint when it failed, ``most`` times at most.
+
+    A run that would fail again (its configuration, data or checkpoint are wrong, a value was not finite, memory or the
+    disk is too small) is not started again; see processes.is_final.
+    """
+    for number in range(1, most + 1):
+        try:
+            return run(config)
+        except RankError as error:
+            if error.final:
+                raise
+            sys.stdout.flush()
+            print(f"sixfold: {error}; restart {number} of {most}", file=sys.stderr, flush=True)
+        # Whoever wrote "never" or "must" meant the first start.
+        config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+    return run(config)
+
+
+def run_ranks(config: TrainConfig, ranks: int) -> int:
+    """Start ``ranks`` ranks here that train as ``config`` says, with a progress line. Returns the exit status."""
+    from sixfold.gpt.observe.metrics import ProgressLine
+
+    line = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps)
+    try:
+        return start_ranks(train_rank, ranks, (config,), watch=line.poll, tell=line.tell)
+    finally:
+        line.close()
+
+
+def _be_a_rank(config: TrainConfig, rendezvous: Rendezvous) -> int:
+    """Train as the rank that torchrun, srun or a PyTorchJob made this process; rank 0 shows the progress line."""
+    from sixfold.gpt.observe.metrics import ProgressLine
+
+    if rendezvous.rank != 0:
+        return _recorded(config, rendezvous)
+    line, done = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps), threading.Event()
+
+    def follow() -> None:
+        while not done.wait(0.2):
+            line.poll()
+
+    thread = threading.Thread(target=follow, name="sixfold-progress", daemon=True)
+    thread.start()
+    try:
+        return _recorded(config, rendezvous)
+    finally:
+        done.set()
+        thread.join(PROGRESS_S)
+        if not thread.is_alive():  # else it hangs in a read or a write, and so would this
+            line.close()
+
+
+def _recorded(config: TrainConfig, rendezvous: Rendezvous) -> int:
+    """``train_rank``, whose error goes where torchrun reads it: it shows every rank's.
+
+    Raises:
+        RankError: for an error that says all by itself; then its one line is all that torchrun gets.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+    class Brief(ErrorHandler):
+        def record_exception(self, e: BaseException) -> None:
+            if not is_typed(raised_inside(e)):
+                return super().record_exception(e)
+            cause, frames = e.__cause__, e.__traceback__
+            e.__cause__ = e.__traceback__ = None  # a cause that is set also hides the context
+            try:
+                super().record_exception(e)
+            finally:
+                e.__cause__, e.__traceback__ = cause, frames
+
+    try:
+        return record(train_rank, Brief())(config) or 0
+    except Exception as error:
+        if not is_typed(raised_inside(error)):
+            raise
+        raise RankError(failure_of(error, rendezvous.rank, rendezvous.size)) from None
+
+
+def _check_world(config: TrainConfig, ranks: int) -> None:
+    from sixfold.gpt.config.rules import check_world
+
+    check_world(config, ranks)
+
+
+def default_ranks(config: TrainConfig) -> int:
+    """Ranks to start when nobody says how many: the product of the degrees; with dp open, all GPUs that are here."""
+    degrees = config.parallel.world
+    if config.parallel.dp or config.run.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return degrees
+    import torch
+
+    return max(torch.cuda.device_count() // degrees, 1) * degrees
+
+
+@contextmanager
+def _early_signals() -> Iterator[None]:
+    """End with 143 on what asks for a stop, and with 130 on Ctrl-C, before the ranks, or the train loop, take it over.
+
+    At once, not by an exception: C code that runs an import or a destructor may drop one (numpy's import does), and the
+    run would go on. Nothing is half-made: a config is written and a checkpoint committed by one rename.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    old: dict[signal.Signals, Any] = {}
+    for number in ASK_TO_STOP - {signal.SIGINT}:
+        if number == signal.SIGTERM or is_free(number):
+            old[number] = signal.signal(number, end_unsaved)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        old[signal.SIGINT] = signal.signal(signal.SIGINT, end_at_once)
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from sixfold.gpt.commands.demo import demo
+
+    with _early_signals():
+        return demo(args.dir, minutes=args.minutes, ranks=args.ranks)
+
+
+def _prepare(args: argparse.Namespace) -> int:
+    from sixfold.gpt.data import prepare
+
+    if not args.cpython:
+        names = ("tokenizer", "eod_token", "key", "documents", "template", "workers")
+        print(prepare.prepare(args.inputs, args.out, **{name: getattr(args, name) for name in names}))
+        return 0
+    if args.inputs or args.tokenizer != "bytes" or args.eod_token:
+        raise ConfigError("prepare --cpython takes no other INPUT and writes bytes; prepare the files by a second call")
+    corpus = prepare.prepare_cpython(args.out)
+    for pair in (*corpus.train, corpus.valid):
+        print(pair)
+    print(f"sha256 of the text: {corpus.sha256}")
+    return 0
+
+
+def _plot(args: argparse.Namespace) -> int:
+    from sixfold.gpt.observe.loss_plot import plot
+
+    plot(args.runs, args.out, x=args.x, by_dataset=args.by_dataset)
+    print(args.out)
+    return 0
+
+
+def _sample(args: argparse.Namespace) -> int:
+    from sixfold.gpt.commands.sample import stream_run
+
+    names = ("tokenizer", "eod_token", "tokens", "temperature", "top_k", "top_p", "seed")
+    pieces = stream_run(args.path, args.prompt, **{name: getattr(args, name) for name in names})
+    if args.json:
+        print(json.dumps({"prompt": args.prompt, "text": "".join(pieces), "seed": args.seed}))
+        return 0
+    print(args.prompt, end="", flush=True)
+    for piece in pieces:  # as it is written
+        print(piece, end="", flush=True)
+    print()
+    return 0
+
+
+def _timeline(args: argparse.Namespace) -> int:
+    from sixfold.gpt.observe.timeline import show
+
+    said = show(args.run_dir, args.out, step=args.step)
+    print(f"{args.out}: {said}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    from sixfold.gpt.huggingface.convert import MAX_SHARD_BYTES, export_model
+
+    shard = args.max_shard_bytes or MAX_SHARD_BYTES
+    print(export_model(args.path, args.out, step=args.step, dtype=args.dtype, max_shard_bytes=shard))
+    return 0
+
+
+def _import(args: argparse.Namespace) -> int:
+    from sixfold.gpt.huggingface.convert import import_model
+
+    print(import_model(args.hf_dir, args.run_dir))
+    return 0

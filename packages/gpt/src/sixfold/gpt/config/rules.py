@@ -1,0 +1,340 @@
+"""Rules between the tables of a configuration, and between a configuration and its world.
+
+    config.py --> check_config        (this file)      made
+    launch.py --> check_world         (this file)      the number of ranks is known
+    degrees.py has what tp, cp and ep divide, past.py has the rules between a run and its past.
+
+Numbers only: no torch, no files. The pure functions here read a TrainConfig and never make one.
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import fields, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from sixfold.gpt.config.degrees import check_degrees, check_ranks, multiples
+from sixfold.gpt.errors import ConfigError
+from sixfold.pipeline.schedules import by_name, registered
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config.train_config import ParallelConfig, TrainConfig
+
+_SCHEDULES = tuple(entry.name for entry in registered())
+
+# What a run cannot do: key, the values that it takes, what to write instead, and what the key would switch on.
+_UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
+    ("pipeline.steps", lambda value: value == 2, "2, or no such key", "another number of batches in a program"),
+    ("train.cuda_graphs", lambda value: not value, "train.compile instead", "graph capture"),
+    (
+        "data.changes",
+        lambda value: not any(change.sequence_length for change in value),
+        "changes of blend and weights",
+        "a sequence length that changes within a run",
+    ),
+    ("fsdp.nccl_min_ctas", lambda value: value is None, "NCCL_MIN_CTAS of NCCL itself", "a bound of NCCL's blocks"),
+    ("fsdp.nccl_max_ctas", lambda value: value is None, "NCCL_MAX_CTAS of NCCL itself", "a bound of NCCL's blocks"),
+    ("fsdp.user_buffers", lambda value: value != "require", "auto or off", "registering buffers with NCCL"),
+)
+
+
+def check_config(config: "TrainConfig") -> None:
+    """Refuse a configuration that no world can run, or that asks for what is not supported.
+
+    Raises:
+        ConfigError: naming keys, both numbers and a nearest value that works.
+    """
+    check_rules(config)
+    for refused in refusals(config):
+        raise ConfigError(refused)
+
+
+def check_rules(config: "TrainConfig") -> None:
+    """Refuse what no world can run; what is not supported passes: it can be planned."""
+    check_degrees(config)
+    _check_stages(config)
+    _check_schedule_lr(config)
+    if not config.parallel.entry.flushed:
+        check_versions(config)
+    if config.fsdp.offload and config.optimizer.name == "muon":
+        raise ConfigError(
+            "fsdp.offload is true and optimizer.name 'muon', whose step needs the momentum of all its matrices at "
+            "once; optimizer.name = 'adamw' works, or fsdp.offload = false"
+        )
+    if config.train.offload_activations and config.run.device == "cpu":
+        raise ConfigError(
+            "train.offload_activations is true and run.device 'cpu', where activations are in host memory; "
+            "train.offload_activations = false works"
+        )
+    if config.model.num_experts:
+        _check_experts(config)
+    _check_changes(config)
+    for name, batch in global_batches_of(config):
+        _check_batch(name, batch, config.train.micro_batch_size, max(config.parallel.dp, 1))
+
+
+def refusals(config: "TrainConfig") -> list[str]:
+    """A line for each key that asks for what a run does not support."""
+    found = []
+    for key, works, instead, what in _UNSUPPORTED:
+        table, _, attribute = key.partition(".")
+        value = getattr(getattr(config, table), attribute)
+        if not works(value):
+            shown = list(value) if isinstance(value, tuple) else value
+            found.append(f"{key} is {shown!r}; {what} is not supported: use {instead}")
+    return found
+
+
+def refuse_path(name: str, value: str) -> None:
+    """Refuse what would become a strangely named folder of the working directory.
+
+    Raises:
+        ConfigError: ``~``, which shells replace and files do not know, or a URL.
+    """
+    if value == "~" or value.startswith("~/"):
+        raise ConfigError(f"{name} is {value!r}; ~ is not replaced here: write the folder's path out")
+    if "://" in value:
+        raise ConfigError(f"{name} is {value!r}; it is a folder of a mounted file system, not a URL: mount it")
+
+
+def check_versions(config: "TrainConfig") -> None:
+    """What schedules that keep versions of the weights need: whole weights, and updates of one stage at a time."""
+    parallel, name = config.parallel, config.parallel.schedule
+    needs: list[tuple[str, object, object, str]] = [
+        ("parallel.sharding", parallel.sharding, "no_shard", "its versions are of whole weights"),
+        ("parallel.tp", parallel.tp, 1, "the program of a stage sums no gradients over tp"),
+        ("parallel.ep", parallel.ep, 1, "the program of a stage sums all gradients over the same ranks"),
+        ("train.clip_grad", config.train.clip_grad, 0.0, "stages are updated one after another, and no norm is of all"),
+        ("train.compile", config.train.compile, False, "a compiled layer keeps the weights it first saw"),
+        ("log.timeline_steps", list(config.log.timeline_steps), [],
+         "a step has parts of several batches, which no program on paper has; log.profile_steps traces it"),
+    ]  # fmt: skip
+    if config.train.precision == "fp8":
+        needs.append(("train.precision", "fp8", "bf16", "weights are quantised where they are sharded"))
+    if config.pipeline.edges == "one":
+        needs.append(("pipeline.edges", "one", "auto", "no order of all messages is proved where batches overlap"))
+    if parallel.pp > 1:
+        tied = "first and last stage are updated at different times"
+        needs.append(("model.tie_embeddings", config.model.tie_embeddings, False, tied))
+    plain = type(config.fsdp)()
+    for field in fields(plain):
+        if field.name not in ("grad_sum", "checks", "cast_inputs"):
+            key = f"fsdp.{field.name}"
+            needs.append((key, getattr(config.fsdp, field.name), getattr(plain, field.name), "it shards nothing"))
+    for key, value, needed, why in needs:
+        if value != needed:
+            remedy = "leave the key out" if needed is None else f"{key} = {str(needed).lower()} works"
+            raise ConfigError(f"{key} is {value!r} and parallel.schedule {name!r}: {why}; {remedy}")
+    if parallel.dp or parallel.pp == 1:
+        check_microbatches(config, max(parallel.dp, 1))
+
+
+def check_microbatches(config: "TrainConfig", dp: int) -> None:
+    """PipeDream updates after every microbatch; 2BW's two versions are enough from pp - 1 microbatches on."""
+    parallel, micro = config.parallel, config.train.micro_batch_size
+    for key, batch in global_batches_of(config):
+        m = batch // (micro * dp)
+        if parallel.schedule == "pipedream" and m != 1:
+            raise ConfigError(
+                f"{key} is {batch}, which is {m} microbatches (train.micro_batch_size * parallel.dp = {micro * dp}), "
+                f"and parallel.schedule 'pipedream' updates after each: {key} = {micro * dp} works"
+            )
+        if parallel.schedule == "pipedream_2bw" and m < parallel.pp - 1:
+            raise ConfigError(
+                f"{key} is {batch}, which is {m} microbatches, and parallel.schedule {parallel.schedule!r} on "
+                f"parallel.pp = {parallel.pp} ranks takes {parallel.pp - 1} or more: "
+                f"{key} = {micro * dp * (parallel.pp - 1)} works"
+            )
+
+
+def check_world(config: "TrainConfig", world: int) -> "ParallelConfig":
+    """The parallel table with ``dp`` filled in for ``world`` ranks.
+
+    Raises:
+        ConfigError: pp * dp * cp * tp is not ``world``, or a global batch is not divisible by micro batch times dp.
+    """
+    parallel = config.parallel
+    model_ranks = parallel.pp * parallel.cp * parallel.tp
+    degrees = f"parallel.pp * cp * tp = {parallel.pp} * {parallel.cp} * {parallel.tp} = {model_ranks}"
+    if parallel.dp and parallel.dp * model_ranks != world:
+        raise ConfigError(
+            f"{degrees} times parallel.dp = {parallel.dp} is {parallel.world} ranks and the world has {world}; "
+            f"a world of {parallel.world} works, or {_fitting(parallel.pp, model_ranks, world)}"
+        )
+    if world < 1 or world % model_ranks:
+        worlds = " or ".join(str(n) for n in multiples(model_ranks, world))
+        remedy = f", or {_fitting(parallel.pp, model_ranks, world)}" if world > 0 else ""
+        raise ConfigError(f"{degrees} does not divide the world of {world} ranks; a world of {worlds} works{remedy}")
+    resolved = replace(parallel, dp=world // model_ranks)
+    check_ranks(config, resolved)
+    if not parallel.entry.flushed:
+        check_microbatches(config, resolved.dp)
+    for name, batch in global_batches_of(config):
+        _check_batch(name, batch, config.train.micro_batch_size, resolved.dp)
+    return resolved
+
+
+def global_batches_of(config: "TrainConfig") -> list[tuple[str, int]]:
+    """Every global batch size of the run in samples, with the key that sets it."""
+    ramp = [(f"train.batch_ramp[{index}]", batch) for index, (_, batch) in enumerate(config.train.batch_ramp)]
+    return [("train.global_batch_size", config.train.global_batch_size), *ramp]
+
+
+def samples_before(config: "TrainConfig", step: int) -> int:
+    """Samples that ``step`` updates have consumed."""
+    starts = [(0, config.train.global_batch_size), *config.train.batch_ramp, (step, 0)]
+    total = 0
+    for (begin, batch), (end, _) in pairwise(starts):
+        total += max(min(end, step) - begin, 0) * batch
+    return total
+
+
+def _check_batch(name: str, batch: int, micro: int, dp: int) -> None:
+    if batch % (micro * dp):
+        works = " or ".join(str(n) for n in multiples(micro * dp, batch))
+        raise ConfigError(
+            f"{name} is {batch} and train.micro_batch_size * parallel.dp is {micro} * {dp} = {micro * dp}; "
+            f"the first is a multiple of the second: {works} works"
+        )
+
+
+def _check_experts(config: "TrainConfig") -> None:
+    """What experts are not combined with."""
+    experts = f"model.num_experts {config.model.num_experts}"
+    if not config.parallel.entry.flushed:
+        raise ConfigError(
+            f"parallel.schedule is {config.parallel.schedule!r} and {experts}, of whose weights no versions are kept; "
+            "parallel.schedule = 'one_f_one_b' works"
+        )
+
+
+def _check_stages(config: "TrainConfig") -> None:
+    parallel, layers = config.parallel, config.model.num_layers
+    cut = parallel.layers_per_stage
+    if cut and len(cut) != parallel.stages:
+        raise ConfigError(
+            f"parallel.layers_per_stage has {len(cut)} entries and parallel.pp * stages_per_rank is {parallel.stages}; "
+            f"give one per stage"
+        )
+    if cut and sum(cut) != layers:
+        raise ConfigError(
+            f"parallel.layers_per_stage sums to {sum(cut)} and model.num_layers is {layers}; they are equal"
+        )
+    chunks = parallel.entry.chunks
+    if chunks not in (None, 1, parallel.stages_per_rank):
+        raise ConfigError(
+            f"parallel.stages_per_rank is {parallel.stages_per_rank} and parallel.schedule {parallel.schedule!r} puts "
+            f"{chunks} stages on a rank; parallel.stages_per_rank = {chunks} works"
+        )
+    if chunks == 1 and parallel.stages_per_rank > 1:
+        several = [repr(name) for name in _SCHEDULES if by_name(name).chunks != 1]
+        raise ConfigError(
+            f"parallel.stages_per_rank is {parallel.stages_per_rank} and parallel.schedule {parallel.schedule!r} puts "
+            f"one stage on a rank; parallel.schedule = {' or '.join(several)} takes several"
+        )
+    if parallel.schedule == "hanayo":
+        waves = config.pipeline.waves or parallel.stages_per_rank // 2
+        if parallel.stages_per_rank != 2 * waves or not waves:
+            raise ConfigError(
+                f"parallel.schedule is 'hanayo' with parallel.stages_per_rank {parallel.stages_per_rank} and "
+                f"pipeline.waves {config.pipeline.waves}; a wave is two stages on a rank: parallel.stages_per_rank = "
+                f"{2 * max(waves, 1)} works, with pipeline.waves = 0"
+            )
+    elif config.pipeline.waves:
+        raise ConfigError(
+            f"pipeline.waves is {config.pipeline.waves} and parallel.schedule {parallel.schedule!r} has none; "
+            f"pipeline.waves = 0 works, or parallel.schedule = 'hanayo'"
+        )
+    if config.pipeline.group and parallel.schedule != "interleaved":
+        raise ConfigError(
+            f"pipeline.group is {config.pipeline.group} and parallel.schedule {parallel.schedule!r} has no groups; "
+            f"pipeline.group = 0 works, or parallel.schedule = 'interleaved'"
+        )
+    for key in ("memory_cap", "plan_steps", "plan_seconds"):
+        value, idle = getattr(config.pipeline, key), getattr(type(config.pipeline), key)
+        if value != idle and parallel.schedule != "plan":
+            raise ConfigError(
+                f"pipeline.{key} is {value} and parallel.schedule {parallel.schedule!r} is not searched; leave the key "
+                "out, or set parallel.schedule = 'plan'"
+            )
+    _check_search(config)
+    if 0 < config.pipeline.group < parallel.pp:
+        raise ConfigError(
+            f"pipeline.group is {config.pipeline.group} and parallel.pp {parallel.pp}; in smaller "
+            f"groups ranks wait for each other for ever: pipeline.group = {parallel.pp} works, or 0 for the default"
+        )
+
+
+def _check_search(config: "TrainConfig") -> None:
+    """Rank 0 searches a plan for each number of microbatches; the others wait no longer than for all else."""
+    counts = len({batch for _, batch in global_batches_of(config)})
+    each, limit = config.pipeline.plan_seconds, config.run.timeout_seconds
+    if config.parallel.schedule == "plan" and config.parallel.pp > 1 and each * counts >= limit:
+        raise ConfigError(
+            f"pipeline.plan_seconds is {each:g} for each of {counts} global batch sizes, and run.timeout_seconds "
+            f"{limit:g}, after which the ranks that wait for the plan give up; pipeline.plan_seconds = "
+            f"{limit / counts / 2:g} works, or run.timeout_seconds = {2 * each * counts:g}"
+        )
+
+
+def _check_schedule_lr(config: "TrainConfig") -> None:
+    schedule, steps = config.schedule, config.train.steps
+    if schedule.shape != "wsd" and schedule.decay_steps:
+        raise ConfigError(
+            f"schedule.decay_steps is {schedule.decay_steps} and schedule.shape {schedule.shape!r}; "
+            f"it is 0 unless the shape is 'wsd'"
+        )
+    if schedule.shape == "constant" and schedule.min_lr_ratio != type(schedule).min_lr_ratio:
+        raise ConfigError(
+            f"schedule.min_lr_ratio is {schedule.min_lr_ratio} and schedule.shape 'constant', which never falls; leave "
+            f"the key out"
+        )
+    room = max(steps - schedule.warmup_steps, 0)
+    if steps and schedule.decay_steps > room:
+        raise ConfigError(
+            f"schedule.warmup_steps {schedule.warmup_steps} + schedule.decay_steps {schedule.decay_steps} is more than "
+            f"train.steps {steps}; schedule.decay_steps = {room} works"
+        )
+
+
+def _check_changes(config: "TrainConfig") -> None:
+    """A blend changes between two steps, later than the change before it, and only in the order that has no index.
+
+    Blocks of documents are of that order alone, too.
+    """
+    changes, order = config.data.changes, config.data.order
+    if changes and order != "stateless":
+        raise ConfigError(
+            f"data.changes has {len(changes)} entries and data.order is {order!r}, whose index is built for one blend; "
+            "data.order = 'stateless' works"
+        )
+    if config.data.document_shuffle == "block" and order != "stateless":
+        raise ConfigError(
+            f"data.document_shuffle is 'block' and data.order is {order!r}, which shuffles all documents of a dataset "
+            "together; data.document_shuffle = 'auto' works"
+        )
+    for number, change in enumerate(changes):
+        what = f"data.changes[{number}]"
+        if number and change.at <= changes[number - 1].at:
+            raise ConfigError(f"{what}.at is {change.at}, and {changes[number - 1].at} comes before it; at ascends")
+        if not change.blend and not change.weights and not change.sequence_length:
+            raise ConfigError(f"{what} at {change.at} changes nothing; give blend or weights")
+        blend = config.data.blend_at(number)
+        if change.weights and len(change.weights) != len(blend):
+            raise ConfigError(
+                f"{what}.weights has {len(change.weights)} entries and the blend has {len(blend)}; give one each"
+            )
+        step = bisect_left(range(change.at + 1), change.at, key=lambda step: samples_before(config, step))
+        if samples_before(config, step) != change.at:
+            near = " or ".join(str(samples_before(config, one)) for one in (step - 1, step))
+            raise ConfigError(f"{what}.at is {change.at}, inside a step; it is where a step begins: {near} works")
+
+
+def _fitting(pp: int, model_ranks: int, world: int) -> str:
+    """A parallel.pp near ``pp`` that divides the world when the other degrees stay."""
+    others = model_ranks // pp
+    fits = [n for n in range(1, world + 1) if world % (n * others) == 0]
+    if not fits:
+        return "other degrees"
+    near = min(fits, key=lambda n: (abs(n - pp), n))
+    return f"parallel.pp = {near} with parallel.dp = {world // (near * others)}"

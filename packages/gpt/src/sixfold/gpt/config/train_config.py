@@ -1,0 +1,366 @@
+"""The configuration of a run: one frozen dataclass per TOML table, checked when it is made.
+
+    TOML + overrides --> toml.py --> TrainConfig (this file) --> checks.py --> loop.py, launch.py
+
+No torch: a typing error is reported within milliseconds, before a rank is started or a folder made.
+"""
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import PurePath
+from typing import Annotated, Any, ClassVar, Literal
+
+from sixfold.gpt.config.model_config import GPTConfig
+from sixfold.gpt.config.resume_rules import resume_changes
+from sixfold.gpt.config.rules import check_config, check_world, refuse_path
+from sixfold.gpt.config.table import AtLeast, Count, Fraction, OneOf, Positive, Rate, Size, Table, build
+from sixfold.gpt.config.toml import read_file, read_tables, write_tables
+from sixfold.gpt.errors import ConfigError
+from sixfold.pipeline.schedules import by_name, registered
+from sixfold.pipeline.schedules.registry import Schedule
+
+__all__ = [
+    "TABLES", "CheckpointConfig", "DataChange", "DataConfig", "EvalConfig", "FsdpConfig", "GPTConfig", "LogConfig",
+    "LoopConfig", "OptimizerConfig", "ParallelConfig", "PipelineConfig", "RunConfig", "ScheduleConfig", "TrainConfig",
+    "check_world", "resume_changes",
+]  # fmt: skip
+
+DTypeName = Literal["float32", "bfloat16", "float16"]
+PLAN = "plan"  # of parallel.schedule: a program is searched
+ScheduleName = Annotated[str, OneOf((*(entry.name for entry in registered()), PLAN))]
+_MEASURED_FIRST = {1: "zb_h1", 2: "zb_v"}  # by stages of a rank, where a program is searched
+_BUFFER_KEYS = (
+    "gathered_bytes", "prefetch_bytes", "reduce_buffers", "align_bytes", "user_buffers", "bucket_bytes",
+    "nccl_min_ctas", "nccl_max_ctas", "offload",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataChange(Table):
+    """An entry of data.changes: from position ``at`` on another blend. Fields left out keep what was."""
+
+    TABLE: ClassVar[str] = "data.changes"
+    at: Count
+    blend: tuple[str, ...] = ()
+    weights: tuple[Size, ...] = ()
+    sequence_length: Count = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Table):
+    """[data]: which prefixes are read, in which proportion, in rows of how many tokens."""
+
+    TABLE: ClassVar[str] = "data"
+    blend: tuple[str, ...]
+    weights: tuple[Size, ...] = ()
+    valid: tuple[str, ...] = ()  # () = from split
+    names: tuple[str, ...] = ()  # () = base names of the prefixes
+    changes: tuple[DataChange, ...] = ()
+    eod_mask_loss: bool = False
+    split: str = "98,2,0"
+    seq_length: Positive
+    order: Literal["stateless", "megatron", "apportioned"] = "stateless"
+    document_shuffle: Literal["auto", "global", "block"] = "auto"  # "block": the order of 0.1.0
+    max_epochs: Size = 4.0  # a dataset that training reads more often is told of; 0 = none is
+    document_mask: bool = True
+    cache_dir: str = ""
+    tokenizer: str = ""  # "bytes" or a tokenizer.json; "" = what prepare wrote beside the pairs
+    eod_token: str = ""  # of a tokenizer.json: the token that ends a document; "" = the usual one
+
+    def check(self) -> None:
+        if not self.blend:
+            raise ConfigError("data.blend is []; it names at least one prefix")
+        if self.weights and len(self.weights) != len(self.blend):
+            raise ConfigError(
+                f"data.weights has {len(self.weights)} entries and data.blend {len(self.blend)}; give one each"
+            )
+        if self.weights and not any(self.weights):
+            raise ConfigError(f"data.weights is {list(self.weights)}; at least one weight is > 0")
+        if self.names and len(self.names) != len(self.blend):
+            raise ConfigError(
+                f"data.names has {len(self.names)} entries and data.blend {len(self.blend)}; give one each"
+            )
+        twice = sorted({name for name in self.dataset_names if self.dataset_names.count(name) > 1})
+        if twice:
+            remedy = "make them differ" if self.names else "tell them apart by data.names"
+            raise ConfigError(f"data.blend: two datasets are called {twice[0]!r}; {remedy}")
+        try:
+            shares = [float(part) for part in self.split.split(",")]
+        except ValueError:
+            shares = []
+        if len(shares) != 3 or min(shares) < 0 or not 0 < shares[0] < float("inf") or not sum(shares) < float("inf"):
+            raise ConfigError(f"data.split is {self.split!r}; it is three numbers >= 0, the first > 0, as 98,2,0")
+        if self.valid and self.split != type(self).split:
+            raise ConfigError(
+                f"data.split is {self.split!r} and data.valid names {list(self.valid)}, with which nothing is split; "
+                f"give one of them"
+            )
+        refuse_path("data.cache_dir", self.cache_dir)
+
+    @property
+    def dataset_names(self) -> tuple[str, ...]:
+        """Names that fix the order of a run: ``names``, else base names, so that a moved folder changes nothing."""
+        return self.names or tuple(PurePath(prefix).name for prefix in self.blend)
+
+    def names_of(self, prefixes: Iterable[str]) -> tuple[str, ...]:
+        """Names of any prefixes: those of the blend as ``dataset_names`` has them, else base names."""
+        known = dict(zip(self.blend, self.dataset_names, strict=True))
+        return tuple(known.get(prefix, PurePath(prefix).name) for prefix in prefixes)
+
+    def blend_at(self, change: int) -> tuple[str, ...]:
+        """The prefixes blended from ``changes[change]`` on."""
+        named = [self.blend, *(one.blend for one in self.changes[: change + 1] if one.blend)]
+        return named[-1]
+
+    @property
+    def train_prefixes(self) -> tuple[str, ...]:
+        """Every prefix that training reads: those of the blend, then those that changes add."""
+        return tuple(dict.fromkeys([*self.blend, *(prefix for one in self.changes for prefix in one.blend)]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig(Table):
+    """[parallel]: degrees of the mesh and how the layers lie on it."""
+
+    TABLE: ClassVar[str] = "parallel"
+    pp: Positive = 1
+    cp: Positive = 1
+    tp: Positive = 1
+    ep: Positive = 1
+    dp: Count = 0  # 0 = what the world leaves
+    dp_replicate: Positive = 1
+    sequence: bool = True
+    tp_overlap: bool = False  # what linears read arrives in chunks, beside the products of those that are here
+    cp_comm_type: Literal["all_gather", "p2p"] = "all_gather"  # how keys and values travel; "p2p" is a ring
+    schedule: ScheduleName = "one_f_one_b"
+    stages_per_rank: Positive = 1
+    layers_per_stage: tuple[Count, ...] = ()
+    sharding: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
+
+    @property
+    def stages(self) -> int:
+        """Number of pipeline stages of the model."""
+        return self.pp * self.stages_per_rank
+
+    @property
+    def entry(self) -> Schedule:
+        """The schedule as it is registered; of a plan the one whose placement it has, and which is measured first."""
+        planned = _MEASURED_FIRST.get(self.stages_per_rank, "zb_interleaved")
+        return by_name(planned if self.schedule == PLAN else self.schedule)
+
+    @property
+    def world(self) -> int:
+        """pp * dp * cp * tp, with dp = 1 where it is still 0: the ranks to start when nobody says how many."""
+        return self.pp * max(self.dp, 1) * self.cp * self.tp
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig(Table):
+    """[pipeline]: handed to sixfold.pipeline."""
+
+    TABLE: ClassVar[str] = "pipeline"
+    waves: Count = 0  # 0 = chunks / 2
+    steps: Positive = 2
+    group: Count = 0
+    lookahead: Count = 2
+    dynamic_shapes: bool | Literal["announced"] = False  # "announced": no host waits to hear that none changed
+    edges: Literal["auto", "groups", "one"] = "auto"  # "one" communicator for all messages: less memory, no lookahead
+    memory_cap: Size = 0.0  # of parallel.schedule "plan": microbatches that a rank may hold; 0 = as its base schedule
+    plan_steps: Count = 2  # measured for a plan; 0 = costs of the model's sizes
+    plan_seconds: Rate = 5.0  # of the search, for each number of microbatches
+
+
+@dataclass(frozen=True, kw_only=True)
+class FsdpConfig(Table):
+    """[fsdp]: fields of sixfold.fsdp's MixedPrecision and BufferConfig by the same names; None is a key not given."""
+
+    TABLE: ClassVar[str] = "fsdp"
+    reduce_dtype: DTypeName | None = None
+    main_dtype: DTypeName = "float32"
+    grad_sum: Literal["backend", "rank_order"] = "backend"
+    grad_dtype: DTypeName | None = None
+    cast_inputs: bool = True
+    gathered_bytes: Literal["double", "all"] | Positive | None = None
+    prefetch_bytes: Count | None = None
+    reduce_buffers: Positive = 2
+    align_bytes: Positive = 128
+    user_buffers: Literal["off", "auto", "require"] = "auto"
+    bucket_bytes: Positive | None = None
+    nccl_min_ctas: Positive | None = None
+    nccl_max_ctas: Positive | None = None
+    offload: bool = False
+    grad_reduce: Literal["auto", "last", "microbatch"] = "auto"
+    checks: Literal["off", "order", "unit"] = "order"
+
+    def dtypes(self) -> dict[str, str]:
+        """The dtype fields of MixedPrecision that are given, as names of torch dtypes."""
+        named = {key: getattr(self, key) for key in ("reduce_dtype", "main_dtype", "grad_dtype")}
+        return {key: name for key, name in named.items() if name is not None}
+
+    def buffers(self) -> dict[str, Any]:
+        """The fields of BufferConfig."""
+        return {key: getattr(self, key) for key in _BUFFER_KEYS}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopConfig(Table):
+    """[train]: length, batch, precision. A batch counts samples of all ranks."""
+
+    TABLE: ClassVar[str] = "train"
+    steps: Count
+    global_batch_size: Positive
+    micro_batch_size: Positive
+    batch_ramp: tuple[tuple[Count, Positive], ...] = ()  # [step, batch]: from that step on, that global batch
+    seed: Count = 1234
+    precision: Literal["bf16", "fp32", "fp8"] = "bf16"
+    deterministic: bool = False
+    compile: bool = False
+    offload_activations: bool = False
+    cuda_graphs: bool = False
+    recompute: Literal["none", "selective", "full"] = "none"
+    clip_grad: Size = 1.0  # 0 = no clipping
+
+    def check(self) -> None:
+        steps = [step for step, _ in self.batch_ramp]
+        if steps != sorted(set(steps)):
+            raise ConfigError(f"train.batch_ramp starts at steps {steps}; they ascend")
+        sizes = [batch for _, batch in self.batch_ramp]
+        if steps and steps[0] == 0 and self.global_batch_size not in sizes:
+            raise ConfigError(
+                f"train.global_batch_size is {self.global_batch_size} and train.batch_ramp, which begins at step 0, "
+                f"has no such batch: no step would have it. train.global_batch_size = {sizes[-1]} works, or a last "
+                f"entry [step, {self.global_batch_size}]"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(Table):
+    """[optimizer]: AdamW, or Muon on the layers' matrices beside it; decoupled weight decay."""
+
+    TABLE: ClassVar[str] = "optimizer"
+    name: Literal["adamw", "muon"] = "adamw"
+    lr: Size
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.95
+    eps: Rate = 1e-8
+    weight_decay: Size = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig(Table):
+    """[schedule]: the learning rate over the run; schedule_lr.py has the formulas."""
+
+    TABLE: ClassVar[str] = "schedule"
+    shape: Literal["cosine", "wsd", "constant"] = "cosine"
+    warmup_steps: Count = 0
+    decay_steps: Count = 0  # of wsd
+    min_lr_ratio: Annotated[float, AtLeast(0)] = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig(Table):
+    """[checkpoint]: when to save, what to keep, what to start from."""
+
+    TABLE: ClassVar[str] = "checkpoint"
+    every: Count = 0  # steps; 0 = by time alone
+    every_minutes: Size = 30.0  # since the newest save began, on the clocks of all ranks; 0 = never by time
+    keep: Positive = 2  # newest
+    keep_every: Count = 0
+    background: bool = True
+    save_initial: bool = False
+    init_from: str = ""
+    resume: Literal["auto", "never", "must"] = "auto"
+
+    def check(self) -> None:
+        refuse_path("checkpoint.init_from", self.init_from)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalConfig(Table):
+    """[eval]: validation during the run."""
+
+    TABLE: ClassVar[str] = "eval"
+    every: Count = 0  # 0 = never
+    batches: Positive = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig(Table):
+    """[log]: what is written beside checkpoints."""
+
+    TABLE: ClassVar[str] = "log"
+    every: Positive = 1
+    tensorboard: bool = False
+    profile_steps: tuple[Positive, ...] = ()  # updates traced by torch.profiler, a file per rank
+    straggler_every: Count = 100  # steps between reports of each rank's times; 0 = none
+    straggler_factor: Annotated[float, AtLeast(1)] = 2.0  # a rank that takes so many times the others' is told of
+    timeline_steps: tuple[Positive, ...] = ()  # updates whose pipeline is timed, for `sixfold timeline`
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig(Table):
+    """[run]: where the run lies and what it may wait for."""
+
+    TABLE: ClassVar[str] = "run"
+    dir: str
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    timeout_seconds: Annotated[float, AtLeast(1)] = 600.0  # ranks take seconds to meet
+
+    def check(self) -> None:
+        if not self.dir:
+            raise ConfigError("run.dir is empty; it is the folder of the run")
+        refuse_path("run.dir", self.dir)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """A whole run, one attribute per table, checked between tables when it is made.
+
+    Raises:
+        ConfigError: naming keys, values, the rule and a value that works.
+    """
+
+    model: GPTConfig
+    data: DataConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    train: LoopConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    run: RunConfig
+
+    def __post_init__(self) -> None:
+        check_config(self)
+
+    @classmethod
+    def from_toml(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> "TrainConfig":
+        """Read a TOML file; ``overrides`` are ``section.key=value``, the value TOML, else a text.
+
+        Raises:
+            ConfigError: for everything that is wrong with the file, a name or a value.
+        """
+        return cls.from_text(read_file(path), overrides, source=str(path))
+
+    @classmethod
+    def from_text(cls, text: str, overrides: Sequence[str] = (), *, source: str = "configuration") -> "TrainConfig":
+        """As ``from_toml``, of TOML text; ``source`` says in errors where the text is from."""
+        values = read_tables(text, overrides, TABLES, source)
+        return cls(**{name: build(table, values[name], name) for name, table in TABLES.items()})
+
+    def to_toml(self) -> str:
+        """Every table and key as TOML text; ``from_toml`` makes an equal configuration of it."""
+        return write_tables(asdict(self))
+
+
+TABLES: Mapping[str, type[Table]] = {
+    table.TABLE: table
+    for table in (
+        GPTConfig, DataConfig, ParallelConfig, PipelineConfig, FsdpConfig, LoopConfig, OptimizerConfig,
+        ScheduleConfig, CheckpointConfig, EvalConfig, LogConfig, RunConfig,
+    )
+}  # fmt: skip

@@ -1,0 +1,419 @@
+"""Which tokens a step trains on: positions of one blended order, cut into microbatches.
+
+    config.data --> sixfold.blending --> TokenStream (this file) --> step.py
+                                      `-> global_batches (whole batches, one process, no group)
+
+The state of the data is one number, ``samples`` consumed. Sample j of microbatch m on data-parallel rank d lies at
+position ``samples + (m*dp + d) * micro_batch_size + j``, so a change of layout or of the ramp repeats and skips
+nothing. Every rank of a pipeline computes its microbatches itself from the order; only hidden states travel. Ranks of
+a context-parallel group read the same samples, and each keeps its part of every row (row_parts.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from sixfold.gpt.errors import ConfigError, FinalError
+from sixfold.gpt.parallel.sequence_parts import WHOLE, Part, documents_here
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+    import torch.distributed as dist
+
+    from sixfold.blending import BlendedDataset, BlendedMegatronDatasetBuilder, GPTDataset
+    from sixfold.gpt.config.train_config import TrainConfig
+    from sixfold.gpt.data.host_to_device import Copies, Parcel
+    from sixfold.gpt.data.loss_by_dataset import Rows
+    from sixfold.gpt.data.user_datasets import Datasets as OwnDatasets
+    from sixfold.gpt.data.user_datasets import OwnData
+    from sixfold.gpt.parallel.mesh import RankMesh
+
+    Datasets = tuple[BlendedDataset | OwnData, BlendedDataset | GPTDataset | OwnData | None]  # train, valid
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Batch:
+    """A whole global batch on the CPU.
+
+    Attributes:
+        tokens, labels: (B, S) int64.
+        loss_mask: (B, S) float32, 0 where a target does not count.
+        cu_seqlens: int32, document boundaries of the flattened batch, 0 ... B*S, every multiple of S present.
+    """
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+    cu_seqlens: torch.Tensor
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Microbatch:
+    """What one forward takes: ``tokens`` (b, S / cp) int64 for stage 0, ``kwargs`` for the module of every local stage.
+
+    Attributes:
+        targets: unmasked targets here: the share of this microbatch in the count that divides the gradients.
+        rows: its samples by dataset, where the data is a blend; they count what is here too.
+        parcel: in which its tensors travel to the device.
+    """
+
+    tokens: torch.Tensor
+    kwargs: dict[str, Any]
+    targets: float
+    rows: Rows | None = None
+    parcel: Parcel | None = None
+
+    def arrive(self) -> None:
+        """Before its tensors are read, on the thread that computes."""
+        if self.parcel is not None:
+            self.parcel.arrive()
+
+
+def preflight(config: TrainConfig, datasets: OwnDatasets | None = None) -> None:
+    """Refuse data that cannot be read before a rank is started: pairs and tokenizers. Imports no torch.
+
+    Args:
+        datasets: a user's own, in the place of pairs.
+    Raises:
+        IndexedDataError: a prefix is missing or damaged.
+        ConfigError: a pair was prepared by another tokenizer than ``data.tokenizer``.
+    """
+    from sixfold.gpt.data.tokenizer import check_identity
+    from sixfold.indexed_data import IndexedDataset
+
+    if datasets is not None:
+        from sixfold.gpt.data.user_datasets import check_own
+
+        check_own(config, datasets)
+        return
+    prefixes = (*config.data.train_prefixes, *config.data.valid)
+    for prefix in prefixes:
+        IndexedDataset(prefix).close()
+    check_identity(prefixes, config.data.tokenizer, config.data.eod_token)
+    _check_end(config)
+
+
+def _check_end(config: TrainConfig) -> None:
+    """Refuse a run that is to know the end of a document by its id, and does not.
+
+    Raises:
+        ConfigError: the keys that say it.
+    """
+    data, eod = config.data, end_of_documents(config)
+    if eod < 0 and data.eod_token:
+        raise ConfigError(
+            f"data.eod_token is {data.eod_token!r} and nothing names a tokenizer that has it: data.tokenizer is empty "
+            f"and no pair of data.blend has a PREFIX.json; set data.tokenizer"
+        )
+    if eod < 0 and data.eod_mask_loss:
+        raise ConfigError(
+            "data.eod_mask_loss is true and nothing says which id ends a document: data.tokenizer is empty and no "
+            "pair of data.blend has a PREFIX.json; set data.tokenizer"
+        )
+    if eod >= config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {config.model.vocab_size} and id {eod} ends a document of this tokenizer; "
+            f"model.vocab_size is the tokenizer's, see what `sixfold prepare` printed"
+        )
+
+
+def end_of_documents(config: TrainConfig) -> int:
+    """The id that ends a document of the run; -1 where nothing says it. Opens the tokenizer."""
+    from sixfold.gpt.data.tokenizer import tokenizer_of
+
+    return tokenizer_of(config.data.blend, config.data.tokenizer, config.data.eod_token).eod
+
+
+def train_samples(config: TrainConfig, steps: int | None = None) -> int:
+    """Samples that the first ``steps`` updates consume (default: all of the run), ramp included."""
+    from sixfold.gpt.training.learning_rate import batch_size
+
+    n = config.train.steps if steps is None else steps
+    return (
+        sum(batch_size(config, step) for step in range(n))
+        if config.train.batch_ramp
+        else n * config.train.global_batch_size
+    )
+
+
+def dataset_builder(
+    config: TrainConfig, group: dist.ProcessGroup | None = None, *, tell: bool = True
+) -> BlendedMegatronDatasetBuilder:
+    """What `build_datasets` builds with; opens nothing.
+
+    Args:
+        group: all ranks: they compare what they opened, and each builds a share of an index.
+        tell: whether this rank tells of datasets that are read very often; one of them is enough.
+    """
+    from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
+    from sixfold.gpt.data.tokenizer import tokenizer_of
+
+    data = config.data
+    # One prefix gets the weight 1, so that the part is a BlendedDataset whatever the number of prefixes.
+    weights = list(data.weights) or ([1.0] if len(data.blend) == 1 else None)
+    train_blend = (list(data.blend), weights)
+    # Named outright: what gpt always did, and what blending does of itself; checkpoints hold these names.
+    names: dict[str | bytes | PathLike[str] | PathLike[bytes], str] = dict(
+        zip(data.train_prefixes, data.names_of(data.train_prefixes), strict=True)
+    )
+    changes = [
+        BlendChange(at=change.at, blend=(list(data.blend_at(number)), list(change.weights) or None))
+        for number, change in enumerate(data.changes)
+    ]
+    parts: dict[str, Any]
+    if data.valid:
+        for prefix in data.valid:
+            names.setdefault(prefix, Path(prefix).name)
+        parts = {"blend_per_split": [train_blend, (list(data.valid), None), None]}
+    else:
+        parts = {"blend": train_blend, "split": data.split}
+    options = GPTDatasetConfig(
+        random_seed=config.train.seed,
+        sequence_length=data.seq_length,
+        tokenizer=tokenizer_of(data.blend, data.tokenizer, data.eod_token),
+        order=data.order,
+        document_shuffle=data.document_shuffle,
+        changes=changes,
+        dataset_names=names,
+        eod_mask_loss=data.eod_mask_loss,
+        path_to_cache=data.cache_dir or None,
+        create_cu_seqlens=True,
+        max_epochs=(data.max_epochs or None) if tell else None,
+        **parts,
+    )
+    return BlendedMegatronDatasetBuilder(GPTDataset, _sizes(config), lambda: True, options, group=group)
+
+
+def _sizes(config: TrainConfig) -> list[int]:
+    valid = config.eval.batches * config.train.global_batch_size if config.eval.every else 0
+    return [train_samples(config), valid, 0]
+
+
+def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder | None = None) -> Datasets:
+    """Open the blend and its validation part. The stateless order builds no index: it is computed from positions.
+
+    Args:
+        builder: of ``dataset_builder``; every rank of its group calls this.
+    Returns:
+        (train, valid); valid is None where the split leaves it nothing.
+    """
+    from sixfold.blending import BlendedDataset, BlendingError, GPTDataset
+
+    data, sizes = config.data, _sizes(config)
+    builder = builder or dataset_builder(config)
+    try:
+        train, valid, _ = builder.build()
+    except BlendingError as error:
+        if data.valid or not config.eval.every or "the valid part" not in str(error):
+            raise
+        raise ConfigError(
+            f"data.split is {data.split!r} and holds out whole documents: {error}. Name other data in data.valid, cut "
+            f"a text into more documents (`sixfold prepare --documents paragraph`), or set eval.every = 0"
+        ) from error
+    if isinstance(train, GPTDataset):  # blending's, and Megatron's, way with one prefix beside others to validate
+        train = BlendedDataset([train], [1.0], sizes[0], builder.config)
+    if train is None:
+        raise ConfigError(f"data.split is {data.split!r} and leaves no training data in {list(data.blend)}")
+    for what, part, size in (("train", train, sizes[0]), ("valid", valid, sizes[1] if config.eval.every else 0)):
+        if part is not None and len(part) < size:
+            raise ConfigError(
+                f"data.order is {data.order!r} without weights, which gives the {len(part)} samples of the {what} data "
+                f"once, and {size} are asked; give data.weights (and one prefix in data.valid)"
+            )
+    assert isinstance(train, BlendedDataset), f"a weighted blend gave a {type(train).__name__}"
+    assert valid is None or isinstance(valid, BlendedDataset | GPTDataset), f"validation is a {type(valid).__name__}"
+    return train, valid
+
+
+def open_on_ranks(config: TrainConfig, mesh: RankMesh, own: OwnDatasets | None = None) -> Datasets:
+    """Opened by every rank for itself, in every order: ranks compare what they opened, and an index is built in shares.
+
+    Raises:
+        BlendingError: on all ranks: a pair does not open, or a rank has another copy of one, which would give it other
+            samples under the same positions.
+        TrainError: another rank did not come.
+    """
+    from sixfold.blending import BlendingError
+    from sixfold.gpt.data import user_datasets as own_data
+    from sixfold.gpt.parallel.agreement import together, wire_errors
+    from sixfold.gpt.parallel.lost_ranks import lost
+
+    if own is not None:
+        return own_data.open_on_ranks(config, own, mesh)
+    builder = together(mesh.control, mesh.size, lambda: dataset_builder(config, mesh.control, tell=mesh.rank == 0))
+    with wire_errors("the opening of the data by all ranks"):
+        try:
+            return build_datasets(config, builder)
+        except BlendingError as error:
+            cause = error.__cause__
+            if isinstance(cause, RuntimeError) and lost(cause):
+                raise cause from error  # no fault of the data: a run that is started anew goes on
+            raise
+
+
+def continue_data(train: BlendedDataset | OwnData, state: Mapping[str, Any], config: TrainConfig) -> None:
+    """Refuse a saved state of the data whose past is not the one that ``train`` has. Moves nothing.
+
+    Raises:
+        ConfigError: documents were shuffled in another way; names the key and its value of then.
+        BlendingError: anything else that fixed the samples given so far differs.
+    """
+    from sixfold.gpt.data.user_datasets import OwnData
+
+    if isinstance(train, OwnData):
+        train.load_state_dict(state)
+        return
+    if state.get("order") == "own":
+        raise ConfigError(
+            f"the run was trained on own datasets ({', '.join(state['datasets'])}) and cannot go on with token pairs: "
+            f"give train() its datasets, or start a new run.dir"
+        )
+    if state.get("order") == "stateless":
+        # 0.1.0, which does not tell, had blocks alone.
+        was = {one["name"]: one.get("document_shuffle", "block") for one in state.get("datasets", {}).values()}
+        now = {one.name: one.document_shuffle for one in train.datasets}
+        other = [name for name in was if now.get(name, was[name]) != was[name]]
+        if other:
+            now_key = config.data.document_shuffle
+            # Small datasets say "block" under every key, and "auto" says "block" of huge ones.
+            then = "block" if set(was.values()) == {"block"} else "global" if now_key == "auto" else "auto"
+            raise ConfigError(
+                f"data.document_shuffle is {now_key!r}, which shuffles {other[0]} by {now[other[0]]!r}, and the run "
+                f"has read it by {was[other[0]]!r}; data.document_shuffle = {then!r} goes on with it"
+            )
+    train.load_state_dict(dict(state))
+
+
+def epochs_of(train: BlendedDataset | OwnData, config: TrainConfig) -> dict[str, float]:
+    """How often the whole run reads each dataset of the blend, by name."""
+    times = train.epochs(train_samples(config))
+    return dict(zip(train.names, times.tolist(), strict=True))
+
+
+def positions_in_documents(cu_seqlens: npt.NDArray[np.int32], seq_length: int) -> npt.NDArray[np.int64]:
+    """(B, S) int64: how far each token is from the start of its document.
+
+    Args:
+        cu_seqlens: int32, boundaries of the flattened batch, first 0, last B*S.
+    """
+    starts = np.repeat(cu_seqlens[:-1].astype(np.int64), np.diff(cu_seqlens))
+    return (np.arange(int(cu_seqlens[-1]), dtype=np.int64) - starts).reshape(-1, seq_length)
+
+
+def _rows(batch: dict[str, npt.NDArray[Any]], targets: npt.NDArray[np.float64], parcel: Parcel) -> Rows | None:
+    """Which dataset each sample of ``batch`` is of; None where the data does not tell."""
+    from sixfold.gpt.data.loss_by_dataset import Rows
+
+    if "dataset_id" not in batch:
+        return None
+    return Rows(dataset=parcel.put(batch["dataset_id"]), targets=parcel.put(targets))
+
+
+class TokenStream:
+    """Microbatches of one part of the data, by position. Holds no cursor: the position is always an argument."""
+
+    def __init__(
+        self,
+        dataset: BlendedDataset | GPTDataset | OwnData,
+        config: TrainConfig,
+        *,
+        part: Part = WHOLE,
+        copies: Copies | None = None,
+    ) -> None:
+        """
+        Args:
+            part: what of each row a microbatch has.
+            copies: to the device of the microbatches; None leaves them where they were read.
+        """
+        self.dataset, self.part, self.copies = dataset, part, copies
+        self.vocab_size = config.model.vocab_size
+        self.seq_length = config.data.seq_length
+        self.document_mask = config.data.document_mask
+        self.name = "data"
+
+    def arrays(self, positions: range) -> dict[str, npt.NDArray[Any]]:
+        """The batch at ``positions``, ids checked against the vocabulary.
+
+        Raises:
+            FinalError: an id >= vocab_size; names dataset, document, position in it and id.
+        """
+        batch = self.dataset.get_batch(positions)
+        largest = max(int(batch["tokens"].max()), int(batch["labels"].max()))
+        if largest >= self.vocab_size:
+            self._refuse_ids(positions, batch)
+        return batch
+
+    def _refuse_ids(self, positions: range, batch: dict[str, npt.NDArray[Any]]) -> None:
+        ids = np.concatenate([batch["tokens"], batch["labels"][:, -1:]], axis=1)
+        row, column = (int(i) for i in np.argwhere(ids >= self.vocab_size)[0])
+        why, at = self.dataset.why(positions[row]), column
+        for r in why.ranges:
+            if at < r.length:
+                raise FinalError(
+                    f"{why.dataset_name}: document {r.document}, token {r.offset + at} is id {ids[row, column]}; "
+                    f"model.vocab_size is {self.vocab_size}, ids lie below it. Use the tokenizer that made the data"
+                )
+            at -= r.length
+        raise FinalError(f"sample {positions[row]} holds id {ids[row, column]}; model.vocab_size is {self.vocab_size}")
+
+    def microbatch(self, first: int, size: int) -> Microbatch:
+        """The ``size`` samples from position ``first`` on: this rank's part of their rows, on its way to the device."""
+        from sixfold.gpt.data.host_to_device import Parcel
+
+        batch = self.arrays(range(first, first + size))
+        parcel, cut = Parcel(self.copies), self.part.cut
+        loss_mask = cut(batch["loss_mask"])
+        kwargs: dict[str, Any] = {"labels": parcel.put(cut(batch["labels"])), "loss_mask": parcel.put(loss_mask)}
+        if self.document_mask:
+            cu_seqlens = batch["cu_seqlens"]
+            positions = positions_in_documents(cu_seqlens, self.seq_length)
+            kwargs["position_ids"] = parcel.put(cut(positions))
+            # size + 1 boundaries are those of the rows alone.
+            if self.part.size > 1 and len(cu_seqlens) > size + 1:
+                kwargs["cu_seqlens"] = documents_here(cu_seqlens, size, self.part).to(parcel.put)
+            else:
+                kwargs["cu_seqlens"] = parcel.put(cu_seqlens)
+        tokens = parcel.put(cut(batch["tokens"]))
+        counted = loss_mask.sum(axis=1, dtype=np.float64)
+        rows = _rows(batch, counted, parcel)
+        parcel.send()
+        return Microbatch(tokens=tokens, kwargs=kwargs, targets=float(counted.sum()), rows=rows, parcel=parcel)
+
+    def step(self, samples: int, batch_size: int, micro: int, dp: int, dp_rank: int) -> list[Microbatch]:
+        """This rank's microbatches of the global batch that starts at position ``samples``."""
+        count = batch_size // (micro * dp)
+        return [self.microbatch(samples + (m * dp + dp_rank) * micro, micro) for m in range(count)]
+
+
+def global_batches(config: TrainConfig, first_step: int = 0, *, datasets: OwnDatasets | None = None) -> Iterator[Batch]:
+    """What each step trains on, whole, in one process and without a group: the oracle of every layout.
+
+    Args:
+        first_step: updates already done; the first batch is the one that update ``first_step`` trains on.
+        datasets: those that the run is given, see ``train``.
+    """
+    import torch
+
+    from sixfold.gpt.data.user_datasets import open_own
+    from sixfold.gpt.training.learning_rate import batch_size
+
+    train = build_datasets(config)[0] if datasets is None else open_own(config, datasets)[0]
+    stream = TokenStream(train, config)
+    samples = train_samples(config, first_step)
+    for step in range(first_step, config.train.steps):
+        size = batch_size(config, step)
+        batch = stream.arrays(range(samples, samples + size))
+        yield Batch(
+            **{
+                k: torch.from_numpy(np.ascontiguousarray(batch[k]))
+                for k in ("tokens", "labels", "loss_mask", "cu_seqlens")
+            }
+        )
+        samples += size

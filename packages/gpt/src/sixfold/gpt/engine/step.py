@@ -1,0 +1,305 @@
+"""One update: program, the sums that are gpt's, one division, norm, clip, optimizer.
+
+    data.py --> runner.step --> finish_grad_sync --> tied embedding --> / count --> norm --> clip --> AdamW
+                                              (this file)
+
+[Note: who sums what] fsdp sums every gradient over dp x cp, experts' over the ranks that share them (SUM, never mean).
+Weights that tensor-parallel ranks have whole and use in part (cuts.py) are summed over tp, the tied embedding, when its
+two copies live on different ranks, over that pair. The number of unmasked targets is summed over dp x cp and divides
+once. The squares for the norm are summed over dp x cp by fsdp and over tp and pp here, copies left out; loss, stop flag
+and memory ride along, so a step has one host read, before the optimizer: a non-finite value must stop it.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sixfold.gpt.data.loss_by_dataset import by_source, means
+from sixfold.gpt.data.token_stream import Microbatch
+from sixfold.gpt.engine.nonfinite import Place, nonfinite_gradient
+from sixfold.gpt.engine.rank_model import TIED, RankModel, canonical
+from sixfold.gpt.engine.weight_versions import VersionedModel, run_batch
+from sixfold.gpt.model.moe import extremes, take_loads
+from sixfold.gpt.observe.straggler import communicates
+from sixfold.gpt.parallel.lost_ranks import among, over
+from sixfold.gpt.parallel.weight_sharding import summed_over_tp
+from sixfold.pipeline import Program, StepResult
+
+AGREED = "sum of loss, norm and stop flag"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asks:
+    """What a rank asks for after a step.
+
+    Attributes:
+        stop: it was asked to stop; one rank is enough.
+        save: by its clock a save is due; all ranks have to say so, for their clocks differ.
+    """
+
+    stop: bool = False
+    save: bool = False
+
+
+_NOTHING = Asks()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepOutcome:
+    """What a step tells: the same on every rank.
+
+    Attributes:
+        loss: nats per unmasked target of the global batch.
+        grad_norm: global norm before clipping.
+        stop: some rank was asked to stop; all of them know it at this step.
+        save: by the clock of every rank a save is due.
+        memory_bytes: of the largest rank.
+        loss_by_dataset: the same loss of the targets of one dataset, by its number; those without a target left out.
+        expert_load: (least, most) of a layer's tokens that an expert got, relative to an equal share, by its number.
+        ran, program: what the runner returned on this rank, and what it ran.
+    """
+
+    loss: float
+    grad_norm: float
+    stop: bool
+    save: bool
+    memory_bytes: int
+    loss_by_dataset: dict[int, float]
+    expert_load: dict[int, tuple[float, float]]
+    ran: StepResult
+    program: Program
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NonFinite:
+    """A step that was stopped before the optimizer; loss and norm are the same on every rank.
+
+    Attributes:
+        gradient: this rank's part of a non-finite gradient.
+    """
+
+    loss: float
+    grad_norm: float
+    gradient: Place | None
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak memory of this rank: allocated on a GPU, resident on a CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@communicates
+def _sum_tied_embedding(rank: RankModel) -> None:
+    """Add the gradients of the two copies of the tied embedding; two terms have one sum in any order."""
+    if rank.tied_group is None:
+        return
+    for name, parameter in rank.model.main_parameters():
+        if canonical(name) == TIED:
+            assert parameter.grad is not None, f"{name} has no gradient after finish_grad_sync"
+            with among(rank.tied_group, "sum of the tied embedding's gradient over its two stages"):
+                dist.all_reduce(parameter.grad, group=rank.tied_group)
+
+
+@communicates
+def _sum_over_tensor_parallel(rank: RankModel) -> None:
+    """Add the parts of gradients of weights that every tensor-parallel rank has whole; one message for all of them."""
+    tp = rank.mesh.axes.tp
+    if tp.group is None:
+        return
+    sequence = rank.mesh.axes.sequence
+    parts = []
+    for name, parameter in rank.model.main_parameters():
+        if summed_over_tp(canonical(name), sequence=sequence):
+            assert parameter.grad is not None, f"{name} has no gradient after finish_grad_sync"
+            parts.append(parameter.grad)
+    if not parts:
+        return
+    together = torch.cat([part.reshape(-1).float() for part in parts])
+    with over(tp, "sum of gradients of whole weights over tp"):
+        dist.all_reduce(together, group=tp.group)
+    totals = torch.split_with_sizes(together, [part.numel() for part in parts])
+    for part, total in zip(parts, totals, strict=True):
+        part.copy_(total.view_as(part))
+
+
+def _sum_targets(rank: RankModel, batch: Sequence[Microbatch]) -> tuple[torch.Tensor, dist.Work | None]:
+    """Start the sum of unmasked targets over dp x cp; it travels while the program runs."""
+    count = torch.tensor(sum(m.targets for m in batch), dtype=torch.float64, device=rank.device)
+    if rank.mesh.data is None:
+        return count, None
+    return count, dist.all_reduce(count, group=rank.mesh.data, async_op=True)
+
+
+def _await_targets(rank: RankModel, counted: dist.Work | None) -> None:
+    if counted is not None:
+        with among(rank.mesh.data, "sum of the number of targets over dp and cp"):
+            counted.wait()
+
+
+@communicates
+def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, asks: Asks, sources: torch.Tensor) -> list[float]:
+    """[loss sum, stops, saves, squares, memory of each rank ..., sources, loads], summed over ranks that hold a part.
+
+    Args:
+        sources: (2, datasets), flattened behind the rest. Loads of experts are those of the step's backwards.
+    """
+    mesh, tp = rank.mesh, rank.mesh.axes.tp
+    loads = take_loads(rank.model.module, rank.config.model, rank.device)
+    first = 4 + mesh.size
+    values = torch.zeros(first + sources.numel() + loads.numel(), dtype=torch.float64, device=rank.device)
+    values[first + sources.numel() :] = loads.flatten()  # tensor-parallel ranks route a share of the tokens each
+    if tp.rank == 0:  # the others have the same losses
+        values[0] = loss
+        values[first : first + sources.numel()] = sources.flatten()
+    values[1], values[2] = float(asks.stop), float(asks.save)
+    values[4 + mesh.rank] = float(memory_bytes(rank.device))
+    if mesh.data is not None:
+        with among(mesh.data, f"{AGREED} over dp and cp"):
+            dist.all_reduce(values, group=mesh.data)
+    values[3] = square  # fsdp has summed it over dp x cp already; copies of other tensor-parallel ranks are not in it
+    for group, axis in ((tp.group, "tp"), (mesh.pipeline, "pp")):
+        if group is not None:
+            with among(group, f"{AGREED} over {axis}"):
+                dist.all_reduce(values, group=group)
+    return values.tolist()
+
+
+def train_step(
+    rank: RankModel, batch: Sequence[Microbatch], lr: float, asks: Asks = _NOTHING, *, timed: bool = False
+) -> StepOutcome | NonFinite:
+    """Run one update on this rank's microbatches. Collective over the mesh.
+
+    Args:
+        batch: this rank's microbatches, in order.
+        lr: learning rate of this update.
+        asks: what this rank wants after it.
+        timed: the outcome's ``ran`` has events, for which the host waits for its device.
+    Returns:
+        The outcome; or, on every rank alike, that loss or norm are not finite. Weights are then untouched.
+    """
+    count, counted = _sum_targets(rank, batch)
+    if isinstance(rank.model, VersionedModel):
+        _await_targets(rank, counted)
+        return _versioned_step(rank, rank.model, batch, lr, count, asks)
+    for group in rank.optimizer.param_groups:
+        group["lr"] = lr
+    program = rank.follow(len(batch))
+    result = rank.run_program(batch, program, timed=timed)
+    rank.model.finish_grad_sync()
+    _sum_over_tensor_parallel(rank)
+    _sum_tied_embedding(rank)
+    _await_targets(rank, counted)
+    rank.model.divide_gradients(count)
+    square = rank.model.grad_square_sum(rank.counts_in_norm)
+    datasets = len(rank.config.data.train_prefixes)
+    sources = by_source([m.rows for m in batch], datasets, rank.device)
+    loss, stops, saves, total, *rest = _agree(rank, _total(result.losses) / count, square, asks, sources)
+    memory, rest = rest[: rank.mesh.size], rest[rank.mesh.size :]
+    rank.runner.check()  # after the host's one read: what missed its deadline meanwhile is neither judged nor applied
+    rank.model.check()
+    norm = math.sqrt(total) if total >= 0 else total
+    if not (math.isfinite(loss) and math.isfinite(norm)):
+        stopped_by = NonFinite(loss=loss, grad_norm=norm, gradient=nonfinite_gradient(rank))
+        rank.model.zero_grad()
+        return stopped_by
+    if rank.config.train.clip_grad > 0:
+        coefficient = rank.config.train.clip_grad / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
+        rank.model.scale_gradients(float(coefficient.clamp(max=1.0)))
+    rank.optimizer.step()
+    rank.model.zero_grad()
+    return StepOutcome(
+        loss=loss,
+        grad_norm=norm,
+        stop=stops > 0,
+        save=saves == rank.mesh.size,
+        memory_bytes=int(max(memory)),
+        loss_by_dataset=means(rest[:datasets], rest[datasets : 2 * datasets]),
+        expert_load=extremes(rest[2 * datasets :], rank.config.model),
+        ran=result,
+        program=program,
+    )
+
+
+def _total(losses: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.stack([x.double() for x in losses]).sum() if losses else torch.zeros((), dtype=torch.float64)
+
+
+def _versioned_step(
+    rank: RankModel, model: VersionedModel, batch: Sequence[Microbatch], lr: float, count: torch.Tensor, asks: Asks
+) -> StepOutcome | NonFinite:
+    """As ``train_step``; earlier stages have updates of the batch ahead of them. There is no norm of all gradients."""
+    result, program = run_batch(rank, model, batch, lr, count)
+    datasets = len(rank.config.data.train_prefixes)
+    sources = by_source([m.rows for m in batch], datasets, rank.device)
+    loss, stops, saves, _, *rest = _agree(rank, _total(result.losses) / count, torch.zeros(()), asks, sources)
+    memory, rest = rest[: rank.mesh.size], rest[rank.mesh.size :]
+    rank.runner.check()
+    if not math.isfinite(loss):
+        return NonFinite(loss=loss, grad_norm=math.nan, gradient=None)
+    return StepOutcome(
+        loss=loss,
+        grad_norm=math.nan,
+        stop=stops > 0,
+        save=saves == rank.mesh.size,
+        memory_bytes=int(max(memory)),
+        loss_by_dataset=means(rest[:datasets], rest[datasets : 2 * datasets]),
+        expert_load=extremes(rest[2 * datasets :], rank.config.model),
+        ran=result,
+        program=program,
+    )
+
+
+@contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """``module`` in eval mode; afterwards each module inside has the mode that it had."""
+    modes = [(part, part.training) for part in module.modules()]
+    module.eval()
+    try:
+        yield
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def evaluate(
+    rank: RankModel, batches: Iterable[Sequence[Microbatch]], stop: Callable[[], bool] = lambda: False
+) -> tuple[float, float] | None:
+    """(nats per target, targets) over several global batches; leaves no trace in training. Collective over the mesh.
+
+    Args:
+        stop: asked before each batch, answers alike on all ranks; evaluation is then given up, and None returned.
+    """
+    totals = torch.zeros(2, dtype=torch.float64, device=rank.device)
+    if isinstance(rank.model, VersionedModel) and rank.model.delayed:
+        rank.settle()  # else stages have weights of different batches; no later bit depends on it
+    with evaluating(rank.model.module):
+        for batch in batches:
+            if stop():
+                return None
+            result = rank.runner.evaluate(
+                [m.tokens for m in batch] if rank.is_first else None,
+                None,
+                kwargs=[m.kwargs for m in batch],
+                program=rank.program(len(batch)),
+                profile=False,
+            )
+            for loss in result.losses:
+                totals[0] += loss.double()
+            if rank.is_last:
+                totals[1] += sum(m.targets for m in batch)
+    for group, axes in ((rank.mesh.data, "dp and cp"), (rank.mesh.pipeline, "pp")):
+        if group is not None:
+            with among(group, f"sum of the evaluation's loss over {axes}"):
+                dist.all_reduce(totals, group=group)
+    nats, targets = totals.tolist()
+    return nats / targets if targets else math.nan, targets

@@ -1,0 +1,389 @@
+"""Causal attention within documents: which back end, and what all layers of a micro-batch share.
+
+    cu_seqlens, position_ids --> plan_rows (this file), once per micro-batch --> Rows --> Attention in every layer
+                                     `-> context_parallel.py brings the keys of other ranks
+
+Queries, keys and values are (b, s, heads, head_dim); key heads may be fewer (grouped queries: head h reads key head
+h // (heads / key heads)). Scores are scaled by 1 / sqrt(head_dim).
+
+[Note: back ends] One table, BACKENDS; ``choose_backend`` picks by device, dtype and length:
+
+- ``blocks``: CPU, rows up to BLOCKS_LONGEST. Batched matrix products over blocks of queries, each against the keys up
+  to its end, with the probabilities kept for backward. torch's fused CPU kernel takes 2.1 to 2.7 times as long in
+  bfloat16; the price is memory quadratic in the row, hence the limit.
+- ``sdpa``: torch's scaled_dot_product_attention, with a mask where a row holds several documents.
+- ``varlen``: CUDA in half precision: torch's variable-length kernel on the flattened micro-batch; no mask exists.
+
+A context-parallel rank has the queries of two chunks of each row, and each back end takes the keys of whole rows:
+``blocks`` and ``sdpa`` know where in its row a query lies, ``varlen`` gets the keys of one segment after the other.
+"""
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from sixfold.gpt.config.train_config import GPTConfig
+from sixfold.gpt.model.rope import inverse_frequencies, tables
+from sixfold.gpt.parallel.axes import ALONE, Axes
+from sixfold.gpt.parallel.context_parallel import RingPlan, gathered_keys, ring
+from sixfold.gpt.parallel.head_groups import by_group, repeated, split_heads
+from sixfold.gpt.parallel.sequence_parts import WHOLE, DocumentsHere, Part, Span, documents_here, seen_blocks
+
+QUERY_BLOCK = 128
+BLOCKS_LONGEST = 512
+
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """What every layer needs to know of a micro-batch.
+
+    Attributes:
+        cos, sin: rope tables, (b or 1, s, 1, head_dim).
+        attend: q, k, v -> (b, s, heads, head_dim).
+        recompute: "none", or what a layer computes again in backward: "selective" (attention) or "full".
+    """
+
+    cos: Tensor
+    sin: Tensor
+    attend: Attend
+    recompute: str = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Documents:
+    """How a micro-batch of b rows divides, of which ``part`` is here: s tokens of each row.
+
+    Attributes:
+        first: (b, s), where in its row a token's document starts; None: a row is one document.
+        here: segments of documents, where there are several ranks and several documents.
+    """
+
+    b: int
+    s: int
+    heads: int
+    key_heads: int
+    dtype: torch.dtype
+    device: torch.device
+    cu_seqlens: Tensor | None
+    first: Tensor | None
+    part: Part = WHOLE
+    here: DocumentsHere[Tensor] | None = None
+
+    @property
+    def row(self) -> int:
+        """Tokens of a row, on all ranks."""
+        return self.s * self.part.size
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """Where in its row the s tokens of a row lie."""
+        return self.part.spans(self.row)
+
+    @property
+    def places(self) -> Tensor:
+        """(s,): where in its row each token lies."""
+        parts = [torch.arange(begin, end, device=self.device) for begin, end in self.spans]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    @property
+    def positions(self) -> Tensor:
+        """(b or 1, s): they restart at each document."""
+        index = self.places.unsqueeze(0)
+        return index if self.first is None else index - self.first
+
+    def additive_mask(self) -> Tensor:
+        """(b or 1, s, row) of ``dtype``: 0 where a query (row) sees a key (column), -inf elsewhere."""
+        index = torch.arange(self.row, device=self.device)
+        seen = (index <= self.places.unsqueeze(1)).unsqueeze(0)
+        if self.first is not None:
+            seen = seen & (index >= self.first.unsqueeze(-1))
+        mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
+        return mask.masked_fill_(~seen, -math.inf)
+
+
+def plan_rows(
+    config: GPTConfig,
+    x: Tensor,
+    *,
+    position_ids: Tensor | None,
+    cu_seqlens: Tensor | DocumentsHere[Tensor] | None,
+    recompute: str = "none",
+    backend: str | None = None,
+    axes: Axes = ALONE,
+) -> Rows:
+    """Work out once what all layers share.
+
+    Args:
+        x: hidden states (b, s, hidden), or (b, s / tp, hidden) with sequence parallelism; their shape, dtype and
+            device count. Of rows of S tokens a context-parallel rank has s = S / cp.
+        position_ids: (b, s) for rope; None restarts at each document.
+        cu_seqlens: int32 boundaries of the flattened micro-batch of all cp ranks, 0 ... b*S with every multiple of S,
+            or None: each row is one document. On any device; nothing of it is read by the host but its length. With
+            context parallelism the host reads it, and saves that where it is given what ``documents_here`` made of it.
+        backend: a name of BACKENDS instead of the choice made here. With ``axes.cp_comm_type`` "p2p" it is of no
+            account: the ring has its own kernels.
+        axes: a tensor-parallel rank attends with its own heads, to whole rows; a context-parallel rank with its own
+            queries, to the keys of all.
+    """
+    documents = _documents(config, x, cu_seqlens, axes)
+    positions = documents.positions if position_ids is None else position_ids
+    cos, sin = tables(positions, inverse_frequencies(config, x.device), x.dtype)
+    if axes.cp.size == 1:
+        attend = BACKENDS[backend or choose_backend(documents)](documents)
+    else:
+        attend = _over_ranks(documents, axes, backend or choose_backend(documents))
+    return Rows(cos=cos, sin=sin, attend=attend, recompute=recompute)
+
+
+def _documents(
+    config: GPTConfig, x: Tensor, cu_seqlens: Tensor | DocumentsHere[Tensor] | None, axes: Axes
+) -> Documents:
+    b, s = x.shape[0], x.shape[1] * (axes.tp.size if axes.sharded_sequence else 1)
+    part = Part(axes.cp.rank, axes.cp.size)
+    here: DocumentsHere[Tensor] | None = None
+    first: Tensor | None = None
+    # b + 1 boundaries are the row starts alone: plain causal rows.
+    if isinstance(cu_seqlens, Tensor) and cu_seqlens.numel() <= b + 1:
+        cu_seqlens = None
+    if part.size > 1 and isinstance(cu_seqlens, Tensor):
+        cu_seqlens = documents_here(cu_seqlens.cpu().numpy(), b, part).to(torch.from_numpy)
+    if isinstance(cu_seqlens, DocumentsHere):
+        here, cu_seqlens = cu_seqlens.to(lambda tensor: tensor.to(x.device)), None
+        first = here.first
+    elif cu_seqlens is not None:
+        first = _document_starts(cu_seqlens.to(x.device), b, s)
+    return Documents(
+        b=b,
+        s=s,
+        heads=config.num_attention_heads // axes.tp.size,
+        key_heads=config.num_query_groups // axes.tp.size,
+        dtype=x.dtype,
+        device=x.device,
+        cu_seqlens=cu_seqlens,
+        first=first,
+        part=part,
+        here=here,
+    )
+
+
+def _over_ranks(documents: Documents, axes: Axes, backend: str) -> Attend:
+    """Attention of this rank's queries to the keys of all ranks."""
+    if axes.cp_comm_type == "p2p":
+        first = torch.zeros(1, documents.s, dtype=torch.int64, device=documents.device)
+        blocks = seen_blocks(documents.part, documents.row)
+        if documents.here is not None:
+            first, blocks = documents.here.first, documents.here.blocks
+        plan = RingPlan(axes.cp, blocks, first, documents.places)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return ring(q, k, v, plan)
+    else:
+        alone = BACKENDS[backend](documents)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return alone(q, *gathered_keys(k, v, axes.cp))
+
+    uncompiled: Attend = torch._disable_dynamo(attend)  # type: ignore[attr-defined]  # what travels stays outside of compiled parts
+
+    def either(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return uncompiled(q, k, v) if torch.compiler.is_compiling() else attend(q, k, v)
+
+    return either
+
+
+def choose_backend(documents: Documents) -> str:
+    """The fastest correct entry of BACKENDS; see [Note: back ends]."""
+    if documents.device.type == "cpu":
+        return "blocks" if documents.row <= BLOCKS_LONGEST else "sdpa"
+    half = documents.dtype in (torch.bfloat16, torch.float16)
+    return "varlen" if documents.first is not None and half else "sdpa"
+
+
+def _document_starts(cu_seqlens: Tensor, b: int, s: int) -> Tensor:
+    """(b, s) int64: the offset in its row at which each token's document starts."""
+    starts = cu_seqlens[:-1].long()
+    marks = torch.zeros(b * s + 1, dtype=torch.int64, device=cu_seqlens.device)
+    marks[starts] = starts  # the last place takes the starts of empty documents at the end
+    begin = torch.cummax(marks[:-1], 0).values.view(b, s)
+    rows = torch.arange(0, b * s, s, device=cu_seqlens.device).unsqueeze(1)
+    return begin - rows
+
+
+def _sdpa(documents: Documents) -> Attend:
+    if documents.device.type == "cuda" and documents.first is None and documents.part.size > 1:
+        return _sdpa_by_chunk(documents)
+    causal = documents.first is None and documents.part.size == 1
+    mask = None if causal else documents.additive_mask().unsqueeze(1)
+    # Of torch's kernels only CUDA's flash attention, in half precision and without a mask, groups queries itself.
+    grouped = _groups_itself(documents) and causal
+    repeats = 1 if grouped else documents.heads // documents.key_heads
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, repeated(k, repeats), repeated(v, repeats)))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, enable_gqa=grouped).transpose(
+            1, 2
+        )
+
+    return attend
+
+
+def _sdpa_by_chunk(documents: Documents) -> Attend:
+    """The queries of each chunk against the keys up to its end: causal from the last key backwards, without a mask."""
+    from torch.nn.attention.bias import causal_lower_right
+
+    grouped = _groups_itself(documents)
+    repeats = 1 if grouped else documents.heads // documents.key_heads
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.transpose(1, 2) for t in (q, repeated(k, repeats), repeated(v, repeats)))
+        outs, at = [], 0
+        for begin, end in documents.spans:
+            mask = causal_lower_right(end - begin, end)
+            queries = q[:, :, at : at + end - begin]
+            outs.append(F.scaled_dot_product_attention(queries, k[:, :, :end], v[:, :, :end], mask, enable_gqa=grouped))
+            at += end - begin
+        return torch.cat(outs, 2).transpose(1, 2)
+
+    return attend
+
+
+def _groups_itself(documents: Documents) -> bool:
+    return documents.device.type == "cuda" and documents.dtype in (torch.bfloat16, torch.float16)
+
+
+def _varlen(documents: Documents) -> Attend:
+    from torch.nn.attention.varlen import varlen_attn
+
+    b, s = documents.b, documents.s
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    repeats = 1 if grouped else documents.heads // documents.key_heads
+    index, queries, keys, longest = _segments(documents)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+        if index is not None:
+            k, v = k.index_select(0, index), v.index_select(0, index)  # its gradient adds without a sort
+        k, v = repeated(k.unsqueeze(0), repeats)[0], repeated(v.unsqueeze(0), repeats)[0]
+        # Causal is counted from the last key of a segment backwards, so its queries may be fewer than its keys.
+        out = varlen_attn(q, k, v, queries, keys, *longest, window_size=(-1, 0), **grouped)
+        assert isinstance(out, Tensor), f"varlen_attn gave {type(out).__name__}"
+        return out.view(b, s, *out.shape[1:])
+
+    return attend
+
+
+def _segments(documents: Documents) -> tuple[Tensor | None, Tensor, Tensor, tuple[int, int]]:
+    """Which keys, in their order, boundaries of queries and of keys, and the longest of both."""
+    b, s = documents.b, documents.s
+    here = documents.here
+    if here is None and documents.part.size > 1:
+        rows = np.arange(0, b * documents.row + 1, documents.row)
+        here = documents_here(rows, b, documents.part).to(torch.from_numpy)
+        here = here.to(lambda tensor: tensor.to(documents.device))
+    if here is not None:
+        return here.index, here.queries, here.keys, here.longest
+    cu = documents.cu_seqlens
+    if cu is None:
+        cu = torch.arange(0, b * s + 1, s, dtype=torch.int32, device=documents.device)
+    cu = cu.to(device=documents.device, dtype=torch.int32)
+    return None, cu, cu, (s, s)  # s bounds any document's length: the true longest would be a host read
+
+
+def _blocks(documents: Documents) -> Attend:
+    b, groups = documents.b, documents.key_heads
+    repeats = documents.heads // groups
+    mask, bounds = documents.additive_mask(), _bounds(documents.spans)
+    masks = []
+    for begin, end, keys in bounds:
+        part = mask[:, begin:end, :keys].unsqueeze(1)
+        if mask.shape[0] == 1:  # shared by all rows and heads: (1, repeats * queries, keys)
+            masks.append(part.expand(1, repeats, -1, -1).reshape(1, repeats * (end - begin), keys))
+        else:
+            part = part.unsqueeze(2).expand(b, groups, repeats, -1, -1)
+            masks.append(part.reshape(b * groups, repeats * (end - begin), keys))
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = _Blocks.apply(q, k, v, bounds, *masks)  # type: ignore[no-untyped-call]
+        return out
+
+    return attend
+
+
+Bounds = tuple[tuple[int, int, int], ...]  # queries [begin, end) against keys [0, up to), in the order of the row
+
+
+class _Blocks(torch.autograd.Function):
+    """Attention of blocks of queries against the keys up to their end, by batched matrix products.
+
+    Inside, keys and values are (b * key heads, s, d); a block of n queries is (b * key heads, repeats * n, d), so that
+    the products sum over the query heads that share a key head.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, *masks: Tensor) -> Tensor:
+        b, _, _, d = q.shape
+        groups = k.shape[2]
+        scale = 1.0 / math.sqrt(d)
+        keys, values = by_group(k), by_group(v)
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        queries, outs = split_heads(q, groups), split_heads(out, groups)
+        probabilities = []
+        for mask, (begin, end, seen) in zip(masks, bounds, strict=True):
+            block = queries[..., begin:end, :].reshape(b * groups, -1, d)
+            scores = torch.baddbmm(mask, block, keys[:, :seen].transpose(1, 2), alpha=scale)
+            probability = torch.softmax(scores, -1)
+            probabilities.append(probability)
+            outs[..., begin:end, :] = torch.bmm(probability, values[:, :seen]).view(b, groups, -1, end - begin, d)
+        ctx.bounds = bounds
+        ctx.save_for_backward(q, keys, values, *probabilities)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        q, keys, values, *probabilities = ctx.saved_tensors
+        b, _, _, d = q.shape
+        groups = keys.shape[0] // b
+        scale = 1.0 / math.sqrt(d)
+        grad_q = torch.empty_like(q, memory_format=torch.contiguous_format)
+        grad_k, grad_v = torch.empty_like(keys), torch.empty_like(values)
+        queries, upstream, grads = (split_heads(t, groups) for t in (q, gradients[0], grad_q))
+        _, _, most = ctx.bounds[-1]
+        grad_k[:, most:], grad_v[:, most:] = 0, 0
+        # The last block sees all keys that any block sees and comes first: it sets, the others add.
+        beta = 0
+        for probability, (begin, end, seen) in reversed(list(zip(probabilities, ctx.bounds, strict=True))):
+            block = queries[..., begin:end, :].reshape(b * groups, -1, d)
+            g = upstream[..., begin:end, :].reshape(b * groups, -1, d)
+            grad_v[:, :seen].baddbmm_(probability.transpose(1, 2), g, beta=beta)
+            inner = torch.bmm(g, values[:, :seen].transpose(1, 2))
+            inner = torch._softmax_backward_data(inner, probability, -1, inner.dtype)
+            grad_k[:, :seen].baddbmm_(inner.transpose(1, 2), block, beta=beta, alpha=scale)
+            part = torch.baddbmm(block, inner, keys[:, :seen], beta=0, alpha=scale)
+            grads[..., begin:end, :] = part.view(b, groups, -1, end - begin, d)
+            beta = 1
+        back = (t.view(b, groups, -1, d).transpose(1, 2) for t in (grad_k, grad_v))
+        return (grad_q, *back, None, *(None for _ in probabilities))
+
+
+def _bounds(spans: tuple[Span, ...]) -> Bounds:
+    found, at = [], 0
+    for first, last in spans:
+        for begin in range(first, last, QUERY_BLOCK):
+            end = min(begin + QUERY_BLOCK, last)
+            found.append((at + begin - first, at + end - first, end))
+        at += last - first
+    return tuple(found)
+
+
+BACKENDS: Mapping[str, Callable[[Documents], Attend]] = {"blocks": _blocks, "sdpa": _sdpa, "varlen": _varlen}

@@ -1,0 +1,309 @@
+"""The GPT: a Llama-style decoder, whole or one pipeline stage of it.
+
+    tokens --> embedding --> layers (Block) --> norm --> head --> losses      (this file)
+               pre_process      any range       \\___ post_process ___/
+
+Parameters carry canonical names with global layer numbers (``layers.3.attention.q.weight``), whatever stage holds them.
+The model computes in the dtype of its weights, has no dropout, and knows no sharding: Block is the unit that
+sixfold.fsdp gathers. Over tensor-parallel ranks its modules are those of the rank's part: with sequence parallelism
+hidden states between them are (b, s / tp, hidden), logits are (b, s, padded vocabulary / tp).
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from sixfold.gpt.config.train_config import GPTConfig
+from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.model.attention import Rows, plan_rows
+from sixfold.gpt.model.initial_weights import initializer
+from sixfold.gpt.model.loss import token_losses
+from sixfold.gpt.model.moe import MixtureOfExperts
+from sixfold.gpt.model.norm import RMSNorm
+from sixfold.gpt.model.rope import rotate
+from sixfold.gpt.parallel.axes import ALONE, Axes
+from sixfold.gpt.parallel.tensor_parallel import check_length, columns, embedded, joined, whole_rows
+from sixfold.gpt.parallel.weight_sharding import Cuts
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from sixfold.dist_ckpt import ShardedTensor
+    from sixfold.gpt.parallel.sequence_parts import DocumentsHere
+
+DEFAULT_SEED = 1234  # as train.seed
+
+
+class Attention(nn.Module):
+    """Grouped-query attention with rotary positions; projections stay apart, as in the checkpoint.
+
+    A tensor-parallel rank has neighbouring heads and the key heads that they read.
+    """
+
+    def __init__(self, config: GPTConfig, axes: Axes = ALONE) -> None:
+        super().__init__()
+        self.head_dim, self.axes = config.head_dim, axes
+        queries = config.num_attention_heads // axes.tp.size * config.head_dim
+        keys = config.num_query_groups // axes.tp.size * config.head_dim
+        self.q = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias, device="meta")
+        self.k = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias, device="meta")
+        self.v = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias, device="meta")
+        self.out = nn.Linear(queries, config.hidden_size, bias=False, device="meta")
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.norm_eps, device="meta")
+            self.k_norm = RMSNorm(config.head_dim, config.norm_eps, device="meta")
+        self.qk_norm = config.qk_norm
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """Hidden states as between blocks -> the same."""
+        projected = columns(x, (self.q, self.k, self.v), self.axes, recomputed=rows.recompute != "none")
+        q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)  # type: ignore[no-untyped-call]
+        if self.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = rotate(q, rows.cos, rows.sin), rotate(k, rows.cos, rows.sin)
+        return joined(self.out(rows.attend(q, k, v).flatten(2)), self.axes)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x)).
+
+    Args:
+        width: of the whole of it, of which a tensor-parallel rank has its part; None is ``config.ffn_hidden_size``.
+    """
+
+    def __init__(self, config: GPTConfig, axes: Axes = ALONE, *, width: int | None = None) -> None:
+        super().__init__()
+        self.axes = axes
+        mine = (config.ffn_hidden_size if width is None else width) // axes.tp.size
+        self.gate = nn.Linear(config.hidden_size, mine, bias=False, device="meta")
+        self.up = nn.Linear(config.hidden_size, mine, bias=False, device="meta")
+        self.down = nn.Linear(mine, config.hidden_size, bias=False, device="meta")
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """Hidden states as between blocks -> the same."""
+        gate, up = columns(x, (self.gate, self.up), self.axes, recomputed=rows.recompute == "full")
+        return joined(self.down(F.silu(gate) * up), self.axes)
+
+
+class Block(nn.Module):
+    """Layer ``number``; the unit that fsdp gathers and frees."""
+
+    def __init__(self, config: GPTConfig, axes: Axes = ALONE, number: int = 0) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
+        self.attention = Attention(config, axes)
+        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
+        if config.has_experts(number):
+            width = config.shared_ffn_hidden_size
+            shared = FeedForward(config, axes, width=width) if width else None
+            self.ffn: nn.Module = MixtureOfExperts(config, axes, number=number, shared=shared)
+        else:
+            self.ffn = FeedForward(config, axes)
+
+    def compile_layer(self, backend: str = "inductor") -> None:
+        """Run the layer compiled from now on.
+
+        The arithmetic inside alone: fsdp's hooks on the module stay outside, and layers share what was compiled.
+        """
+        self._layer = torch.compile(self._layer, backend=backend)  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """Hidden states (b, s, hidden), or (b, s / tp, hidden) with sequence parallelism -> the same."""
+        out: Tensor = self._layer(x, rows)
+        return out
+
+    def _layer(self, x: Tensor, rows: Rows) -> Tensor:
+        # Recomputed inside the layer, not around it: hooks on the layer see one forward. Inside what is compiled too:
+        # around it backward meets another graph than forward, and torch refuses its tensors.
+        if rows.recompute == "full" and torch.is_grad_enabled():
+            return _again(self._parts, x, rows)
+        return self._parts(x, rows)
+
+    def _parts(self, x: Tensor, rows: Rows) -> Tensor:
+        if rows.recompute == "selective" and torch.is_grad_enabled():
+            x = x + _again(self._attend, x, rows)
+        else:
+            x = x + self._attend(x, rows)
+        fed: Tensor = x + self.ffn(self.ffn_norm(x), rows)
+        return fed
+
+    def _attend(self, x: Tensor, rows: Rows) -> Tensor:
+        attended: Tensor = self.attention(self.attention_norm(x), rows)
+        return attended
+
+
+class TiedHead(nn.Module):
+    """The last stage's copy of the tied embedding; its forward is the head projection.
+
+    A module of its own on both stages, so that fsdp can make it a unit with the same layout on both (seams of gpt).
+    """
+
+    def __init__(self, config: GPTConfig, axes: Axes = ALONE) -> None:
+        super().__init__()
+        rows = config.padded_vocab_size // axes.tp.size
+        self.weight = nn.Parameter(torch.empty(rows, config.hidden_size, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(b, s, hidden) -> logits (b, s, padded vocabulary / tp)."""
+        return F.linear(x, self.weight)
+
+
+class GPTModel(nn.Module):
+    """A decoder, or the part of it that a pipeline stage holds.
+
+    Args:
+        config: shape of the whole model.
+        mesh: the run's device mesh; its axes ``tp``, ``cp``, ``ep`` and ``exchange`` are those that it has.
+        axes: the same, for who has the groups already.
+        pre_process: holds the embedding and takes tokens.
+        post_process: holds the last norm and the head and gives logits or losses.
+        vp_stage: number of this stage among those of its rank; kept as an attribute.
+        layers: global numbers of the layers held; None is all of them.
+        device: ``"meta"`` leaves weights empty, to be filled by ``init.initializer``; else they are initialised with
+            seed 1234, as ``initialize`` does.
+    Raises:
+        ConfigError: layers outside the model, or a size that tp or ep does not divide.
+    """
+
+    def __init__(
+        self,
+        config: GPTConfig,
+        *,
+        mesh: "DeviceMesh | None" = None,
+        axes: Axes = ALONE,
+        pre_process: bool = True,
+        post_process: bool = True,
+        vp_stage: int | None = None,
+        layers: range | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        super().__init__()
+        held = range(config.num_layers) if layers is None else layers
+        axes = axes if mesh is None else Axes.of(mesh)
+        _check(config, axes, held)
+        self.config, self.axes = config, axes
+        self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
+        self.recompute = "none"  # train.recompute: "none", "selective" or "full"
+        self.vocab_rows = config.padded_vocab_size // axes.tp.size  # of this rank
+        if pre_process:
+            self.embedding: nn.Module = nn.Embedding(self.vocab_rows, config.hidden_size, device="meta")
+        self.layers = nn.ModuleDict({str(number): Block(config, axes, number) for number in held})
+        if post_process:
+            self.norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
+            if not config.tie_embeddings:
+                self.head = nn.Linear(config.hidden_size, self.vocab_rows, bias=False, device="meta")
+            elif not pre_process:
+                self.embedding = TiedHead(config, axes)
+        if torch.device(device).type != "meta":
+            self.to_empty(device=device)
+            self.initialize(DEFAULT_SEED)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        position_ids: Tensor | None = None,
+        cu_seqlens: "Tensor | DocumentsHere[Tensor] | None" = None,
+        labels: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Run the layers held.
+
+        Args:
+            x: int64 tokens (b, s) with ``pre_process``, else hidden states (b, s, hidden), of which a tensor-parallel
+                rank has (b, s / tp, hidden) with sequence parallelism.
+            position_ids: (b, s); None counts from 0 in each document.
+            cu_seqlens: int32 document boundaries of the flattened micro-batch, 0 ... b*s with every multiple of s;
+                None: a row is one document. A context-parallel rank has s = S / cp tokens of each row, and takes the
+                boundaries of whole rows of S, or what ``documents_here`` has made of them on the host.
+            labels: int64 (b, s), already moved: labels[:, t] is what follows token t.
+            loss_mask: (b, s), 0 where a target does not count.
+        Returns:
+            Hidden states as x without ``post_process``; logits (b, s, vocab_size) without ``labels``; else losses of
+            each token in nats, float32 (b, s), 0 where masked. Logits and losses are whole on every tensor-parallel
+            rank, and so are the gradients that it takes.
+        """
+        if self.pre_process:
+            check_length(x.shape[1], self.axes)
+            x = embedded(x, self.embedding, self.vocab_rows, self.axes)
+        if self.layers:
+            rows = plan_rows(
+                self.config,
+                x,
+                position_ids=position_ids,
+                cu_seqlens=cu_seqlens,
+                recompute=self.recompute,
+                axes=self.axes,
+            )
+            for layer in self.layers.values():
+                x = layer(x, rows)
+        if not self.post_process:
+            return x
+        (logits,) = columns(self.norm(x), (self._project,), self.axes, once=True)
+        if labels is None:
+            return whole_rows(logits, self.axes.tp)[..., : self.config.vocab_size]
+        return token_losses(logits, labels, loss_mask, self.config.vocab_size, self.axes.tp)
+
+    @property
+    def cuts(self) -> Cuts:
+        """Which parts of canonical tensors the parameters are."""
+        tp, ep = self.axes.tp, self.axes.ep
+        return Cuts(tp_rank=tp.rank, tp=tp.size, ep_rank=ep.rank, ep=ep.size)
+
+    def initialize(self, seed: int) -> None:
+        """Fill all parameters held: a function of seed, canonical name and index, not of stage or order."""
+        fill = initializer(self.config, seed, self.cuts)
+        for name, module in self.named_modules():
+            fill(name, module)
+
+    def sharded_state_dict(self, prefix: str = "model.") -> "dict[str, ShardedTensor]":
+        """Weights as sixfold.dist_ckpt takes them; the tensors are the live ones, a tied copy is a replica."""
+        from sixfold.dist_ckpt import ShardedTensor
+
+        copy = isinstance(getattr(self, "embedding", None), TiedHead)
+        state: dict[str, Any] = {}
+        for name, parameter in self.named_parameters():
+            replica = (self.cuts.replica(name), int(copy and name == "embedding.weight"), 0)
+            offsets = [(axis, part, parts) for axis, (part, parts) in sorted(self.cuts.of(name).items())]
+            key = prefix + name
+            state[key] = ShardedTensor.from_rank_offsets(key, parameter.detach(), *offsets, replica_id=replica)
+        return state
+
+    def _project(self, x: Tensor) -> Tensor:
+        """(b, s, hidden) -> logits (b, s, padded vocabulary / tp)."""
+        if not self.config.tie_embeddings:
+            logits: Tensor = self.head(x)
+        elif self.pre_process:
+            logits = F.linear(x, self.embedding.weight)  # type: ignore[arg-type]
+        else:
+            logits = self.embedding(x)
+        return logits
+
+
+def _again(function: Any, x: Tensor, rows: Rows) -> Tensor:
+    """``function(x, rows)``, inner activations computed again in backward. Without dropout there is no random state."""
+    out: Tensor = checkpoint(function, x, rows, use_reentrant=False, preserve_rng_state=False)
+    return out
+
+
+def _check(config: GPTConfig, axes: Axes, held: range) -> None:
+    dense = len(config.expert_layers) < config.num_layers
+    for key, axis in (
+        ("num_attention_heads", "tp"),
+        ("num_query_groups", "tp"),
+        *([("ffn_hidden_size", "tp")] if dense else ()),
+        ("moe_ffn_hidden_size", "tp"),
+        ("shared_ffn_hidden_size", "tp"),
+        ("padded_vocab_size", "tp"),
+        ("num_experts", "ep"),
+    ):
+        value, ranks = getattr(config, key), getattr(axes, axis).size
+        if value % ranks:
+            raise ConfigError(f"model.{key} is {value} and parallel.{axis} is {ranks}; {axis} divides it")
+    if any(number not in range(config.num_layers) for number in held):
+        raise ConfigError(
+            f"layers are {held} and model.num_layers is {config.num_layers}; they lie in 0 ... {config.num_layers - 1}"
+        )

@@ -1,0 +1,274 @@
+"""What one forward of a stage keeps for its backward, and what backward needs beside it.
+
+    config, layers, device --> activations (this file) --> plan.py
+
+Integers only. Counted is every storage that autograd saves, once, parameters apart: the model of model.py,
+attention.py, norm.py and loss.py, tensor by tensor; a test compares it with ``saved_tensors_hooks``.
+
+t tokens of a micro-batch on this rank (rows * length / cp), h hidden size, q and k widths of queries and of keys, f
+width of the feed-forward part; q, k and f are those of a tensor-parallel rank. With sequence parallelism what lies
+between two blocks is cut over tp, and what the linears read is gathered again in backward: it is not saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config.train_config import ParallelConfig, TrainConfig
+
+QUERY_BLOCK, BLOCKS_LONGEST = 128, 512  # as attention.py, which needs torch; a test compares
+_LOSS_CHUNK = {"cpu": 2**18}  # float32 elements, as loss.py
+_LOSS_CHUNK_ELSEWHERE = 2**26
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """Sizes of a micro-batch on one rank: see the module's names; ``item`` are bytes of an activation.
+
+    Attributes:
+        s: length of a row on all ranks of cp; t: tokens here.
+        ring: keys are passed around, else gathered.
+        between: ranks over which what lies between blocks is cut.
+        repeats: query heads that share a key head.
+        routed: tokens whose experts this rank chooses; rows: what its experts get, in equal shares of all.
+    """
+
+    b: int
+    s: int
+    t: int
+    h: int
+    q: int
+    k: int
+    f: int
+    heads: int
+    head_dim: int
+    vocab: int
+    tp: int
+    cp: int
+    ring: bool
+    item: int
+    between: int
+    repeats: int
+    routed: int
+    rows: int
+    expert_f: int
+    shared_f: int
+
+    @classmethod
+    def of(cls, config: TrainConfig, parallel: ParallelConfig) -> Shape:
+        """Of ``config`` at the degrees of ``parallel``."""
+        model, tp, cp = config.model, parallel.tp, parallel.cp
+        b, s = config.train.micro_batch_size, config.data.seq_length
+        return cls(
+            b=b,
+            s=s,
+            t=b * s // cp,
+            h=model.hidden_size,
+            q=model.num_attention_heads * model.head_dim // tp,
+            k=model.num_query_groups * model.head_dim // tp,
+            f=model.ffn_hidden_size // tp,
+            heads=model.num_attention_heads // tp,
+            head_dim=model.head_dim,
+            vocab=model.padded_vocab_size // tp,
+            tp=tp,
+            cp=cp,
+            ring=cp > 1 and parallel.cp_comm_type == "p2p",
+            item=4 if config.train.precision == "fp32" else 2,
+            between=tp if parallel.sequence else 1,
+            repeats=model.num_attention_heads // model.num_query_groups,
+            routed=-(-b * s // cp // tp),
+            rows=b * s // cp * model.experts_per_token,
+            expert_f=model.moe_ffn_hidden_size // tp,
+            shared_f=model.shared_ffn_hidden_size // tp,
+        )
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Of hidden states of a micro-batch, as they go from stage to stage."""
+        return self.t * self.h * self.item // self.between
+
+    @property
+    def gathers_keys(self) -> bool:
+        """Keys of whole rows are here during attention, of which the rank has a part."""
+        return self.cp > 1 and not self.ring
+
+
+def attention_backend(config: TrainConfig, shape: Shape, device: str) -> str:
+    """As attention.py chooses it."""
+    if shape.ring:
+        return "ring"
+    if device == "cpu":
+        return "blocks" if config.data.seq_length <= BLOCKS_LONGEST else "sdpa"
+    return "varlen" if config.data.document_mask and config.train.precision != "fp32" else "sdpa"
+
+
+def norm_bytes(shape: Shape) -> int:
+    """Of an RMSNorm between blocks: the unit vectors and a scale of each token."""
+    return (shape.t * shape.h * shape.item + 4 * shape.t) // shape.between
+
+
+def attention_bytes(config: TrainConfig, shape: Shape, device: str) -> int:
+    """Of attention and its norm: norm, its output, what the back end saves, what the output matrix reads."""
+    item, t = shape.item, shape.t
+    found = norm_bytes(shape) + shape.hidden_bytes
+    if config.model.qk_norm:
+        found += t * (shape.q + shape.k) * item + 4 * t * (shape.heads + shape.heads // shape.repeats)
+    return found + 2 * t * shape.q * item + _core_bytes(config, shape, device)  # queries, and attention's result
+
+
+def _core_bytes(config: TrainConfig, shape: Shape, device: str) -> int:
+    """Keys, values and what else the back end saves beside queries and result."""
+    backend, item = attention_backend(config, shape, device), shape.item
+    normaliser = 4 * shape.t * shape.heads
+    if backend == "ring":
+        return 2 * shape.t * shape.k * item + normaliser
+    keys = shape.b * shape.s if shape.gathers_keys else shape.t
+    if backend == "blocks":
+        return 2 * keys * shape.k * item + probabilities(shape) * item
+    # Keys are repeated where the kernel groups no queries itself.
+    groups = shape.repeats == 1 or (device != "cpu" and config.train.precision != "fp32")
+    found = normaliser
+    if shape.gathers_keys and device != "cpu":
+        if backend == "varlen":  # one segment after the other: at most the keys up to the ends of both chunks
+            keys += keys // (2 * shape.cp)
+        elif not config.data.document_mask:  # the results of two chunks, and both together
+            found += shape.t * shape.q * item
+    return found + 2 * keys * (shape.k if groups else shape.q) * item
+
+
+def probabilities(shape: Shape) -> int:
+    """Elements of blocks of queries times the keys up to their end; of the rank of cp that has most."""
+    chunk = shape.s // (2 * shape.cp)
+    chunks: list[tuple[tuple[int, int], ...]] = [((0, shape.s),)]
+    if shape.cp > 1:
+        begins = ((r * chunk, shape.s - (r + 1) * chunk) for r in range(shape.cp))
+        chunks = [tuple((begin, begin + chunk) for begin in pair) for pair in begins]
+    return shape.b * shape.heads * max(sum(map(_seen, spans)) for spans in chunks)
+
+
+def _seen(span: tuple[int, int]) -> int:
+    first, last = span
+    ends = [min(begin + QUERY_BLOCK, last) for begin in range(first, last, QUERY_BLOCK)]
+    return sum((end - begin) * end for begin, end in zip([first, *ends], ends, strict=False))
+
+
+def feed_forward_bytes(shape: Shape) -> int:
+    """Of the feed-forward part and its norm: gate, up, silu(gate) and their product."""
+    return norm_bytes(shape) + shape.hidden_bytes + 4 * shape.t * shape.f * shape.item
+
+
+def expert_bytes(config: TrainConfig, shape: Shape) -> int:
+    """Of a mixture of experts and its norm: probabilities and choices, rows of the experts with gate and up, results.
+
+    Expected, with equally many tokens for each expert; the most that can be is a multiple of it.
+    """
+    model, item, n = config.model, shape.item, shape.routed
+    k = model.experts_per_token
+    found = norm_bytes(shape) + n * shape.h * item + 4 * n * model.num_experts + 8 * n * k
+    if shape.tp > shape.between and shape.shared_f:  # besides its share the tokens that all tensor-parallel ranks have
+        found += shape.hidden_bytes
+    found += 4 * n * k + ((4 * n * k + 4 * n) if model.norm_topk_prob else 0)
+    found += shape.rows * (shape.h + 2 * shape.expert_f) * item + n * k * shape.h * item
+    found += 4 * shape.t * shape.shared_f * item
+    if model.shared_expert_gate:
+        found += n * (shape.h + 1) * item
+    return found
+
+
+def second_part_bytes(config: TrainConfig, shape: Shape, layer: int) -> int:
+    """Of a layer behind attention."""
+    return expert_bytes(config, shape) if config.model.has_experts(layer) else feed_forward_bytes(shape)
+
+
+def index_bytes(config: TrainConfig, shape: Shape, layers: Sequence[int]) -> int:
+    """Which row is whose, in layers with experts: kept for backward beside what autograd saves."""
+    if config.train.recompute == "full":
+        return 0
+    travelled = 2 * shape.rows if shape.rows != shape.routed * config.model.experts_per_token else 0
+    each = 8 * (2 * shape.routed * config.model.experts_per_token + travelled)
+    return each * sum(map(config.model.has_experts, layers))
+
+
+def layer_bytes(config: TrainConfig, shape: Shape, device: str, layer: int) -> int:
+    """What a layer keeps until its backward."""
+    recompute = config.train.recompute
+    if recompute == "full":
+        return shape.hidden_bytes
+    second = second_part_bytes(config, shape, layer)
+    return second + (shape.hidden_bytes if recompute == "selective" else attention_bytes(config, shape, device))
+
+
+def shared_bytes(config: TrainConfig, shape: Shape, device: str) -> int:
+    """What all layers of a stage share: tables of the rotary positions, and a mask where the back end takes one."""
+    rows = shape.b if config.data.document_mask else 1
+    length = shape.t // shape.b
+    found = 2 * rows * length * shape.head_dim * shape.item
+    masked = config.data.document_mask or (shape.cp > 1 and device == "cpu")
+    if attention_backend(config, shape, device) == "sdpa" and masked:
+        found += rows * length * shape.s * shape.item
+    return found
+
+
+def head_bytes(shape: Shape) -> int:
+    """Of the last norm, the head and the loss: logits, and of each token its target, normaliser and mask.
+
+    A vocabulary over several ranks takes another mask: of targets that are here.
+    """
+    normed = norm_bytes(shape) + shape.hidden_bytes
+    return normed + shape.t * (shape.vocab * shape.item + 8 + 4 + 1 + (shape.tp > 1))
+
+
+def stage_bytes(
+    config: TrainConfig, shape: Shape, device: str, *, layers: Sequence[int], first: bool, last: bool
+) -> int:
+    """What one forward of a stage saves, parameters apart, the loss included."""
+    found = sum(layer_bytes(config, shape, device, layer) for layer in layers)
+    if layers and config.train.recompute == "none":
+        found += shared_bytes(config, shape, device)
+    tokens = shape.t * (8 + (shape.tp > 1))  # and which of them are in this rank's rows
+    return found + (tokens if first else 0) + (head_bytes(shape) if last else 0)
+
+
+def backward_bytes(
+    config: TrainConfig, shape: Shape, device: str, *, layers: Sequence[int], last: bool, gradients: int
+) -> int:
+    """What backward needs at its worst moment beside all that was saved; an estimate from above.
+
+    Either the gradient of the logits and a chunk of them in float32, or what a layer computes again, two gradients as
+    wide as its widest part, and what sequence parallelism gathers. Beside either ``gradients`` elements of weights'
+    gradients before they are added to a sum.
+    """
+    weights, worst = gradients * shape.item, 0
+    if last:
+        chunk = min(shape.t * shape.vocab, _LOSS_CHUNK.get(device, _LOSS_CHUNK_ELSEWHERE))
+        worst = shape.t * shape.vocab * shape.item + 8 * chunk + weights
+    for layer in layers:
+        again = {
+            "none": 0,
+            "selective": attention_bytes(config, shape, device),
+            "full": attention_bytes(config, shape, device) + second_part_bytes(config, shape, layer),
+        }[config.train.recompute]
+        inside = again + max(_attention_gradients(shape), _second_gradients(config, shape, layer))
+        worst = max(worst, inside + weights)
+    return worst
+
+
+def _attention_gradients(shape: Shape) -> int:
+    """Two of the widest, what sequence parallelism gathers, and gradients of the keys of other ranks."""
+    gathered = shape.t * shape.h * shape.item if shape.between > 1 else 0
+    if shape.gathers_keys:  # as they are made, sent and received
+        gathered += 3 * 2 * shape.b * shape.s * shape.k * shape.item
+    if shape.ring:  # queries' in float32; keys' here, on their way in and out; keys on their way
+        gathered += 4 * shape.t * shape.q + 2 * shape.t * shape.k * (3 * 4 + 2 * shape.item)
+    return gathered + 2 * shape.t * max(shape.q, shape.h) * shape.item
+
+
+def _second_gradients(config: TrainConfig, shape: Shape, layer: int) -> int:
+    gathered = shape.t * shape.h * shape.item if shape.between > 1 else 0
+    if not config.model.has_experts(layer):
+        return gathered + 2 * shape.t * max(shape.f, shape.h) * shape.item
+    # Everything between gate, up and down once, and rows as they come, are sorted and go.
+    return gathered + shape.rows * (7 * shape.expert_f + 3 * shape.h) * shape.item

@@ -1,0 +1,441 @@
+"""The run: join the ranks, build, resume, loop, save.
+
+    TrainConfig --> loop (this file): mesh --> build --> [ data --> step --> metrics --> checkpoint ]* --> TrainResult
+
+Every rank runs this same code; a world of one has no process group and every group is None. State that outlives a rank
+is a step number, ``samples`` consumed, and what checkpoint.py saves: a killed run continues from the newest whole one.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+
+from sixfold.dist_ckpt import AsyncSave, retention
+from sixfold.gpt.checkpoints import training_state as checkpoint
+from sixfold.gpt.checkpoints.starting_point import Start, initial_weights, same_config, starting_point, step_of
+from sixfold.gpt.checkpoints.training_state import Progress
+from sixfold.gpt.config.rules import check_world
+from sixfold.gpt.config.train_config import PLAN
+from sixfold.gpt.data import user_datasets as own_data
+from sixfold.gpt.data.host_to_device import copies_to
+from sixfold.gpt.data.prefetch import Ahead
+from sixfold.gpt.data.token_stream import Microbatch, TokenStream, open_on_ranks
+from sixfold.gpt.engine.activation_offload import check_offload
+from sixfold.gpt.engine.nonfinite import blamed
+from sixfold.gpt.engine.rank_model import ModelProvider, RankModel, build_rank, check_compiler, check_provider
+from sixfold.gpt.engine.searched_schedule import plan_run
+from sixfold.gpt.engine.step import Asks, NonFinite, StepOutcome, evaluate, train_step
+from sixfold.gpt.engine.weight_versions import NotFiniteError
+from sixfold.gpt.errors import ConfigError, FinalError, NoTargetsError, TrainError
+from sixfold.gpt.launch import rendezvous as launch
+from sixfold.gpt.launch.stop_signals import Interrupted, StopFlag
+from sixfold.gpt.machine.devices import peak_flops_of
+from sixfold.gpt.observe import timeline
+from sixfold.gpt.observe.metrics import MetricsWriter, read_all
+from sixfold.gpt.observe.software_versions import versions
+from sixfold.gpt.observe.straggler import StragglerReport
+from sixfold.gpt.observe.tensorboard import Board, check_board, traced
+from sixfold.gpt.parallel.agreement import any_of, from_first, memory_errors, together, wire_errors
+from sixfold.gpt.parallel.mesh import make_mesh
+from sixfold.gpt.parallel.sequence_parts import Part
+from sixfold.gpt.training.learning_rate import batch_size, learning_rate
+from sixfold.gpt.training.resume import restore, start_line
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config.train_config import TrainConfig
+    from sixfold.gpt.data.token_stream import Datasets
+
+CLOSE_S = 5.0  # for the data thread to end with its run
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """How a run ended.
+
+    Attributes:
+        step: updates done. loss: of the last one, None if none was done.
+        reason: "finished", or "sigterm": asked to stop, and saved.
+    """
+
+    step: int
+    loss: float | None
+    run_dir: Path
+    reason: str
+
+
+class Run:
+    """One rank's view of a run: what it trains, where it stands, and what it writes."""
+
+    def __init__(self, config: TrainConfig, rank: RankModel, metrics: MetricsWriter | None, data: Datasets) -> None:
+        self.config = config
+        self.rank = rank
+        self.metrics = metrics  # on rank 0 only
+        self.train_data, valid = data
+        cp, copies = rank.mesh.axes.cp, copies_to(rank.device)
+        part = Part(cp.rank, cp.size)
+        self.stream = TokenStream(self.train_data, config, part=part, copies=copies)
+        if valid is None and config.eval.every:
+            raise ConfigError(
+                f"eval.every is {config.eval.every} and data.split {config.data.split!r} leaves no validation data; "
+                f"name some in data.valid, or set eval.every = 0"
+            )
+        self.valid = None if valid is None else TokenStream(valid, config, part=part, copies=copies)
+        if not isinstance(self.train_data, own_data.OwnData):
+            rank.eod = int(self.train_data.config.tokenizer.eod)
+        self.progress = Progress()
+        self.loss: float | None = None
+        self.versions = versions()
+        self.root = Path(config.run.dir) / "checkpoints"
+        self.board: Board | None = None  # on rank 0, where the config wants one
+        self._stragglers = StragglerReport(rank, config.log)
+        self._timelines = timeline.Keeper(config.run.dir)
+        self._ahead: tuple[int, Ahead[list[Microbatch]]] | None = None
+        self._saved: tuple[int, float, AsyncSave | None] | None = None  # step, seconds blocked, handle
+        self._save_began = time.monotonic()  # the newest one, or the run
+        self._told_at = time.monotonic(), 0  # when the newest step line was written, and tokens until then
+
+    def note(self, kind: str, **fields: Any) -> None:
+        """One line of metrics.jsonl, written by one rank."""
+        if self.metrics is not None:
+            self.metrics.write(kind, **fields)
+        if self.board is not None:
+            self.board.poll()
+
+    def close(self) -> None:
+        """Let the data thread end, which reads files that its user may close or delete next; one that hangs is left."""
+        if self._ahead is not None:
+            self._ahead[1].wait(CLOSE_S)
+
+    def _fetch(self, step: int, samples: int) -> list[Microbatch]:
+        mesh, size = self.rank.mesh, batch_size(self.config, step)
+        micro = self.config.train.micro_batch_size
+        return self.stream.step(samples, size, micro, mesh.dp, mesh.dp_rank)
+
+    def _valid_batch(self, number: int) -> Ahead[list[Microbatch]]:
+        assert self.valid is not None, f"eval.every is {self.config.eval.every} without validation data"
+        valid, mesh, train = self.valid, self.rank.mesh, self.config.train
+        size = train.global_batch_size
+        return Ahead(lambda: valid.step(number * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank))
+
+    def coming_batch(self) -> list[Microbatch]:
+        """This step's microbatches, without any being consumed."""
+        step, samples = self.progress.step, self.progress.samples
+        if self._ahead is None or self._ahead[0] != step:
+            self._ahead = (step, Ahead(lambda: self._fetch(step, samples)))
+        return self._await_data(f"step {step}", self._ahead[1])
+
+    def next_batch(self) -> list[Microbatch]:
+        """This step's microbatches; the next step's are fetched on a thread while this one runs."""
+        batch, self._ahead = self.coming_batch(), None
+        step, samples = self.progress.step, self.progress.samples
+        if step + 1 < self.config.train.steps:
+            after = samples + batch_size(self.config, step)
+            self._ahead = (step + 1, Ahead(lambda: self._fetch(step + 1, after)))
+        return batch
+
+    def _await_data(self, what: str, ahead: Ahead[list[Microbatch]]) -> list[Microbatch]:
+        limit = self.config.run.timeout_seconds
+        try:
+            batch = ahead.result(limit)
+        except TimeoutError as error:
+            raise TrainError(
+                f"{what}: rank {self.rank.mesh.rank} did not read its data within {limit:g} s; is the disk there? "
+                "[see errors/gpt.html#data-did-not-come]"
+            ) from error
+        for microbatch in batch:
+            microbatch.arrive()
+        return batch
+
+    def save(self, *, goes_on: bool) -> None:
+        """Write a checkpoint of this step: in the background if training goes on and the config says so."""
+        self.finish_save()
+        self._save_began = time.monotonic()
+        with wire_errors(f"what was in flight at the save of step {self.progress.step}"):
+            self.rank.settle()
+        step = self.progress.step
+        folder = retention.step_path(self.root, step)
+        data = self.train_data.state_dict(self.progress.samples)
+        background = goes_on and self.config.checkpoint.background
+        with wire_errors(f"save of step {step}"), self.rank.clock.part("save"):
+            blocked, handle = checkpoint.save(
+                self.rank, folder, self.progress, data, self.versions, background=background
+            )
+        self._saved = step, blocked, handle
+        if handle is None:
+            self.finish_save()
+
+    def finish_save(self) -> None:
+        """Wait for the newest save, say that it is there, and drop what retention says.
+
+        A save that goes on, however slowly, is waited for; one that stands still ends by its own deadline.
+        """
+        if self._saved is None:
+            return
+        (step, blocked, handle), self._saved = self._saved, None
+        if handle is not None:
+            with wire_errors(f"save of step {step}"), self.rank.clock.part("save"):
+                handle.wait()
+        if self.rank.mesh.rank == 0:
+            keep = self.config.checkpoint
+            retention.prune(self.root, keep_last=keep.keep, keep_every=keep.keep_every or None)
+        self.note(
+            "save",
+            step=step,
+            checkpoint=str(retention.step_path(self.root, step)),
+            blocked_seconds=blocked,
+            seconds=blocked if handle is None else handle.total_s,
+        )
+
+    def evaluation_due(self) -> bool:
+        """Whether the step that was done last is one that is evaluated: each so many, and the last of the run."""
+        every, step = self.config.eval.every, self.progress.step
+        return bool(every) and step > 0 and (step % every == 0 or step == self.config.train.steps)
+
+    def evaluated(self) -> bool:
+        """Whether metrics.jsonl has this step's evaluation; rank 0 looks, and all know."""
+
+        def look() -> bool:
+            path = Path(self.config.run.dir) / "metrics.jsonl"
+            return any(r["kind"] == "eval" and r["step"] == self.progress.step for r in read_all(path))
+
+        return from_first(self.rank.mesh.control, self.rank.mesh.rank, self.rank.mesh.size, look)
+
+    def evaluate(self, flag: StopFlag) -> bool:
+        """Loss on the validation part: always the same positions, whatever the training position is.
+
+        Returns:
+            False if it was given up because a rank was asked to stop; then there is no line.
+        """
+        what = f"evaluation after step {self.progress.step}"
+        batches = (self._await_data(what, self._valid_batch(i)) for i in range(self.config.eval.batches))
+        with wire_errors(what):
+            found = evaluate(self.rank, batches, lambda: any_of(self.rank.mesh.control, flag.asked))
+        if found is not None:
+            self.note("eval", step=self.progress.step, loss=found[0], tokens=int(found[1]))
+        return found is not None
+
+    def save_is_due(self) -> bool:
+        """Whether this rank's clock says so and its newest save is written; ranks differ, and agree in the step."""
+        minutes = self.config.checkpoint.every_minutes
+        writing = self._saved is not None and self._saved[2] is not None and not self._saved[2].done()
+        return bool(minutes) and not writing and time.monotonic() - self._save_began >= 60 * minutes
+
+    def step(self, stop: bool) -> StepOutcome:
+        """One update; what all ranks agreed on in it, as whether to stop and whether to save."""
+        start = time.monotonic()
+        at = self.progress
+        with self.rank.clock.part("data"):
+            batch = self.next_batch()
+        data_seconds = time.monotonic() - start
+        lr, log = learning_rate(self.config, at.step), self.config.log
+        traces = traced(self.config.run.dir, log.profile_steps, at.step + 1, self.rank.mesh.rank)
+        try:
+            with wire_errors(f"step {at.step}"), traces, self.rank.clock.part("compute"):
+                asks = Asks(stop=stop, save=self.save_is_due())
+                outcome = train_step(self.rank, batch, lr, asks, timed=at.step + 1 in log.timeline_steps)
+        except NoTargetsError:
+            raise NoTargetsError(self.config.data.eod_mask_loss, f"step {at.step}: ") from None
+        except NotFiniteError as found:  # inside the program, where versions of weights are updated
+            rank = self.rank.mesh.rank_of(found.rank)
+            self.note("nonfinite", step=at.step, rank=rank, where=found.where, what="gradient")
+            raise FinalError(f"step {at.step}: {found}") from found
+        if isinstance(outcome, NonFinite):
+            self._end_nonfinite(outcome, batch)
+        size = batch_size(self.config, at.step)
+        tokens = size * self.config.data.seq_length
+        self.progress = Progress(step=at.step + 1, samples=at.samples + size, tokens=at.tokens + tokens)
+        self.loss = outcome.loss
+        now = time.monotonic()
+        seconds = now - start
+        if self.progress.step % log.every == 0 or self.progress.step == self.config.train.steps:
+            self.note(
+                "step",
+                step=self.progress.step,
+                loss=outcome.loss,
+                grad_norm=outcome.grad_norm,
+                lr=lr,
+                tokens=self.progress.tokens,
+                samples=self.progress.samples,
+                batch_size=size,
+                seconds=seconds,
+                data_seconds=data_seconds,
+                tokens_per_second=tokens / seconds,
+                wall_tokens_per_second=(self.progress.tokens - self._told_at[1]) / (now - self._told_at[0]),
+                mfu=None if self.rank.device.type == "cpu" else self._mfu(tokens / seconds),
+                memory_bytes=outcome.memory_bytes,
+                loss_by_dataset={self.train_data.names[i]: x for i, x in outcome.loss_by_dataset.items()},
+                expert_load=outcome.expert_load,
+            )
+            self._told_at = now, self.progress.tokens
+        if self.progress.step in log.timeline_steps:
+            self._keep_timeline(outcome)
+        self._stragglers.after_step(self.progress.step, outcome.ran, self.note)
+        return outcome
+
+    def _keep_timeline(self, outcome: StepOutcome) -> None:
+        """The step as rank 0's pipeline ran it, for `sixfold timeline`."""
+        if not self.rank.mesh.speaks:
+            return
+        step = self.progress.step
+        with wire_errors(f"timeline of step {step}"):
+            measured = self.rank.runner.gather_timeline(outcome.ran)
+        if measured is not None:
+            kept = self._timelines.keep(step, outcome.program, measured)
+            if kept is not None:
+                self.note("timeline", step=step, **kept)
+
+    def _mfu(self, tokens_per_second: float) -> float | None:
+        peak = peak_flops_of(torch.cuda.get_device_name(self.rank.device))
+        if peak is None:
+            return None
+        flops = self.config.model.flops_per_token(self.config.data.seq_length)
+        return tokens_per_second * flops / (peak * self.rank.mesh.size)
+
+    def _end_nonfinite(self, outcome: NonFinite, batch: list[Microbatch]) -> NoReturn:
+        """Say where the first non-finite value arose, on every rank alike, and end the run with weights untouched."""
+        what, rank, where = blamed(self.rank, batch, outcome.gradient, self.progress.step)
+        self.note("nonfinite", step=self.progress.step, rank=rank, where=where, what=what)
+        raise FinalError(
+            f"step {self.progress.step}, rank {rank}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: not "
+            f"finite; the first such value is the {what}{where and f' of {where}'}. Weights are those before it "
+            "[see errors/gpt.html#a-value-is-not-finite]"
+        )
+
+    def loop(self, flag: StopFlag) -> str:
+        """Train to the last step or to an agreed stop. Returns the reason."""
+        every = self.config.checkpoint.every
+        self._save_began = time.monotonic()
+        self._told_at = time.monotonic(), self.progress.tokens
+        flag.arm()  # what comes during the first step waits for its end: a rank that died in it would lose it for all
+        while self.progress.step < self.config.train.steps:
+            outcome = self.step(flag.asked)
+            stopped = outcome.stop
+            step = self.progress.step
+            last = step == self.config.train.steps
+            due = self.evaluation_due()
+            # Saved before it is evaluated: whoever stops or kills a run in an evaluation loses nothing.
+            saved = last or stopped or outcome.save or bool(every and step % every == 0)
+            if saved:
+                self.save(goes_on=not (last or stopped))
+            if due and not stopped:
+                stopped = not self.evaluate(flag)
+                if stopped and not saved:
+                    self.save(goes_on=False)
+            if stopped and (due or not last):
+                return "sigterm"
+        return "finished"
+
+
+def train_in(
+    config: TrainConfig,
+    world: launch.World,
+    model_provider: ModelProvider | None = None,
+    datasets: own_data.Datasets | None = None,
+) -> TrainResult:
+    """`train` for ranks that have met already: ``world`` is this process among them."""
+    config = replace(config, parallel=check_world(config, world.size))
+    if config.train.deterministic:
+        launch.make_deterministic(os.environ)
+    mesh = make_mesh(config.parallel, world, world.device, config.run.timeout_seconds)
+    together(mesh.control, mesh.size, lambda: check_provider(config, model_provider))
+    if config.train.compile:
+        together(mesh.control, mesh.size, lambda: check_compiler(world.device))
+    if config.train.offload_activations:
+        together(mesh.control, mesh.size, lambda: check_offload(world.device))
+
+    together(mesh.control, mesh.size, lambda: check_board(config.log.tensorboard))
+    same_config(config, mesh)
+    start = starting_point(config, mesh, datasets)
+    source = None if start.newest is not None else initial_weights(config, mesh)
+    fresh = start.newest is None and source is None
+    with memory_errors(mesh.rank, config):
+        rank = build_rank(config, mesh, world, model_provider=model_provider, draw=fresh)
+    path = Path(config.run.dir) / "metrics.jsonl"
+    metrics = together(mesh.control, mesh.size, lambda: MetricsWriter(path) if mesh.rank == 0 else None)
+    try:
+        data = open_on_ranks(config, mesh, datasets)
+        run = together(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data))
+        reason = _train(run, start, source)
+    finally:
+        if metrics is not None:
+            metrics.close()
+    return TrainResult(step=run.progress.step, loss=run.loss, run_dir=Path(config.run.dir), reason=reason)
+
+
+def _train(run: Run, start: Start, source: Path | None) -> str:
+    """From where the run begins to its end; the reason."""
+    flag, mesh, fresh = StopFlag(), run.rank.mesh, start.newest is None
+    if run.config.log.tensorboard and mesh.rank == 0:
+        run.board = Board(run.config.run.dir, step_of(start.newest))
+    try:
+        start_line(run, mesh, step_of(start.newest))
+        restore(run, start, source)
+        if run.config.parallel.schedule == PLAN:
+            plan_run(run)
+        if run.config.checkpoint.save_initial and fresh:
+            run.save(goes_on=run.config.train.steps > 0)
+        if not fresh and run.evaluation_due() and not run.evaluated():
+            run.evaluate(flag)  # the run ended between this step's save and its evaluation
+        with memory_errors(mesh.rank, run.config):
+            reason = run.loop(flag)
+        run.finish_save()
+        run.note("end", step=run.progress.step, reason=reason)
+    except BaseException:
+        with suppress(TrainError):  # a full disk may refuse this too; the first error is the one to raise
+            run.finish_save()
+        with suppress(TrainError):
+            run.note("end", step=run.progress.step, reason="error")
+        raise
+    finally:
+        flag.disarm()
+        run.close()
+        if run.board is not None:
+            run.board.close()
+    if reason == "sigterm" and flag.interrupted:
+        raise Interrupted(f"stopped by Ctrl-C after step {run.progress.step}, which is saved in {run.root}")
+    return reason
+
+
+def train(
+    config: TrainConfig,
+    *,
+    model_provider: ModelProvider | None = None,
+    forward_step: Callable[..., Any] | None = None,
+    datasets: own_data.Datasets | None = None,
+) -> TrainResult:
+    """Train as ``config`` says: this process alone, or this process as the rank that its launcher made it.
+
+    Args:
+        model_provider: builds a stage of another decoder; see ``sixfold.gpt.engine.rank_model.build_rank``.
+        forward_step: only None; a model_provider's module computes its losses itself.
+        datasets: map-style ones instead of token pairs, by names of data.blend and data.valid; see own_data.py.
+    Returns:
+        How it ended, on every rank.
+    Raises:
+        KeyboardInterrupt: on a rank that had Ctrl-C: the step at hand is done and saved, as SIGTERM has it done.
+        ConfigError: the config cannot work with this world or this data. TrainError: the run failed; the newest whole
+        checkpoint in ``run.dir`` is what a next start continues from.
+    """
+    if forward_step is not None:
+        raise ConfigError("forward_step is not supported: let a model_provider's module compute its losses")
+    rendezvous = launch.detect(os.environ)
+    if rendezvous is None and config.parallel.world > 1:
+        raise ConfigError(
+            f"parallel.pp * dp * cp * tp is {config.parallel.world} ranks and this process is alone; "
+            f"`sixfold train` and torchrun start them, train() itself is one of them"
+        )
+    if config.train.deterministic:
+        launch.make_deterministic(os.environ)
+    world = launch.join(rendezvous, device=config.run.device, timeout_s=config.run.timeout_seconds)
+    try:
+        return train_in(config, world, model_provider, datasets)
+    finally:
+        launch.leave(world)

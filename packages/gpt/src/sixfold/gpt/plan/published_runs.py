@@ -2,7 +2,7 @@
 
     ROWS (this file) --> predicted --> errors --> spread.py: the range that a plan prints; docs/guide/gpt-plan-errors.md
 
-Each row has a public source. ``python -m sixfold.gpt.plan.published_runs`` prints the table; a test compares it with the page and
+Each row has a public source. ``python -m sixfold.gpt.published`` prints the table; a test compares it with the page and
 the quantiles with spread.py. No torch.
 
 What is planned is the run as far as this package has its like. MPT has two matrices in its feed-forward part: here
@@ -240,7 +240,3 @@ def quantile(values: Sequence[float], share: float) -> float:
     below = int(at)
     above = min(below + 1, len(ordered) - 1)
     return ordered[below] + (at - below) * (ordered[above] - ordered[below])
-
-
-if __name__ == "__main__":
-    print(table(beside_plans()))

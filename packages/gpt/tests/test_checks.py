@@ -3,10 +3,10 @@
 import pytest
 from config_helpers import config_with, words_of
 
+from sixfold.gpt.config.batch_schedule import batch_size
 from sixfold.gpt.config.resume_rules import noted_changes
 from sixfold.gpt.config.train_config import check_world, resume_changes
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.training.learning_rate import batch_size
 from sixfold.pipeline.schedules import by_name, registered
 
 

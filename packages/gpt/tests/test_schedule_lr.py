@@ -5,7 +5,8 @@ import pytest
 import torch
 from config_helpers import config_with
 
-from sixfold.gpt.training.learning_rate import batch_size, learning_rate
+from sixfold.gpt.config.batch_schedule import batch_size
+from sixfold.gpt.training.learning_rate import learning_rate
 
 
 def rates(*overrides):

@@ -8,17 +8,9 @@ raised inside an import may also be dropped there. Nothing is half-made then.
 
 from __future__ import annotations
 
-import os
 import signal
-from types import FrameType
-from typing import NoReturn
 
-INTERRUPTED = 130  # 128 + SIGINT, as a shell would say
-
-
-def end_at_once(signum: int, frame: FrameType | None) -> NoReturn:
-    """A signal handler, for a time in which nothing is half-made."""
-    os._exit(128 + signum)
+from sixfold.gpt.launch.interrupt import end_at_once
 
 
 def main() -> int:

@@ -22,9 +22,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sixfold.gpt.command import INTERRUPTED, end_at_once
 from sixfold.gpt.commands.plan_and_doctor import add_verbs
 from sixfold.gpt.errors import ConfigError, raised_inside
+from sixfold.gpt.launch.interrupt import INTERRUPTED, end_at_once
 from sixfold.gpt.launch.spawn import RankError, failure_of, is_typed, start_ranks
 from sixfold.gpt.launch.stop_signals import ASK_TO_STOP, STOPPED, Interrupted, end_unsaved, is_free
 

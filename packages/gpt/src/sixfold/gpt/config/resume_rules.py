@@ -9,7 +9,7 @@ Numbers and texts only: no torch, no files.
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from sixfold.gpt.config.rules import samples_before
+from sixfold.gpt.config.batch_schedule import samples_before
 from sixfold.gpt.errors import ConfigError
 
 if TYPE_CHECKING:

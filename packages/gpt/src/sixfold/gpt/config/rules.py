@@ -10,9 +10,9 @@ Numbers only: no torch, no files. The pure functions here read a TrainConfig and
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import fields, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from sixfold.gpt.config.batch_schedule import batch_sizes, samples_before
 from sixfold.gpt.config.degrees import check_degrees, check_ranks, multiples
 from sixfold.gpt.errors import ConfigError
 from sixfold.pipeline.schedules import by_name, registered
@@ -69,7 +69,7 @@ def check_rules(config: "TrainConfig") -> None:
     if config.model.num_experts:
         _check_experts(config)
     _check_changes(config)
-    for name, batch in global_batches_of(config):
+    for name, batch in batch_sizes(config):
         _check_batch(name, batch, config.train.micro_batch_size, max(config.parallel.dp, 1))
 
 
@@ -132,7 +132,7 @@ def check_versions(config: "TrainConfig") -> None:
 def check_microbatches(config: "TrainConfig", dp: int) -> None:
     """PipeDream updates after every microbatch; 2BW's two versions are enough from pp - 1 microbatches on."""
     parallel, micro = config.parallel, config.train.micro_batch_size
-    for key, batch in global_batches_of(config):
+    for key, batch in batch_sizes(config):
         m = batch // (micro * dp)
         if parallel.schedule == "pipedream" and m != 1:
             raise ConfigError(
@@ -169,24 +169,9 @@ def check_world(config: "TrainConfig", world: int) -> "ParallelConfig":
     check_ranks(config, resolved)
     if not parallel.entry.flushed:
         check_microbatches(config, resolved.dp)
-    for name, batch in global_batches_of(config):
+    for name, batch in batch_sizes(config):
         _check_batch(name, batch, config.train.micro_batch_size, resolved.dp)
     return resolved
-
-
-def global_batches_of(config: "TrainConfig") -> list[tuple[str, int]]:
-    """Every global batch size of the run in samples, with the key that sets it."""
-    ramp = [(f"train.batch_ramp[{index}]", batch) for index, (_, batch) in enumerate(config.train.batch_ramp)]
-    return [("train.global_batch_size", config.train.global_batch_size), *ramp]
-
-
-def samples_before(config: "TrainConfig", step: int) -> int:
-    """Samples that ``step`` updates have consumed."""
-    starts = [(0, config.train.global_batch_size), *config.train.batch_ramp, (step, 0)]
-    total = 0
-    for (begin, batch), (end, _) in pairwise(starts):
-        total += max(min(end, step) - begin, 0) * batch
-    return total
 
 
 def _check_batch(name: str, batch: int, micro: int, dp: int) -> None:
@@ -267,7 +252,7 @@ def _check_stages(config: "TrainConfig") -> None:
 
 def _check_search(config: "TrainConfig") -> None:
     """Rank 0 searches a plan for each number of microbatches; the others wait no longer than for all else."""
-    counts = len({batch for _, batch in global_batches_of(config)})
+    counts = len({batch for _, batch in batch_sizes(config)})
     each, limit = config.pipeline.plan_seconds, config.run.timeout_seconds
     if config.parallel.schedule == "plan" and config.parallel.pp > 1 and each * counts >= limit:
         raise ConfigError(

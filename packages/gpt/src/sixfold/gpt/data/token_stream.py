@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from sixfold.gpt.config.batch_schedule import batch_size, samples_before
 from sixfold.gpt.errors import ConfigError, FinalError
 from sixfold.gpt.parallel.sequence_parts import WHOLE, Part, documents_here
 
@@ -131,18 +132,6 @@ def end_of_documents(config: TrainConfig) -> int:
     return tokenizer_of(config.data.blend, config.data.tokenizer, config.data.eod_token).eod
 
 
-def train_samples(config: TrainConfig, steps: int | None = None) -> int:
-    """Samples that the first ``steps`` updates consume (default: all of the run), ramp included."""
-    from sixfold.gpt.training.learning_rate import batch_size
-
-    n = config.train.steps if steps is None else steps
-    return (
-        sum(batch_size(config, step) for step in range(n))
-        if config.train.batch_ramp
-        else n * config.train.global_batch_size
-    )
-
-
 def dataset_builder(
     config: TrainConfig, group: dist.ProcessGroup | None = None, *, tell: bool = True
 ) -> BlendedMegatronDatasetBuilder:
@@ -193,7 +182,7 @@ def dataset_builder(
 
 def _sizes(config: TrainConfig) -> list[int]:
     valid = config.eval.batches * config.train.global_batch_size if config.eval.every else 0
-    return [train_samples(config), valid, 0]
+    return [samples_before(config, config.train.steps), valid, 0]
 
 
 def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder | None = None) -> Datasets:
@@ -293,7 +282,7 @@ def continue_data(train: BlendedDataset | OwnData, state: Mapping[str, Any], con
 
 def epochs_of(train: BlendedDataset | OwnData, config: TrainConfig) -> dict[str, float]:
     """How often the whole run reads each dataset of the blend, by name."""
-    times = train.epochs(train_samples(config))
+    times = train.epochs(samples_before(config, config.train.steps))
     return dict(zip(train.names, times.tolist(), strict=True))
 
 
@@ -402,11 +391,10 @@ def global_batches(config: TrainConfig, first_step: int = 0, *, datasets: OwnDat
     import torch
 
     from sixfold.gpt.data.user_datasets import open_own
-    from sixfold.gpt.training.learning_rate import batch_size
 
     train = build_datasets(config)[0] if datasets is None else open_own(config, datasets)[0]
     stream = TokenStream(train, config)
-    samples = train_samples(config, first_step)
+    samples = samples_before(config, first_step)
     for step in range(first_step, config.train.steps):
         size = batch_size(config, step)
         batch = stream.arrays(range(samples, samples + size))

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from sixfold.gpt.config.batch_schedule import samples_before
 from sixfold.gpt.errors import ConfigError, FinalError
 from sixfold.gpt.parallel.agreement import gather, together
 
@@ -86,13 +87,13 @@ def open_own(config: TrainConfig, datasets: Datasets, *, tell: bool = True) -> t
     Args:
         tell: warn of datasets that training reads more often than data.max_epochs.
     """
-    from sixfold.gpt.data.token_stream import train_samples
-
     check_own(config, datasets)
     data = config.data
     train = OwnData({name: datasets[name] for name in data.blend}, data.weights, config, "train")
     if tell and data.max_epochs:
-        for name, times in zip(train.names, train.epochs(train_samples(config)).tolist(), strict=True):
+        for name, times in zip(
+            train.names, train.epochs(samples_before(config, config.train.steps)).tolist(), strict=True
+        ):
             if times > data.max_epochs:
                 warnings.warn(
                     f"training reads {name} {times:.1f} times; data.max_epochs is {data.max_epochs:g}", stacklevel=2

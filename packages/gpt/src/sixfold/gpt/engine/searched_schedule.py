@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from sixfold import pipeline
-from sixfold.gpt.config.rules import global_batches_of
+from sixfold.gpt.config.batch_schedule import batch_sizes
 from sixfold.gpt.engine.rank_model import make_program
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.observe.metrics import FIELDS
@@ -37,7 +37,7 @@ Found = dict[str, Any]  # what a plan says of itself: texts and numbers, the sam
 def microbatch_counts(config: TrainConfig) -> list[int]:
     """Microbatches of each step and evaluation that the run may have."""
     ranks = config.train.micro_batch_size * config.parallel.dp
-    return sorted({batch // ranks for _, batch in global_batches_of(config)})
+    return sorted({batch // ranks for _, batch in batch_sizes(config)})
 
 
 def assumed_costs(config: TrainConfig, kind: str) -> Costs:

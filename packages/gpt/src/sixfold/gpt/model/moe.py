@@ -29,7 +29,7 @@ from torch._compile import _disable_dynamo  # which imports torch._dynamo when i
 from torch.autograd.function import once_differentiable
 
 from sixfold.gpt.config.train_config import GPTConfig
-from sixfold.gpt.model.grouped_experts import feed_forward
+from sixfold.gpt.model.grouped_experts import Segments, feed_forward
 from sixfold.gpt.parallel.axes import ALONE, Axes, Axis
 from sixfold.gpt.parallel.expert_dispatch import Order, Route, combined, own_share, spread, travelled, whole
 from sixfold.gpt.parallel.lost_ranks import among
@@ -95,7 +95,8 @@ class MixtureOfExperts(nn.Module):
         route = Route.of(order.counts, self.axes)
         rows = travelled(spread(tokens, order), route, outward=True)
         experts = self.experts
-        rows = feed_forward(rows, experts.gate.weight, experts.up.weight, experts.down.weight, route.segments)
+        segments = Segments(route.ends, route.known)
+        rows = feed_forward(rows, experts.gate.weight, experts.up.weight, experts.down.weight, segments)
         return combined(travelled(rows, route, outward=False), weights, order)
 
     def _balance(self, counts: Tensor) -> Tensor | None:

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from sixfold.gpt.model.grouped_experts import Segments
 from sixfold.gpt.parallel.axes import Axes, Axis
 from sixfold.gpt.parallel.lost_ranks import over
 
@@ -69,7 +68,8 @@ class Route:
         out: rows of this rank for each expert-parallel rank.
         into: rows that come from each rank of ``axis``.
         sorted: of the rows that came, from rank after rank, those in the order of experts; and back. None: they are.
-        segments: where the rows of each expert of this rank end.
+        ends: int32, on the rows' device: expert e of this rank has the rows ``ends[e - 1]`` to ``ends[e]``.
+        known: the same where the host knows them already.
     """
 
     axis: Axis
@@ -77,14 +77,15 @@ class Route:
     out: tuple[int, ...]
     into: tuple[int, ...]
     sorted: tuple[Tensor, Tensor] | None
-    segments: Segments
+    ends: Tensor
+    known: tuple[int, ...] | None
 
     @classmethod
     def of(cls, counts: Tensor, axes: Axes) -> Route:
         """For ``counts`` (experts,) rows of this rank. Collective over ``axes.exchange``."""
         axis, ep, tp = axes.exchange, axes.ep.size, axes.tp.size
         if axis.size == 1:
-            return cls(axis, 1, (), (), None, Segments(counts.cumsum(0, dtype=torch.int32)))
+            return cls(axis, 1, (), (), None, counts.cumsum(0, dtype=torch.int32), None)
         assert axis.size == ep * tp, f"{axis.size} ranks exchange rows and ep * tp is {ep} * {tp}"
         here = len(counts) // ep  # experts of this rank
         mine = counts.view(ep, 1, here).expand(ep, tp, here).reshape(-1)
@@ -96,8 +97,7 @@ class Route:
         numbers = torch.cat((counts.view(ep, here).sum(1), theirs.sum(1), ends)).tolist()
         out, into, known = numbers[:ep], numbers[ep : ep + axis.size], numbers[ep + axis.size :]
         by_expert = _by_expert(theirs, known[-1]) if here > 1 else None
-        segments = Segments(ends.to(torch.int32), tuple(known))
-        return cls(axis, tp, tuple(out), tuple(into), by_expert, segments)
+        return cls(axis, tp, tuple(out), tuple(into), by_expert, ends.to(torch.int32), tuple(known))
 
     def outward(self, rows: Tensor) -> Tensor:
         """Rows of this rank -> rows for its experts, expert by expert."""

@@ -1,6 +1,6 @@
-"""Learning rate and batch size as functions of the update number.
+"""Learning rate as a function of the update number.
 
-    config, updates done --> learning_rate, batch_size (this file) --> optimizer groups, data order
+    config, updates done --> learning_rate (this file) --> optimizer groups
 
 Pure: a resumed run asks for the same number and gets the same answer, so there is no scheduler state to save.
 """
@@ -29,9 +29,3 @@ def learning_rate(config: TrainConfig, update_index: int) -> float:
     if schedule.shape == "wsd" and decay and step >= steps - decay:
         return peak * (1 - (1 - floor) * (step - (steps - decay)) / decay)
     return peak
-
-
-def batch_size(config: TrainConfig, step: int) -> int:
-    """Global batch of ``step`` in samples: the last entry of train.batch_ramp at or before it."""
-    reached = [batch for start, batch in config.train.batch_ramp if start <= step]
-    return reached[-1] if reached else config.train.global_batch_size

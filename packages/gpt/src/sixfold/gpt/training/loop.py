@@ -22,6 +22,7 @@ from sixfold.dist_ckpt import AsyncSave, retention
 from sixfold.gpt.checkpoints import training_state as checkpoint
 from sixfold.gpt.checkpoints.starting_point import Start, initial_weights, same_config, starting_point, step_of
 from sixfold.gpt.checkpoints.training_state import Progress
+from sixfold.gpt.config.batch_schedule import batch_size
 from sixfold.gpt.config.rules import check_world
 from sixfold.gpt.config.train_config import PLAN
 from sixfold.gpt.data import user_datasets as own_data
@@ -46,7 +47,7 @@ from sixfold.gpt.observe.tensorboard import Board, check_board, traced
 from sixfold.gpt.parallel.agreement import any_of, from_first, memory_errors, together, wire_errors
 from sixfold.gpt.parallel.mesh import make_mesh
 from sixfold.gpt.parallel.sequence_parts import Part
-from sixfold.gpt.training.learning_rate import batch_size, learning_rate
+from sixfold.gpt.training.learning_rate import learning_rate
 from sixfold.gpt.training.resume import restore, start_line
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ FLOORS: dict[str, list[list[str]]] = {
     name: table["floors"] for name, table in tomllib.loads((Path(__file__).parent / "rooms.toml").read_text()).items()
 }
 MOST_ROOM_LINES = 10
-FROM_OUTSIDE = re.compile(r"^From outside: (.*?)\.?$", re.MULTILINE | re.DOTALL)
+FROM_OUTSIDE = re.compile(r"^From outside: (.*?)(?:\.$|\n\n|\Z)", re.MULTILINE | re.DOTALL)
 
 each_package = pytest.mark.parametrize("package", PACKAGE_NAMES)
 with_floors = pytest.mark.parametrize("package", FLOORS)

@@ -1,1 +1,4 @@
-"""commands."""
+"""The verbs of the command `sixfold`: what they parse, print and return.
+
+From outside: cli, sample.
+"""

@@ -1,1 +1,4 @@
-"""engine."""
+"""What one rank trains: its stages under fsdp, its optimizer and its program; and one update of them.
+
+From outside: activation_offload, nonfinite, rank_model, searched_schedule, step, weight_versions.
+"""

@@ -1,1 +1,4 @@
-"""huggingface."""
+"""Models of Hugging Face, in and out: config.json and safetensors <--> [model] and checkpoints.
+
+From outside: config, convert.
+"""

@@ -1,1 +1,4 @@
-"""model."""
+"""The network, whole or one pipeline stage of it, from token ids to losses.
+
+From outside: decoder, initial_weights, moe.
+"""

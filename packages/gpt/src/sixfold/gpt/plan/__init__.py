@@ -1,1 +1,4 @@
-"""plan."""
+"""What a configuration takes, without a machine: memory, traffic, bubble and time of a step. Integers: no torch.
+
+From outside: layout, published_runs, report.
+"""

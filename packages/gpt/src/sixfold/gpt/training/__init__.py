@@ -1,1 +1,4 @@
-"""training."""
+"""One run: resume or begin, step after step, evaluate, save, stop.
+
+From outside: loop.
+"""

@@ -122,7 +122,7 @@ def sleep_unprepared(folder):
 
 def train_and_die_once(folder, number, config):
     """A rank of ``sixfold train``; rank 1 sends itself signal ``number`` in its fourth step, the first time."""
-    from sixfold.gpt.commands import cli
+    from sixfold.gpt.commands import train as train_verb
     from sixfold.gpt.training import loop
 
     died, step = Path(folder) / "died", loop.train_step
@@ -136,7 +136,7 @@ def train_and_die_once(folder, number, config):
 
     steps = []
     loop.train_step = stepping
-    return cli.train_rank(config)
+    return train_verb.train_rank(config)
 
 
 def main():

@@ -14,6 +14,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from sixfold.dist_ckpt import LostPeerError, StorageError
 from sixfold.gpt.commands import cli
+from sixfold.gpt.commands import train as train_verb
 from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError
 from sixfold.gpt.launch.rendezvous import Rendezvous
@@ -36,7 +37,9 @@ def config_file(tmp_path):
 def started(monkeypatch):
     """Ranks that would be started, with their config, instead of starting them."""
     calls = []
-    monkeypatch.setattr(cli, "start_ranks", lambda target, ranks, args, **options: calls.append((ranks, args[0])) or 0)
+    monkeypatch.setattr(
+        train_verb, "start_ranks", lambda target, ranks, args, **options: calls.append((ranks, args[0])) or 0
+    )
     for name in ("RANK", "SLURM_PROCID", "SIXFOLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     return calls
@@ -119,9 +122,9 @@ def test_a_lost_run_is_started_again_so_many_times_and_goes_on_whatever_resume_s
     run, seen = failing(KILLED, KILLED)
     if most < 2:
         with pytest.raises(RankError, match="killed"):
-            cli.restarted(config, most, run)
+            train_verb.restarted(config, most, run)
     else:
-        assert cli.restarted(config, most, run) == 0
+        assert train_verb.restarted(config, most, run) == 0
     assert seen == ["never", "auto", "auto"][:starts]
     told = capsys.readouterr().err.splitlines()
     assert told == [f"sixfold: {KILLED.text}; restart {n} of {most}" for n in range(1, starts)]
@@ -143,10 +146,10 @@ def test_a_run_that_would_fail_again_is_not_started_again(tmp_path, error, again
     assert is_final(error) is not again
     run, seen = failing(Failure(rank=0, time=0.0, text=str(error), final=is_final(error)))
     if again:
-        assert cli.restarted(tiny_config(tmp_path), 3, run) == 0
+        assert train_verb.restarted(tiny_config(tmp_path), 3, run) == 0
     else:
         with pytest.raises(RankError):
-            cli.restarted(tiny_config(tmp_path), 3, run)
+            train_verb.restarted(tiny_config(tmp_path), 3, run)
     assert len(seen) == 1 + again
 
 
@@ -171,12 +174,12 @@ def test_a_progress_line_that_hangs_does_not_hold_a_rank_that_is_done(tmp_path, 
         polled.append(threading.current_thread().name)
         free.wait(60)
 
-    monkeypatch.setattr(cli, "PROGRESS_S", 0.1)
+    monkeypatch.setattr(train_verb, "PROGRESS_S", 0.1)
     monkeypatch.setattr(metrics.ProgressLine, "poll", hang)
-    monkeypatch.setattr(cli, "train_rank", lambda config: time.sleep(0.5) or 0)
+    monkeypatch.setattr(train_verb, "train_rank", lambda config: time.sleep(0.5) or 0)
     first = Rendezvous(launcher="torchrun", rank=0, size=2, local_rank=0, url="env://")
     began = time.monotonic()
-    assert cli._be_a_rank(tiny_config(tmp_path), first) == 0
+    assert train_verb._be_a_rank(tiny_config(tmp_path), first) == 0
     assert polled == ["sixfold-progress"] and time.monotonic() - began < 30
     free.set()
 
@@ -195,10 +198,12 @@ def torchrun_shows(error, folder, monkeypatch):
     def deep_inside(config):
         raise error
 
-    monkeypatch.setattr(cli, "train_rank", deep_inside)
+    monkeypatch.setattr(train_verb, "train_rank", deep_inside)
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
     with pytest.raises(Exception) as caught:
-        cli._be_a_rank(tiny_config(folder), Rendezvous(launcher="torchrun", rank=1, size=2, local_rank=1, url="env://"))
+        train_verb._be_a_rank(
+            tiny_config(folder), Rendezvous(launcher="torchrun", rank=1, size=2, local_rank=1, url="env://")
+        )
     failure = ProcessFailure(local_rank=1, pid=1, exitcode=1, error_file=str(folder / "error.json"))
     return caught.value, ChildFailedError("sixfold", {1: failure}).format_msg()
 
@@ -275,6 +280,7 @@ def test_configuration_needs_no_torch(config_file, words):
 EARLY_SIGNAL = """
 import os, signal, sys, time
 from sixfold.gpt.commands import cli
+from sixfold.gpt.commands import train as train_verb
 from sixfold.gpt.config import train_config as config
 
 class Dropper:

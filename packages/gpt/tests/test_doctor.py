@@ -12,7 +12,8 @@ from sixfold.gpt.commands.cli import main
 from sixfold.gpt.errors import TrainError
 from sixfold.gpt.machine import doctor
 from sixfold.gpt.machine.devices import device_of_machine
-from sixfold.gpt.machine.doctor import FAIL, OK, WARN, Finding, Options, Report, examine_here, local_checks
+from sixfold.gpt.machine.doctor import examine_here
+from sixfold.gpt.machine.local_checks import FAIL, OK, WARN, Finding, Options, Report, local_checks
 
 MACHINE = {
     "device": "cpu", "name": "cpu", "ranks": 2, "per_node": 2, "memory_bytes": 4 * 10**9, "flops": 1e11,
@@ -32,7 +33,7 @@ def test_this_machine_has_a_line_for_each_check(tmp_path):
 def test_a_small_limit_of_open_files_fails_with_its_remedy_and_without_torch(tmp_path):
     code = f"""
 import resource, sys
-from sixfold.gpt.machine.doctor import local_checks
+from sixfold.gpt.machine.local_checks import local_checks
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 print(next(one for one in local_checks({str(tmp_path)!r}) if one.what == "open files"))
 assert "torch" not in sys.modules

@@ -18,7 +18,8 @@ PROGRAM = """
 import shutil, subprocess, sys
 from pathlib import Path
 from sixfold.gpt.commands import cli
-cli.start_ranks = lambda target, ranks, args, watch=None, tell=None: target(*args)
+from sixfold.gpt.commands import train as train_verb
+train_verb.start_ranks = lambda target, ranks, args, watch=None, tell=None: target(*args)
 for folder in map(Path, sys.argv[1:]):
     disk = folder / "disk"
     disk.mkdir()

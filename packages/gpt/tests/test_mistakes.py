@@ -18,6 +18,7 @@ import pytest
 from gpt_helpers import TINY, write_pair
 
 from sixfold.gpt.commands import cli
+from sixfold.gpt.commands import train as train_verb
 from sixfold.gpt.observe.metrics import MetricsWriter
 
 TORCHRUN = "RANK=0 LOCAL_RANK=0 MASTER_ADDR=localhost MASTER_PORT=29999"
@@ -136,7 +137,7 @@ def folder(tmp_path_factory):
     write_broken_data(root)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
-        patch.setattr(cli, "start_ranks", as_one_rank)
+        patch.setattr(train_verb, "start_ranks", as_one_rank)
         assert cli.main(["train", "tiny.toml", "run.dir=done", "train.steps=1"]) == 0
     write_run_folders(root)
     return root
@@ -188,7 +189,7 @@ def as_one_rank(target, ranks, args, **options):
 def here(folder, monkeypatch):
     """The folder as the working directory, a port in use, one that is free; a run at work; no extras, no launcher."""
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(cli, "start_ranks", as_one_rank)
+    monkeypatch.setattr(train_verb, "start_ranks", as_one_rank)
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "locked" and access(path, mode))
     for name in ("matplotlib", "matplotlib.pyplot", "tokenizers"):

@@ -10,7 +10,7 @@ from torch import nn
 from sixfold.dist_ckpt import MismatchError, StorageError, UnsafeError
 from sixfold.fsdp.errors import FsdpError
 from sixfold.gpt import ConfigError, TrainError, train
-from sixfold.gpt.commands import cli
+from sixfold.gpt.commands import train as train_verb
 from sixfold.gpt.errors import FinalError
 from sixfold.gpt.launch.spawn import Failure, _outcome, _Rank, _Stop, is_final, text_of
 from sixfold.gpt.model.decoder import Block
@@ -70,7 +70,7 @@ def test_a_checkpoint_that_is_another_or_unsafe_is_so_at_the_next_start(error):
 
 def outcome_of(*failures):
     ranks = [_Rank(rank=f.rank, process=None, channel=None, failure=f) for f in failures]
-    with pytest.raises(cli.RankError) as found:
+    with pytest.raises(train_verb.RankError) as found:
         _outcome(ranks, _Stop(), [])
     return found.value
 

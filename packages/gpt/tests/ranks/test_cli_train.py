@@ -14,6 +14,7 @@ import pytest
 from gpt_helpers import tiny_config
 
 from sixfold.gpt.commands import cli
+from sixfold.gpt.commands import train as train_verb
 from sixfold.gpt.observe.metrics import read_all
 
 
@@ -98,12 +99,12 @@ def test_a_run_that_lost_a_rank_is_started_again_from_its_newest_checkpoint(
     path = tmp_path / "short.toml"
     ends = ("train.steps=5", "checkpoint.every=2", "checkpoint.resume=never", f"run.timeout_seconds={seconds}")
     path.write_text(tiny_config(tmp_path, *ends).to_toml())
-    start = cli.start_ranks
+    start = train_verb.start_ranks
 
     def started(target, ranks, args, **options):
         return start(partial(gpt_launch_helpers.train_and_die_once, str(tmp_path), number), ranks, args, **options)
 
-    monkeypatch.setattr(cli, "start_ranks", started)
+    monkeypatch.setattr(train_verb, "start_ranks", started)
     assert cli.main(["train", str(path), layout, "--max-restarts", "2"]) == 0
     told = [line for line in capsys.readouterr().err.splitlines() if line.startswith("sixfold: ")]
     assert len(told) == 1 and re.fullmatch(f"sixfold: {why}; restart 1 of 2", told[0]), told

@@ -17,7 +17,8 @@ from sixfold.gpt.errors import TrainError
 from sixfold.gpt.machine import doctor
 from sixfold.gpt.machine import rank_checks as doctor_ranks
 from sixfold.gpt.machine.devices import device_of_machine
-from sixfold.gpt.machine.doctor import FAIL, Options, examine_here
+from sixfold.gpt.machine.doctor import examine_here
+from sixfold.gpt.machine.local_checks import FAIL, Options
 from sixfold.gpt.machine.rank_checks import Job, examine, roll_call, shared_folder
 
 QUICK = 0.01

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sixfold.gpt.commands.train import run_ranks, train_rank
 from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.data.cpython_corpus import Corpus, cpython_corpus
 from sixfold.gpt.data.prepare import PreparedCorpus, prepare_cpython
@@ -298,8 +299,6 @@ def _resumed_config(folder: Path, first: FirstHalf, *, minutes: float, ranks: in
 
 def _first_half(config: TrainConfig, seconds: float, ranks: int) -> FirstHalf | None:
     """Train until the kill. None if SIGTERM came."""
-    from sixfold.gpt.commands.cli import train_rank
-
     metrics = Path(config.run.dir) / "metrics.jsonl"
     line = ProgressLine(metrics, config.train.steps)
     first = FirstHalf(metrics=metrics, seconds=seconds, most_steps=config.train.steps * 9 // 10, line=line)
@@ -321,8 +320,6 @@ def _first_half(config: TrainConfig, seconds: float, ranks: int) -> FirstHalf | 
 
 def _second_half(config: TrainConfig, ranks: int) -> dict[str, Any] | None:
     """Resume and finish. Returns where it resumed, its first and its last step line; None if SIGTERM came."""
-    from sixfold.gpt.commands.cli import run_ranks
-
     tail = MetricsTail(Path(config.run.dir) / "metrics.jsonl")
     if run_ranks(config, ranks) == STOPPED:
         return None

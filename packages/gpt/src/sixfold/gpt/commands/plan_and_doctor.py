@@ -64,7 +64,8 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from sixfold.gpt.machine.doctor import Options, run
+    from sixfold.gpt.machine.doctor import run
+    from sixfold.gpt.machine.local_checks import Options
 
     options = Options(folder=args.dir, device=args.device, timeout_s=args.timeout)
     return run(options, ranks=args.ranks, out=args.out, as_object=args.json)

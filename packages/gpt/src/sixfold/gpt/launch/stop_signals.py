@@ -17,9 +17,13 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
+
+from sixfold.gpt.launch.interrupt import end_at_once
 
 SAME_S = 1.0
 STOPPED = 143  # 128 + SIGTERM, as a shell would say: asked to stop, and every step that was done is saved
@@ -111,3 +115,27 @@ class StopFlag:
         if self._signals.count() > 1:
             os.write(sys.__stderr__.fileno() if sys.__stderr__ else 2, AT_ONCE.encode())
             os._exit(ENDED)
+
+
+@contextmanager
+def early_signals() -> Iterator[None]:
+    """End with 143 on what asks for a stop, and with 130 on Ctrl-C, before the ranks, or the train loop, take it over.
+
+    At once, not by an exception: C code that runs an import or a destructor may drop one (numpy's import does), and the
+    run would go on. Nothing is half-made: a config is written and a checkpoint committed by one rename.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    old: dict[signal.Signals, Any] = {}
+    for number in ASK_TO_STOP - {signal.SIGINT}:
+        if number == signal.SIGTERM or is_free(number):
+            old[number] = signal.signal(number, end_unsaved)
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        old[signal.SIGINT] = signal.signal(signal.SIGINT, end_at_once)
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)

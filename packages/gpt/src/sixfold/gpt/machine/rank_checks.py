@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from sixfold.gpt.errors import ConfigError, TrainError
 from sixfold.gpt.launch.rendezvous import World, detect, join, leave
-from sixfold.gpt.machine.doctor import FAIL, OK, WARN, Finding, Options, Report, local_checks
+from sixfold.gpt.machine.local_checks import FAIL, OK, WARN, Finding, Options, Report, local_checks
 from sixfold.gpt.parallel.agreement import gather, wire_errors
 
 if TYPE_CHECKING:

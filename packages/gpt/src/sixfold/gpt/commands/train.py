@@ -1,0 +1,174 @@
+"""``sixfold train``: ranks that are started here, or the rank that a launcher made of this process.
+
+    cli.py --> run_train (this file) --> launch/spawn.py --> train_rank (this file), in each rank --> training/loop.py
+
+A wrong configuration is refused before torch is imported, a rank started or a folder made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from sixfold.gpt.errors import ConfigError, raised_inside
+from sixfold.gpt.launch.interrupt import end_at_once
+from sixfold.gpt.launch.spawn import RankError, failure_of, is_typed, start_ranks
+from sixfold.gpt.launch.stop_signals import STOPPED, Interrupted, early_signals
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config.train_config import TrainConfig
+    from sixfold.gpt.launch.rendezvous import Rendezvous
+
+PROGRESS_S = 5.0  # for the progress line of rank 0 to end with its run
+
+# Who starts ranks anew where sixfold did not start them.
+_RESTARTS = {
+    "torchrun": "torchrun --max-restarts",
+    "srun": "sbatch --requeue",
+    "pytorchjob": "backoffLimit of the PyTorchJob",
+    "sixfold": "the launcher",
+}
+
+
+def run_train(args: argparse.Namespace) -> int:
+    """The verb ``train``: as a rank that a launcher started, or with ranks that are started here."""
+    from sixfold.gpt.config.train_config import TrainConfig
+
+    with early_signals():
+        config = TrainConfig.from_toml(args.config, overrides=args.overrides)
+        if args.print_config:
+            sys.stdout.write(config.to_toml())
+            return 0
+        from sixfold.gpt.data.token_stream import preflight
+        from sixfold.gpt.files.run_dir import check_run_dir
+        from sixfold.gpt.launch.rendezvous import detect
+
+        rendezvous = detect(os.environ)
+        if rendezvous is not None and args.max_restarts:
+            raise ConfigError(
+                f"--max-restarts is {args.max_restarts} and {rendezvous.launcher} started this rank; give the number "
+                f"to {_RESTARTS[rendezvous.launcher]}: a run that is started again goes on from its newest checkpoint"
+            )
+        ranks = rendezvous.size if rendezvous else args.ranks or default_ranks(config)
+        _check_world(config, ranks)
+        preflight(config)
+        if rendezvous is None:
+            check_run_dir(config.run.dir)
+        if rendezvous is not None:
+            if signal.getsignal(signal.SIGINT) is end_at_once:
+                signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on the loop's
+            return _be_a_rank(config, rendezvous)
+        return restarted(config, args.max_restarts, lambda one: run_ranks(one, ranks))
+
+
+def train_rank(config: TrainConfig) -> int:
+    """Body of one rank of ``sixfold train``; its exit status."""
+    from sixfold.gpt.training.loop import train
+
+    try:
+        return STOPPED if train(config).reason == "sigterm" else 0
+    except Interrupted:  # of a rank that another launcher started: it had the terminal's Ctrl-C, too
+        return STOPPED
+
+
+def restarted(config: TrainConfig, most: int, run: Callable[[TrainConfig], int]) -> int:
+    """``run(config)``, and again from the newest checkpoint when it failed, ``most`` times at most.
+
+    A run that would fail again (its configuration, data or checkpoint are wrong, a value was not finite, memory or the
+    disk is too small) is not started again; see processes.is_final.
+    """
+    for number in range(1, most + 1):
+        try:
+            return run(config)
+        except RankError as error:
+            if error.final:
+                raise
+            sys.stdout.flush()
+            print(f"sixfold: {error}; restart {number} of {most}", file=sys.stderr, flush=True)
+        # Whoever wrote "never" or "must" meant the first start.
+        config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+    return run(config)
+
+
+def run_ranks(config: TrainConfig, ranks: int) -> int:
+    """Start ``ranks`` ranks here that train as ``config`` says, with a progress line. Returns the exit status."""
+    from sixfold.gpt.observe.metrics import ProgressLine
+
+    line = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps)
+    try:
+        return start_ranks(train_rank, ranks, (config,), watch=line.poll, tell=line.tell)
+    finally:
+        line.close()
+
+
+def _be_a_rank(config: TrainConfig, rendezvous: Rendezvous) -> int:
+    """Train as the rank that torchrun, srun or a PyTorchJob made this process; rank 0 shows the progress line."""
+    from sixfold.gpt.observe.metrics import ProgressLine
+
+    if rendezvous.rank != 0:
+        return _recorded(config, rendezvous)
+    line, done = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps), threading.Event()
+
+    def follow() -> None:
+        while not done.wait(0.2):
+            line.poll()
+
+    thread = threading.Thread(target=follow, name="sixfold-progress", daemon=True)
+    thread.start()
+    try:
+        return _recorded(config, rendezvous)
+    finally:
+        done.set()
+        thread.join(PROGRESS_S)
+        if not thread.is_alive():  # else it hangs in a read or a write, and so would this
+            line.close()
+
+
+def _recorded(config: TrainConfig, rendezvous: Rendezvous) -> int:
+    """``train_rank``, whose error goes where torchrun reads it: it shows every rank's.
+
+    Raises:
+        RankError: for an error that says all by itself; then its one line is all that torchrun gets.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
+
+    class Brief(ErrorHandler):
+        def record_exception(self, e: BaseException) -> None:
+            if not is_typed(raised_inside(e)):
+                return super().record_exception(e)
+            cause, frames = e.__cause__, e.__traceback__
+            e.__cause__ = e.__traceback__ = None  # a cause that is set also hides the context
+            try:
+                super().record_exception(e)
+            finally:
+                e.__cause__, e.__traceback__ = cause, frames
+
+    try:
+        return record(train_rank, Brief())(config) or 0
+    except Exception as error:
+        if not is_typed(raised_inside(error)):
+            raise
+        raise RankError(failure_of(error, rendezvous.rank, rendezvous.size)) from None
+
+
+def _check_world(config: TrainConfig, ranks: int) -> None:
+    from sixfold.gpt.config.rules import check_world
+
+    check_world(config, ranks)
+
+
+def default_ranks(config: TrainConfig) -> int:
+    """Ranks to start when nobody says how many: the product of the degrees; with dp open, all GPUs that are here."""
+    degrees = config.parallel.world
+    if config.parallel.dp or config.run.device == "cpu" or not any(Path("/dev").glob("nvidia[0-9]*")):
+        return degrees
+    import torch
+
+    return max(torch.cuda.device_count() // degrees, 1) * degrees

@@ -23,10 +23,10 @@ BY_NAME = {"fsdp": {"reduce_dtype", "main_dtype", "grad_dtype", *config_module._
 
 def attributes_read() -> set[tuple[str, str]]:
     """(what stands before the dot, attribute) of every attribute read outside the files that check configurations."""
-    folder = Path(config_module.__file__).parent
+    config_folder = Path(config_module.__file__).parent
     found = set()
-    for path in folder.glob("*.py"):
-        if path.name in ("checks.py", "tables.py", "toml.py"):
+    for path in config_folder.parent.rglob("*.py"):
+        if path.parent == config_folder and path.name in ("rules.py", "table.py", "toml.py"):
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):

@@ -91,7 +91,7 @@ def tell(what: str, found: dict[str, float]) -> None:
 
 def sums() -> None:
     from sixfold.blending.documents.part import Part
-    from sixfold.blending.samples.document_shuffle import ShuffledLine
+    from sixfold.blending.samples.document_shuffle import GloballyShuffledLine
 
     class Held:
         dtype = np.dtype(np.uint16)
@@ -100,7 +100,7 @@ def sums() -> None:
         held = Held()
         held.sequence_lengths = np.random.default_rng(0).integers(1, 1000, documents, dtype=np.int32)
         held.sequence_pointers = (np.cumsum(held.sequence_lengths, dtype=np.int64) - held.sequence_lengths) * 2
-        line = ShuffledLine(Part(held, range(documents)), 1, "a", "train")
+        line = GloballyShuffledLine(Part(held, range(documents)), 1, "a", "train")
         begin = time.process_time()
         line._epoch(0, tokens=1)
         first, begin = time.process_time() - begin, time.process_time()

@@ -213,7 +213,7 @@ def shuffle_as_a_whole(monkeypatch, group=4):
     monkeypatch.setattr(shuffled, "block_size", lambda documents: 2)
     monkeypatch.setattr(shuffled, "_GROUP", group)
     monkeypatch.setattr(shuffled, "_SLOTS_AT_LEAST", 1)
-    monkeypatch.setattr(shuffled.ShuffledLine, "_slots_at_least", 1)
+    monkeypatch.setattr(shuffled.GloballyShuffledLine, "_slots_at_least", 1)
 
 
 class ListDataset(GPTDataset):

@@ -104,7 +104,7 @@ def test_an_epoch_that_grows_gives_the_samples_of_one_that_is_known_at_once(
         return GPTDataset(source, "a", members, 10**6, Split.train, config(document_shuffle=document_shuffle))
 
     whole = data()
-    for kind in (line.Line, shuffled.ShuffledLine):
+    for kind in (line.TokenLine, shuffled.GloballyShuffledLine):
         monkeypatch.setattr(kind, "_slots_at_least", 1)
     monkeypatch.setattr(line, "_SLOTS_AT_A_TIME", 5)
     growing = data()

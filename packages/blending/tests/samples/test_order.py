@@ -22,7 +22,7 @@ from sixfold.blending.documents.source import ListSource
 from sixfold.blending.samples import chunk_grid as grid
 from sixfold.blending.samples import token_line as line_module
 from sixfold.blending.samples.chunk_grid import SampleOrder
-from sixfold.blending.samples.token_line import Line, block_size
+from sixfold.blending.samples.token_line import TokenLine, block_size
 
 GOLDEN, GLOBAL = (
     json.loads((Path(__file__).parents[1] / "golden" / f"{name}.json").read_text())
@@ -88,7 +88,7 @@ def test_blocks_of_256_are_permuted_and_their_sequences_too():
     source = ListSource([[0]])
     source.sequence_lengths = np.ones(len(lengths), dtype=np.int32)
     source.sequence_pointers = np.arange(len(lengths)) * 8
-    line = Line(Part(source, range(len(lengths))), 1234, "a", "train")
+    line = TokenLine(Part(source, range(len(lengths))), 1234, "a", "train")
     ranges = line.ranges(np.array([0]), np.array([2 * len(lengths)]))
     first = ranges.sequence[: len(lengths)]
     assert np.array_equal(np.sort(first), np.arange(len(lengths))), "an epoch has every sequence once"
@@ -102,7 +102,7 @@ def test_blocks_of_256_are_permuted_and_their_sequences_too():
 def test_two_real_windows_hold_every_chunk_once():
     T = 140_001
     part = Part(ListSource([[0] * T]), range(1))
-    order = SampleOrder(Line(part, 5, "a", "train"), ((0, 1),))
+    order = SampleOrder(TokenLine(part, 5, "a", "train"), ((0, 1),))
     begins = order.pieces(np.arange(2 * T)).begin
     for first, stop in [(0, 65_536), (65_536, 131_072), (131_072, T), (T, T + 65_536)]:
         assert np.array_equal(np.sort(begins[first:stop]), np.arange(first, stop))
@@ -166,7 +166,7 @@ def test_a_subset_of_the_sequences_may_be_any_list_of_numbers():
     sequences = numbered(lengths)
     part = Part(ListSource(sequences), chosen)
     assert part.tokens == 3 + 4 + 7 + 2
-    ranges = Line(part, 1, "a", "train").ranges(np.array([0]), np.array([16]))
+    ranges = TokenLine(part, 1, "a", "train").ranges(np.array([0]), np.array([16]))
     assert sorted(ranges.sequence.tolist()) == sorted(chosen)
     assert ranges.length.tolist() == [lengths[number] for number in ranges.sequence]
 

@@ -60,7 +60,7 @@ def test_places_hold_the_documents_of_one_permutation_and_every_token_comes_once
 
 
 def test_an_epoch_is_known_up_to_where_it_is_read_and_then_in_one_pass_the_same(level, monkeypatch):
-    monkeypatch.setattr(shuffled.ShuffledLine, "_slots_at_least", 1)
+    monkeypatch.setattr(shuffled.GloballyShuffledLine, "_slots_at_least", 1)
     line, whole = data().order.line, data().order.line
     whole._epoch(1, slots=whole.blocks)
     known = []

@@ -45,7 +45,7 @@ from sixfold.blending.numbers.checks import Positions, checked_positions, whole_
 from sixfold.blending.numbers.kernels import F64
 from sixfold.blending.numbers.permutation import I64
 from sixfold.blending.samples.chunk_grid import SampleOrder
-from sixfold.blending.samples.document_shuffle import line_of
+from sixfold.blending.samples.document_shuffle import token_line_of
 from sixfold.blending.samples.token_line import no_tokens
 
 
@@ -320,7 +320,7 @@ class MegatronDataset(Samples):
         if self._indexed:
             return self._index_order()
         seed, name, split = int(self.config.random_seed), self.name, self.index_split.name
-        line = line_of(self.part, seed, name, split, self.config.document_shuffle)
+        line = token_line_of(self.part, seed, name, split, self.config.document_shuffle)
         return SampleOrder(line, self.lengths, chunks=self.samples_per_epoch if self._epoch_only else None)
 
     def _index_order(self) -> IndexOrder:

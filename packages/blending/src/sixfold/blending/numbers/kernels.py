@@ -97,13 +97,13 @@ class Kernels(Protocol):
         """The places of True, then the size, into an array of just so many items."""
 
     def open_line(self, lengths: Ints, pointers: I64, members: I64, names: Ints, numbers: I64, grids: I64, /) -> object:
-        """A finder of ranges in the stateless order; see ``samples.token_line.Line.finder``."""
+        """A finder of ranges in the stateless order; see ``samples.token_line.TokenLine.finder``."""
 
     def open_index(self, lengths: Ints, pointers: I64, *indices_and_numbers: Ints) -> object:
         """A finder of ranges through indices; see ``megatron.index_order.IndexOrder.finder``."""
 
     def group_sums(self, key: int, numbers: I64, lengths: Ints, pointers: I64, out: I64, /) -> int:
-        """What ``ShuffledLine._slots`` says: tokens of groups of permuted documents, each checked against its pointer.
+        """What ``GloballyShuffledLine._slots`` says: tokens of groups of permuted documents, each checked against its pointer.
 
         ``numbers``: documents, first group, documents in a group, number in the source of the first, bytes of an id.
         Returns how many groups are done; fewer than asked: the next one has a document that does not fit.
@@ -113,7 +113,7 @@ class Kernels(Protocol):
         """Give a line's finder the first slots of an epoch; of the earlier ones the last ``keep`` stay."""
 
     def add_string(self, finder: object, grid: int, string: I64, /) -> object:
-        """Give a line's finder the ``Grid.string`` of its grid of that place."""
+        """Give a line's finder the ``ChunkGrid.string`` of its grid of that place."""
 
     def find_samples(
         self, finders: tuple[object, ...], sequence_length: int, source: I64, sample: I64, ranges: I64, /

@@ -1,6 +1,6 @@
 """Which stretch of its line a dataset's n-th sample is.
 
-    Line + sequence lengths --> SampleOrder (this file): sample --> pieces of the line --> batches/reader.py
+    TokenLine + sequence lengths --> SampleOrder (this file): sample --> pieces of the line --> batches/reader.py
 
 The line is cut into chunks of S tokens from an origin on: the grid. The chunks of an epoch are read
 in windows of 65,536, each window in an order of its own. A new sequence length first reads out
@@ -21,7 +21,7 @@ import numpy as np
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.kernels import Kernels
 from sixfold.blending.numbers.permutation import I64, permute
-from sixfold.blending.samples.token_line import Line, Ranges
+from sixfold.blending.samples.token_line import Ranges, TokenLine
 
 WINDOW = 65_536
 
@@ -37,7 +37,7 @@ class Pieces:
     length: I64
 
 
-class Grid:
+class ChunkGrid:
     """One sequence length on one line, from one of the dataset's samples on.
 
     Attributes:
@@ -50,12 +50,12 @@ class Grid:
 
     def __init__(
         self,
-        line: Line,
+        line: TokenLine,
         number: int,
         sequence_length: int,
         *,
         chunks: int | None = None,
-        before: tuple["Grid", int] | None = None,
+        before: tuple["ChunkGrid", int] | None = None,
     ) -> None:
         """See ``after`` for ``before``; ``chunks`` is set for a line of one epoch, cut into so many."""
         self.line = line
@@ -67,9 +67,9 @@ class Grid:
         self.left_over_samples = -(-self.left_over // sequence_length)
         self.origin = self._resume + self.left_over_samples * sequence_length - self.left_over
 
-    def after(self, taken: int, sequence_length: int) -> "Grid":
+    def after(self, taken: int, sequence_length: int) -> "ChunkGrid":
         """The grid that follows when ``taken`` samples of this one were given."""
-        return Grid(self.line, self.number + 1, sequence_length, before=(self, taken))
+        return ChunkGrid(self.line, self.number + 1, sequence_length, before=(self, taken))
 
     def _window(self, index: int) -> tuple[int, int]:
         """(first, behind the last) chunk of the window that holds chunk ``index`` in reading order."""
@@ -179,12 +179,12 @@ class SampleOrder:
         chunks: for one epoch alone, the number of its samples; else None.
     """
 
-    def __init__(self, line: Line, lengths: tuple[tuple[int, int], ...], *, chunks: int | None = None) -> None:
+    def __init__(self, line: TokenLine, lengths: tuple[tuple[int, int], ...], *, chunks: int | None = None) -> None:
         assert lengths and lengths[0][0] == 0, f"the first sequence length is that of sample 0, not {lengths[:1]}"
         self.line = line
         self.chunks = chunks
         self._begins = [begin for begin, _ in lengths]
-        self._grids = [Grid(line, 0, lengths[0][1], chunks=chunks)]
+        self._grids = [ChunkGrid(line, 0, lengths[0][1], chunks=chunks)]
         for (before, _), (begin, sequence_length) in pairwise(lengths):
             self._grids.append(self._grids[-1].after(begin - before, sequence_length))
 

@@ -1,6 +1,6 @@
 """Documents shuffled as a whole: the line of version 1 with blocks of one document.
 
-    part, document_shuffle --> line_of --> Line, or ShuffledLine (this file) --> chunk_grid.py
+    part, document_shuffle --> token_line_of --> TokenLine, or GloballyShuffledLine (this file) --> chunk_grid.py
 
 Place k of an epoch holds the document that a keyed permutation of all n sends k to. Tokens are summed up in groups of
 64 places, which the order knows nothing of; a group is what token_line.py calls a slot. The sums begin at the epoch's
@@ -18,7 +18,7 @@ from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import pointers_of
 from sixfold.blending.numbers.kernels import I64, kernels
 from sixfold.blending.numbers.permutation import permute, permute_range
-from sixfold.blending.samples.token_line import Line, Slots, block_size
+from sixfold.blending.samples.token_line import Slots, TokenLine, block_size
 
 GLOBAL_AT_MOST = 100_000_000  # documents that "auto" shuffles as a whole: 2 to 3 s per process and epoch
 _GROUP = 64  # places whose tokens are summed up
@@ -26,7 +26,7 @@ _SLOTS_AT_LEAST = 256  # of an epoch are known at once: 16,384 documents
 _PART_OF_ALL = 8  # slots over those from which on all are made in one pass
 
 
-def line_of(part: Part, seed: int, name: str, split: str, document_shuffle: str) -> Line:
+def token_line_of(part: Part, seed: int, name: str, split: str, document_shuffle: str) -> TokenLine:
     """The line under ``document_shuffle``, one of ``config.config.SHUFFLES``.
 
     Raises:
@@ -34,11 +34,11 @@ def line_of(part: Part, seed: int, name: str, split: str, document_shuffle: str)
     """
     n = len(part)
     whole = document_shuffle == "global" or (document_shuffle == "auto" and n <= GLOBAL_AT_MOST)
-    kind = ShuffledLine if whole and block_size(n) > 1 else Line  # see [Note: of two thousand documents]
+    kind = GloballyShuffledLine if whole and block_size(n) > 1 else TokenLine  # see [Note: of two thousand documents]
     return kind(part, seed, name, split)
 
 
-class ShuffledLine(Line):
+class GloballyShuffledLine(TokenLine):
     """A line whose documents are permuted as a whole; see the module."""
 
     shuffle = "global"
@@ -62,7 +62,7 @@ class ShuffledLine(Line):
         return prefix, np.arange(self.blocks, dtype=np.int32)
 
     def _slots(self, epoch: int, begin: int, end: int) -> tuple[I64, I64]:
-        """See ``Line._slots``; the block of a slot is the slot.
+        """See ``TokenLine._slots``; the block of a slot is the slot.
 
         Raises:
             The source's own error, or BlendingError: a length does not fit its pointers.

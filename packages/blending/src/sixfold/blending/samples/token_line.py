@@ -1,6 +1,6 @@
 """The endless line of tokens of one dataset: its documents, shuffled anew in every epoch.
 
-    Part --> Line (this file): a stretch of the line --> ranges of documents --> batches/reader.py
+    Part --> TokenLine (this file): a stretch of the line --> ranges of documents --> batches/reader.py
              `-> document_shuffle.py, where every document is a block
 
 Two levels: blocks of B consecutive sequences are permuted, and the sequences inside each block.
@@ -63,7 +63,7 @@ def no_tokens(part: Part, name: str, split: str) -> BlendingError:
     )
 
 
-class Line:
+class TokenLine:
     """The line of one part under one (seed, name, part); see the module.
 
     Raises:

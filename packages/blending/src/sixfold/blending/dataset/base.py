@@ -32,7 +32,7 @@ from sixfold.blending.dataset.checkpoint_state import (
     saved_position,
     stream_state,
 )
-from sixfold.blending.dataset.epoch_limit import ENDLESS, EpochWatch, samples_within, tokens_given
+from sixfold.blending.dataset.epoch_limit import ENDLESS, EpochLimit, samples_within, tokens_given
 from sixfold.blending.dataset.provenance import TokenRange, Why
 from sixfold.blending.documents.idx_bin import open_prefix
 from sixfold.blending.documents.part import Part
@@ -49,9 +49,9 @@ from sixfold.blending.samples.document_shuffle import token_line_of
 from sixfold.blending.samples.token_line import no_tokens
 
 
-def epoch_watch(
+def epoch_limit_of(
     config: BlendedMegatronDatasetConfig, split: Split, datasets: "Sequence[MegatronDataset]"
-) -> EpochWatch | None:
+) -> EpochLimit | None:
     """What watches over the epochs of a stream of training; None where there is no limit."""
     if config.max_epochs is None or split is not Split.train:
         return None
@@ -60,7 +60,7 @@ def epoch_watch(
         ENDLESS if dataset.is_absent else samples_within(dataset.part.tokens * times // over, dataset.lengths)
         for dataset in datasets
     ]
-    return EpochWatch([dataset.name for dataset in datasets], within, config.max_epochs, config.max_epochs_error)
+    return EpochLimit([dataset.name for dataset in datasets], within, config.max_epochs, config.max_epochs_error)
 
 
 class Lengths(Protocol):
@@ -364,7 +364,7 @@ class MegatronDataset(Samples):
         other.__dict__ = {
             name: value
             for name, value in self.__dict__.items()
-            if name not in ("order", "schedule", "_reader", "_watch")
+            if name not in ("order", "schedule", "_reader", "_epoch_limit")
         }
         other.lengths = lengths
         return other
@@ -414,8 +414,8 @@ class MegatronDataset(Samples):
         return np.array([self.epochs_after(whole_number("n", n, 0))])
 
     @cached_property
-    def _watch(self) -> EpochWatch | None:
-        return epoch_watch(self.config, self.index_split, [self]) if not self._epoch_only else None
+    def _epoch_limit(self) -> EpochLimit | None:
+        return epoch_limit_of(self.config, self.index_split, [self]) if not self._epoch_only else None
 
     def watch_epochs(self, end: int) -> None:
         """Tell once that the positions below ``end`` read the dataset more often than ``config.max_epochs``.
@@ -423,8 +423,8 @@ class MegatronDataset(Samples):
         Raises:
             BlendingError: they do, and ``config.max_epochs_error``.
         """
-        if self._watch is not None and end > self._watch.next:
-            self._watch.look(end, lambda n: np.array([n]), self.epochs, lambda _, sample: sample)
+        if self._epoch_limit is not None and end > self._epoch_limit.next:
+            self._epoch_limit.check(end, lambda n: np.array([n]), self.epochs, lambda _, sample: sample)
 
     def token_ranges(self, sample: int) -> tuple[TokenRange, ...]:
         """The ranges of a sample's tokens, in order, without padding."""

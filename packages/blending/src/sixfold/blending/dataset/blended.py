@@ -25,7 +25,7 @@ from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.blend.schedule import Schedule, eras_of
 from sixfold.blending.cache.indices import blend_index, refuse_too_many_samples
 from sixfold.blending.config.config import BlendedMegatronDatasetConfig
-from sixfold.blending.dataset.base import MegatronDataset, Samples, epoch_watch, one_sequence_length
+from sixfold.blending.dataset.base import MegatronDataset, Samples, epoch_limit_of, one_sequence_length
 from sixfold.blending.dataset.checkpoint_state import (
     STATE_VERSION,
     State,
@@ -34,7 +34,7 @@ from sixfold.blending.dataset.checkpoint_state import (
     saved_position,
     stream_state,
 )
-from sixfold.blending.dataset.epoch_limit import ENDLESS, EpochWatch
+from sixfold.blending.dataset.epoch_limit import ENDLESS, EpochLimit
 from sixfold.blending.dataset.provenance import Why
 from sixfold.blending.documents.source import AbsentSource
 from sixfold.blending.errors import BlendingError
@@ -258,8 +258,8 @@ class BlendedDataset(Samples):
         return np.array([dataset.epochs_after(count) for dataset, count in pairs])
 
     @cached_property
-    def _watch(self) -> EpochWatch | None:
-        return None if self.size is None else epoch_watch(self.config, self.index_split, self.datasets)
+    def _epoch_limit(self) -> EpochLimit | None:
+        return None if self.size is None else epoch_limit_of(self.config, self.index_split, self.datasets)
 
     def watch_epochs(self, end: int) -> None:
         """Tell once which datasets the positions below ``end`` read more often than ``config.max_epochs``.
@@ -267,12 +267,12 @@ class BlendedDataset(Samples):
         Raises:
             BlendingError: there are some, and ``config.max_epochs_error``.
         """
-        if self._watch is None or end <= self._watch.next:
+        if self._epoch_limit is None or end <= self._epoch_limit.next:
             return
-        behind, apportioned = self._watch.next > 0, isinstance(self.schedule, ApportionedBlend)
-        self._watch.look(end, self.counts, self.epochs, None if apportioned else self.schedule.find)
+        behind, apportioned = self._epoch_limit.next > 0, isinstance(self.schedule, ApportionedBlend)
+        self._epoch_limit.check(end, self.counts, self.epochs, None if apportioned else self.schedule.find)
         if behind:  # an endless stream behind its size: not to look at every batch
-            self._watch.plan(self.schedule.find)
+            self._epoch_limit.skip_to_limit(self.schedule.find)
 
     def state_dict(self, position: int) -> State:
         """What a checkpoint keeps to go on at ``position``: some 100 bytes per dataset; see ``checkpoint_state.py``."""

@@ -1,6 +1,6 @@
 """How often a stream reads its data, and the word about a dataset that is read too often.
 
-    samples given, tokens --> tokens_given, samples_within --> EpochWatch (this file) --> base.py, blended.py
+    samples given, tokens --> tokens_given, samples_within --> EpochLimit (this file) --> base.py, blended.py
 
 A small dataset with a large weight repeats, and a stream that never ends does not show it.
 """
@@ -35,7 +35,7 @@ def samples_within(tokens: int, lengths: Lengths) -> int:
 
 
 @dataclass
-class EpochWatch:
+class EpochLimit:
     """Says once of each dataset that it is read more often than ``max_epochs``.
 
     Attributes:
@@ -50,9 +50,9 @@ class EpochWatch:
     max_epochs: float
     error: bool
     next: int = 0
-    _told: set[int] = field(default_factory=set)
+    _warned: set[int] = field(default_factory=set)
 
-    def look(
+    def check(
         self,
         end: int,
         counts: Callable[[int], I64],
@@ -68,7 +68,7 @@ class EpochWatch:
             BlendingError: one is read too often, and ``error`` says so.
         """
         given = counts(end).tolist()
-        more = [i for i in range(len(given)) if given[i] > self.within[i] and i not in self._told]
+        more = [i for i in range(len(given)) if given[i] > self.within[i] and i not in self._warned]
         if not more:
             self.next = max(self.next, end)
             return
@@ -86,15 +86,15 @@ class EpochWatch:
         )
         if self.error:  # each time: who goes on after one would read what was refused
             raise BlendingError(message)
-        self._told.update(more)
+        self._warned.update(more)
         self.next = max(self.next, end)
         warnings.warn(message, stacklevel=2)
 
-    def plan(self, find: Callable[[int, int], int]) -> None:
+    def skip_to_limit(self, find: Callable[[int, int], int]) -> None:
         """Set ``next`` to the first position at which a dataset that was not told of passes the limit."""
         ahead = [ENDLESS]
         for number, within in enumerate(self.within):
-            if number not in self._told and within < ENDLESS:
+            if number not in self._warned and within < ENDLESS:
                 try:
                     ahead.append(find(number, within))
                 except BlendingError:  # this dataset never gives that sample

@@ -103,7 +103,7 @@ class Kernels(Protocol):
         """A finder of ranges through indices; see ``megatron.index_order.IndexOrder.finder``."""
 
     def group_sums(self, key: int, numbers: I64, lengths: Ints, pointers: I64, out: I64, /) -> int:
-        """What ``GloballyShuffledLine._slots`` says: tokens of groups of permuted documents, each checked against its pointer.
+        """What ``GloballyShuffledLine._slots`` says: tokens of groups of permuted documents, checked against pointers.
 
         ``numbers``: documents, first group, documents in a group, number in the source of the first, bytes of an id.
         Returns how many groups are done; fewer than asked: the next one has a document that does not fit.

@@ -135,21 +135,21 @@ class BlendedMegatronDatasetBuilder:
         if self.group is None:
             return self._parts()
         from sixfold.blending.builder.rank_agreement import (
+            builder_number,
             gather_together,
             refuse_differences,
-            share_place,
             together,
         )
 
         here = together(self.is_built_on_rank, self.group)
         refuse_differences(gather_together(lambda: self._told() if here else None, self.group))
         if self.config.order != "stateless":
-            place, places = share_place(here, self.group)
+            number, builders = builder_number(here, self.group)
             if here:
                 self._start_shuffles()
-            found = gather_together(lambda: self._build_share(place, places), self.group)
-            together(lambda: self._keep(found, place), self.group)
-            together(lambda: self._build_blends(place, places), self.group)
+            found = gather_together(lambda: self._build_share(number, builders), self.group)
+            together(lambda: self._keep(found, number), self.group)
+            together(lambda: self._build_blends(number, builders), self.group)
         return together(lambda: self._parts() if here else [None] * len(Split), self.group)
 
     def _told(self) -> dict[str, Any]:
@@ -248,13 +248,13 @@ class BlendedMegatronDatasetBuilder:
                 name = record_name(self.cls.__name__, samples, split.name, fields)
                 self._records[split] = Record(f"{folder}/{name}")
 
-    def _build_share(self, place: int, places: int) -> dict[Split, dict[str, Note]]:
+    def _build_share(self, number: int, builders: int) -> dict[Split, dict[str, Note]]:
         """Build and cache this rank's share of the datasets; all load them afterwards.
 
         Returns:
             notes of the files, for the others.
         """
-        if place >= places:
+        if number >= builders:
             return {}
         self._open()
         tasks = self._tasks()
@@ -266,29 +266,29 @@ class BlendedMegatronDatasetBuilder:
             # What cannot be kept is built by every rank for itself, at the end.
             cost = build_cost(len(part), part.tokens, samples, self.config.sequence_length) if kept else 0
             costs.append(cost)
-        self._build([tasks[number] for number in shares(costs, places)[place] if costs[number]])
+        self._build([tasks[at] for at in shares(costs, builders)[number] if costs[at]])
         for record in self._records.values():
             record.flush()
         return {split: record.notes for split, record in self._records.items()}
 
-    def _keep(self, found: Sequence[dict[Split, dict[str, Note]]], place: int) -> None:
+    def _keep(self, found: Sequence[dict[Split, dict[str, Note]]], number: int) -> None:
         """Take the notes of all ranks; the first rank writes them down, and tidies the folder."""
         for notes in found:
             for split, some in notes.items():
                 if split in self._records:
                     self._records[split].notes |= some
-        if place == 0:
+        if number == 0:
             for record in self._records.values():
                 try_to_write(record)
             if self.config.cache_folder:
                 sweep(self.config.cache_folder)
 
-    def _build_blends(self, place: int, places: int) -> None:
+    def _build_blends(self, number: int, builders: int) -> None:
         """The same for blends that have an index of their own in the cache."""
         if self.config.order != "megatron" or not self.config.path_to_cache:
             return
         for split in Split:
-            if place < places and split.value % places == place:
+            if number < builders and split.value % builders == number:
                 self._part(split)
 
     def _tasks(self) -> list[Task]:

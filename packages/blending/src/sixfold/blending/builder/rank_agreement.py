@@ -87,7 +87,7 @@ def refuse_differences(told: Sequence[Mapping[str, Any] | None]) -> None:
                 )
 
 
-def share_place(takes_part: bool, group: "ProcessGroup") -> tuple[int, int]:
+def builder_number(takes_part: bool, group: "ProcessGroup") -> tuple[int, int]:
     """(number of this rank among those that take part, how many do); a rank that does not is behind the last."""
     from torch.distributed import get_rank
 

@@ -21,10 +21,10 @@ import numpy.typing as npt
 from sixfold.blending.config.prefixes import (
     Prefix,
     base_name,
+    canonical_path,
     current_folder,
     located,
     names_apart,
-    place,
     same_file,
     text_of,
 )
@@ -287,8 +287,8 @@ class BlendedMegatronDatasetConfig:
         return list(found.values())
 
     def place_of(self, prefix: Prefix) -> str:
-        """One text for every way to write the path of a dataset; see ``prefixes.place``."""
-        return place(prefix, self.prefix_folder or "")
+        """One text for every way to write the path of a dataset; see ``prefixes.canonical_path``."""
+        return canonical_path(prefix, self.prefix_folder or "")
 
     def path_of(self, prefix: Prefix) -> str:
         """The path by which it is opened, whatever the current folder is now."""

@@ -1,6 +1,6 @@
 """What a dataset is called in the order, and when two ways to write a path mean one place.
 
-    prefix --> base_name, place (this file) --> config.py
+    prefix --> base_name, canonical_path (this file) --> config.py
 
 Text alone: no file is looked at, but for the words of an error.
 """
@@ -55,7 +55,7 @@ def base_name(prefix: Prefix) -> str:
     return name or text
 
 
-def place(prefix: Prefix, folder: str) -> str:
+def canonical_path(prefix: Prefix, folder: str) -> str:
     """One text for every way to write a path: absolute from ``folder``, without ``.`` and doubled slashes.
 
     ``..`` stays: behind a linked folder it means another place than the text says.

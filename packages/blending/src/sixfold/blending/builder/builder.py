@@ -401,7 +401,7 @@ class BlendedMegatronDatasetBuilder:
             if self.config.order != "stateless":  # before: data that is replaced meanwhile must not vouch for an index
                 self._stamps[prefix] = stamps_of(pair_of(path))
             else:
-                self._tell_of_cache(path)
+                self._warn_of_unused_cache(path)
             if self._has_left(prefix) and not any(map(os.path.lexists, pair_of(path))):
                 warnings.warn(
                     f"{prefix} has left the blend and is not there: positions before the change that removes it cannot "
@@ -443,7 +443,7 @@ class BlendedMegatronDatasetBuilder:
         pairs = zip(prefixes, [1] * len(prefixes) if weights is None else weights, strict=True)
         return any(weight and self.config.place_of(prefix) == place for prefix, weight in pairs)
 
-    def _tell_of_cache(self, path: str) -> None:
+    def _warn_of_unused_cache(self, path: str) -> None:
         folder = f"{path}/cache/{self.cls.__name__}_indices"
         if os.path.isdir(folder):
             warnings.warn(

@@ -37,7 +37,7 @@ Blend = tuple[Sequence[Prefix], Sequence[float] | None]
 SHUFFLES = ("auto", "global", "block")
 ORDERS = ("stateless", "megatron", "apportioned")
 _SEEDS_OF_INDICES = 2**32  # numpy.random.RandomState takes no others
-_TOLD = 8  # names that a message lists
+_MOST_LISTED = 8  # names that a message lists
 _WITHOUT_EFFECT = (
     "fast_cache_load", "defer_npy_index_mmap", "object_storage_cache_path", "data_parallel_size",
     "sequence_parallel_size", "sequences_per_dataset", "context_parallel_size",
@@ -244,7 +244,7 @@ class BlendedMegatronDatasetConfig:
                 raise BlendingError(
                     f"dataset_names has {text_of(key)!r}, the base name of the prefix {prefix!r}; its keys are prefixes"
                 )
-            some = ", ".join(map(repr, list(prefixes)[:_TOLD])) + " ..." * (len(prefixes) > _TOLD)
+            some = ", ".join(map(repr, list(prefixes)[:_MOST_LISTED])) + " ..." * (len(prefixes) > _MOST_LISTED)
             raise BlendingError(
                 f"dataset_names has {text_of(key)!r}, which is no prefix of this config and would name nothing; the "
                 f"prefixes are {some}"

@@ -28,7 +28,7 @@ State = dict[str, Any]
 STATE_VERSION = 3
 _OLDEST = 1  # of release 0.1.0: other hashes of the data, and documents are shuffled in blocks
 _WITHOUT_MEMBERS = 2  # its hashes say nothing of which sequences of a pair a part has, and of their ids
-_SEGMENTS_TOLD = 4  # in full, the newest; of those before them a checksum, so that a state stays small
+_SEGMENTS_IN_FULL = 4  # in full, the newest; of those before them a checksum, so that a state stays small
 
 
 def stream_state(
@@ -52,7 +52,7 @@ def stream_state(
         }
         for segment in segments
     ]
-    earlier = told[:-_SEGMENTS_TOLD]
+    earlier = told[:-_SEGMENTS_IN_FULL]
     checksum = blake2b(json.dumps(earlier).encode(), digest_size=8).hexdigest()
     return {
         "state_version": version,
@@ -70,7 +70,7 @@ def stream_state(
             if used[number]
         },
         "earlier_segments": {"count": len(earlier), "hash": checksum} if earlier else None,
-        "segments": told[-_SEGMENTS_TOLD:],
+        "segments": told[-_SEGMENTS_IN_FULL:],
     }
 
 

@@ -14,7 +14,7 @@ from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.kernels import F64, I64
 
 Lengths = Sequence[tuple[int, int]]  # (first sample, sequence length), ascending
-_TOLD = 8  # datasets that a message lists
+_MOST_LISTED = 8  # datasets that a message lists
 ENDLESS = 2**62  # samples
 
 
@@ -77,11 +77,11 @@ class EpochLimit:
             f"{self.names[number]!r} "
             + ("over all positions" if find is None else f"from position {find(number, self.within[number])} on")
             + f" ({read[number]:.4g} epochs in {end} positions)"
-            for number in more[:_TOLD]
+            for number in more[:_MOST_LISTED]
         ]
         message = (
             f"datasets are read more often than {self.max_epochs} times: {', '.join(told)}"
-            + (f" and {len(more) - _TOLD} more" if len(more) > _TOLD else "")
+            + (f" and {len(more) - _MOST_LISTED} more" if len(more) > _MOST_LISTED else "")
             + f"; max_epochs is {self.max_epochs}: give such a dataset less weight, or raise max_epochs"
         )
         if self.error:  # each time: who goes on after one would read what was refused

@@ -11,7 +11,7 @@ from sixfold.blending.batches.gpt_arrays import Batch, SampleLayout, TokenRows
 from sixfold.blending.config.config import GPTDatasetConfig, special_token
 from sixfold.blending.config.splits import Split
 from sixfold.blending.dataset.base import MegatronDataset
-from sixfold.blending.documents.eod_check import tell_of_other_ends
+from sixfold.blending.documents.eod_check import warn_of_other_eod
 from sixfold.blending.documents.source import DocumentSource
 
 
@@ -32,7 +32,7 @@ class GPTDataset(MegatronDataset):
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
         eod, options = special_token(config.tokenizer, "eod"), config.options_of_eod
         if options and eod is not None and eod >= 0:  # a negative one says that the data has none
-            tell_of_other_ends(self.part, self.name, eod, ", ".join(options))
+            warn_of_other_eod(self.part, self.name, eod, ", ".join(options))
 
     @cached_property
     def layout(self) -> SampleLayout:

@@ -1,6 +1,6 @@
 """Whether documents end as the config says, for the arrays that are made of their ends.
 
-    Part, eod --> tell_of_other_ends (this file) --> dataset/gpt.py
+    Part, eod --> warn_of_other_eod (this file) --> dataset/gpt.py
 
 Looks at the last token of a few documents. Where the end is another token or there is none, positions and masks would
 not begin anew, and nothing else would tell.
@@ -17,7 +17,7 @@ from sixfold.blending.numbers.kernels import I64
 _LOOKS = 16
 
 
-def tell_of_other_ends(part: Part, name: str, eod: int, options: str) -> None:
+def warn_of_other_eod(part: Part, name: str, eod: int, options: str) -> None:
     """Warn if documents of ``part`` do not end with ``eod``; ``options`` are those that need it.
 
     Cost: 16 tokens read.

@@ -221,7 +221,7 @@ class Part:
     @cached_property
     def fingerprint_of_lengths(self) -> dict[str, Any]:
         """The same but for the ids: what an index is built from."""
-        return self.fingerprint_of_state_2 | {"members": self._members_told()}
+        return self.fingerprint_of_state_2 | {"members": self._members_fingerprint()}
 
     @cached_property
     def fingerprint_of_state_2(self) -> dict[str, Any]:
@@ -237,7 +237,7 @@ class Part:
     def glance(self) -> dict[str, Any]:
         """A fingerprint of a few pages, for what is looked at by every process: ranks of a build, workers."""
         facts = self._facts("sample", self._runs(_GLANCES, _GLANCE))
-        return facts | {"members": self._members_told(), "ids": self._some_ids()}
+        return facts | {"members": self._members_fingerprint(), "ids": self._some_ids()}
 
     def _runs(self, runs: int, length: int) -> list[slice]:
         """``runs`` stretches of ``length`` members, spread evenly; all members where they are no more."""
@@ -246,7 +246,7 @@ class Part:
         begins = [number * (len(self) - length) // (runs - 1) for number in range(runs)]
         return [slice(begin, begin + length) for begin in begins]
 
-    def _members_told(self) -> str:
+    def _members_fingerprint(self) -> str:
         """Which sequences of the source they are."""
         if isinstance(self.indices, range):
             return f"{self.indices.start}..{self.indices.stop}" if len(self) else "none"

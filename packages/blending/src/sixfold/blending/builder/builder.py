@@ -142,7 +142,7 @@ class BlendedMegatronDatasetBuilder:
         )
 
         here = together(self.is_built_on_rank, self.group)
-        refuse_differences(gather_together(lambda: self._told() if here else None, self.group))
+        refuse_differences(gather_together(lambda: self._alike_on_all_ranks() if here else None, self.group))
         if self.config.order != "stateless":
             number, builders = builder_number(here, self.group)
             if here:
@@ -152,15 +152,15 @@ class BlendedMegatronDatasetBuilder:
             together(lambda: self._build_blends(number, builders), self.group)
         return together(lambda: self._parts() if here else [None] * len(Split), self.group)
 
-    def _told(self) -> dict[str, Any]:
+    def _alike_on_all_ranks(self) -> dict[str, Any]:
         """What all ranks have to have alike, in the order in which a difference is told: the config, then the data."""
         config = self.config
-        told: dict[str, Any] = {name: getattr(config, name) for name in _ALIKE} | {"sizes": self.sizes}
-        told |= {f"tokenizer.{name}": special_token(config.tokenizer, name) for name in ("eod", "pad")}
+        facts: dict[str, Any] = {name: getattr(config, name) for name in _ALIKE} | {"sizes": self.sizes}
+        facts |= {f"tokenizer.{name}": special_token(config.tokenizer, name) for name in ("eod", "pad")}
         for split in Split:
             blend = config.blend_of(split)
-            told[f"blend of {split.name}"] = None if blend is None else self._named(blend)
-        told["changes"] = [
+            facts[f"blend of {split.name}"] = None if blend is None else self._named(blend)
+        facts["changes"] = [
             [change.at, None if change.blend is None else self._named(change.blend), change.sequence_length]
             for change in config.changes
         ]
@@ -169,8 +169,8 @@ class BlendedMegatronDatasetBuilder:
             for prefix, source in self._opened.items():
                 if not isinstance(source, AbsentSource):
                     part = Part(source, range(self.cls.numel_low_level_dataset(source)))
-                    told[f"the data of {config.name_of(prefix)}"] = part.glance
-        return told
+                    facts[f"the data of {config.name_of(prefix)}"] = part.glance
+        return facts
 
     def _named(self, blend: Blend) -> list[Any]:
         return [[self.config.name_of(prefix) for prefix in blend[0]], None if blend[1] is None else list(blend[1])]

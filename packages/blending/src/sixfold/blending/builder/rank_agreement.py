@@ -67,15 +67,15 @@ def gather_together(step: Callable[[], T], group: "ProcessGroup") -> list[T]:
     return _gathered(together(step, group), group, "for notes of the files built")
 
 
-def refuse_differences(told: Sequence[Mapping[str, Any] | None]) -> None:
-    """Every rank has ``told`` of all ranks, None of those that build nothing; so all raise, or none.
+def refuse_differences(facts: Sequence[Mapping[str, Any] | None]) -> None:
+    """Every rank has ``facts`` of all ranks, None of those that build nothing; so all raise, or none.
 
     Raises:
         BlendingError: the first thing that a rank has otherwise than the first that builds.
     """
-    first = next((rank for rank, mine in enumerate(told) if mine is not None), None)
-    for rank, mine in enumerate(told):
-        model = None if first is None else told[first]
+    first = next((rank for rank, mine in enumerate(facts) if mine is not None), None)
+    for rank, mine in enumerate(facts):
+        model = None if first is None else facts[first]
         if mine is None or model is None:
             continue
         for name in dict.fromkeys([*model, *mine]):

@@ -33,7 +33,7 @@ class Order(Protocol):
     def add(self, native: Kernels, finder: object, what: int) -> None: ...
 
 
-class Readable(Protocol):
+class OrderedPart(Protocol):
     """What is read here: ``MegatronDataset``."""
 
     @property
@@ -55,7 +55,7 @@ class _Handles:
 class BatchReader:
     """Reads D datasets; see the module."""
 
-    def __init__(self, datasets: Sequence[Readable]) -> None:
+    def __init__(self, datasets: Sequence[OrderedPart]) -> None:
         self._datasets = datasets
         self._parts = [dataset.part for dataset in datasets]
         none: tuple[object | None, ...] = (None,) * len(datasets)

@@ -23,13 +23,13 @@ def on_threads(function: Callable[[S], T], items: Iterable[S], threads: int, dea
         BlendingError: the deadline passed; names the items under way.
         What ``function`` raised.
     """
-    crew = _Crew(function, list(items))
+    crew = _SharedWork(function, list(items))
     for number in range(min(threads, len(crew.items))):
         Thread(target=crew.work, daemon=True, name=f"sixfold-builder_{number}").start()
     return crew.wait(deadline_s)
 
 
-class _Crew(Generic[S, T]):
+class _SharedWork(Generic[S, T]):
     """What the threads and the caller share; every field is used with ``_changed`` held, but ``items``."""
 
     def __init__(self, function: Callable[[S], T], items: list[S]) -> None:

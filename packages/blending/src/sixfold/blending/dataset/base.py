@@ -63,7 +63,7 @@ def epoch_limit_of(
     return EpochLimit([dataset.name for dataset in datasets], within, config.max_epochs, config.max_epochs_error)
 
 
-class Lengths(Protocol):
+class HasSequenceLengths(Protocol):
     """Whatever says how long the samples at positions are."""
 
     @property
@@ -74,7 +74,7 @@ class Lengths(Protocol):
         """Of each position."""
 
 
-def one_sequence_length(positions: I64, order: Lengths) -> int:
+def one_sequence_length(positions: I64, order: HasSequenceLengths) -> int:
     """The sequence length that all samples of a batch have.
 
     Raises:

@@ -169,7 +169,7 @@ class BlendedMegatronDatasetBuilder:
             for prefix, source in self._opened.items():
                 if not isinstance(source, AbsentSource):
                     part = Part(source, range(self.cls.numel_low_level_dataset(source)))
-                    facts[f"the data of {config.name_of(prefix)}"] = part.glance
+                    facts[f"the data of {config.name_of(prefix)}"] = part.short_fingerprint
         return facts
 
     def _named(self, blend: Blend) -> list[Any]:

@@ -21,7 +21,7 @@ from sixfold.blending.numbers.permutation import I64
 
 _FINGERPRINT_STRIDE = 256
 _RUNS, _RUN = 128, 1024  # pointers that a fingerprint reads
-_GLANCES, _GLANCE = 16, 64  # and those that a glance does
+_SHORT_RUNS, _SHORT_RUN = 16, 64  # and those that a short_fingerprint does
 _IDS = 16  # ids of one place that both read
 
 
@@ -65,14 +65,14 @@ class Part:
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Without the index of the source, which knows it again wherever it is unpickled."""
-        return self.source, self.indices, self.tokens, self.glance
+        return self.source, self.indices, self.tokens, self.short_fingerprint
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Raises BlendingError if the source is not what it was: its data was replaced, and would be cut elsewhere."""
-        source, self.indices, self.tokens, glance = state
+        source, self.indices, self.tokens, short_fingerprint = state
         self._see(source)
         last = self._ends()[1] if len(self.indices) else -1
-        if last >= len(self._lengths) or self.glance != glance:
+        if last >= len(self._lengths) or self.short_fingerprint != short_fingerprint:
             raise BlendingError(
                 f"{self.label}: the data was replaced since this dataset was pickled, and its samples would be others; "
                 "build the datasets again, or give new data a new name "
@@ -234,9 +234,9 @@ class Part:
         return self._facts("hash", [slice(0, len(self), _FINGERPRINT_STRIDE)])
 
     @cached_property
-    def glance(self) -> dict[str, Any]:
+    def short_fingerprint(self) -> dict[str, Any]:
         """A fingerprint of a few pages, for what is looked at by every process: ranks of a build, workers."""
-        facts = self._facts("sample", self._runs(_GLANCES, _GLANCE))
+        facts = self._facts("sample", self._runs(_SHORT_RUNS, _SHORT_RUN))
         return facts | {"members": self._members_fingerprint(), "ids": self._some_ids()}
 
     def _runs(self, runs: int, length: int) -> list[slice]:
@@ -257,7 +257,7 @@ class Part:
         tokens = getattr(self.source, "tokens", None)
         if tokens is None or self._pointers is None or not len(self):
             return None
-        places = np.linspace(0, len(self) - 1, _GLANCES).astype(np.int64)
+        places = np.linspace(0, len(self) - 1, _SHORT_RUNS).astype(np.int64)
         begins = (np.asarray(self._pointers[self.ids(places)]) // self._itemsize).tolist()
         data = b"".join(np.ascontiguousarray(tokens[max(0, at) : max(0, at) + _IDS]).tobytes() for at in begins)
         return blake2b(data, digest_size=8).hexdigest()

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.builder.rank_shares import build_cost, shares
 from sixfold.blending.builder.threads import on_threads
-from sixfold.blending.cache.index_files import Note, Record, Stamp, stamps_of, sweep, try_to_write
+from sixfold.blending.cache.index_files import Note, Record, Stamp, remove_abandoned, stamps_of, try_to_write
 from sixfold.blending.config.config import Blend, BlendedMegatronDatasetConfig, special_token
 from sixfold.blending.config.prefixes import text_of
 from sixfold.blending.config.splits import Bookends, Split, part_range
@@ -281,7 +281,7 @@ class BlendedMegatronDatasetBuilder:
             for record in self._records.values():
                 try_to_write(record)
             if self.config.cache_folder:
-                sweep(self.config.cache_folder)
+                remove_abandoned(self.config.cache_folder)
 
     def _build_blends(self, number: int, builders: int) -> None:
         """The same for blends that have an index of their own in the cache."""

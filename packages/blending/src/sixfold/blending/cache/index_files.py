@@ -52,7 +52,7 @@ _HEADER = re.compile(
     re.DOTALL,
 )
 _HEADER_BYTES = 128
-_TEMPORARY = re.compile(r"\.[0-9a-f]{32}-.+\.\d+-[0-9a-f]{8}")  # of _put
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}-.+\.\d+-[0-9a-f]{8}")  # of _write_whole
 _ABANDONED_NS = 3600 * 10**9
 
 
@@ -146,7 +146,7 @@ class Record:
         """Spare the next start the full check. Raises OSError where nothing can be written."""
         self.flush()
         if self.notes != self._kept:
-            _put(self._path, json.dumps(self.notes, sort_keys=True).encode())
+            _write_whole(self._path, json.dumps(self.notes, sort_keys=True).encode())
             self._kept = dict(self.notes)
 
 
@@ -261,7 +261,7 @@ def try_to_write(record: Record) -> None:
         return
 
 
-def sweep(folder: str) -> None:
+def remove_abandoned(folder: str) -> None:
     """Remove what writers that were killed left: temporary files an hour older than the last change of the folder.
 
     Both times are of the clock of the disk. A file that is being written is younger.
@@ -293,12 +293,12 @@ def _write(entry: CacheEntry, arrays: Arrays, record: Record, own: Record | None
     description = Path(entry.path("description.txt"))
     if own is not None:
         description.unlink(missing_ok=True)
-    stamps = {name: _put(path, arrays[name]) for name, path in entry.paths.items()}
+    stamps = {name: _write_whole(path, arrays[name]) for name, path in entry.paths.items()}
     record.written(entry.paths.values())
     if own is not None:
         own.add(entry, stamps)
         own.write()
-        _put(str(description), entry.description.encode())
+        _write_whole(str(description), entry.description.encode())
     return stamps
 
 
@@ -310,7 +310,7 @@ def _flush(path: str) -> None:
         os.close(descriptor)
 
 
-def _put(path: str, content: npt.NDArray[Any] | bytes) -> Stamp:
+def _write_whole(path: str, content: npt.NDArray[Any] | bytes) -> Stamp:
     """Write a file whole or not at all; its stamp is of what was written, whoever else writes there."""
     folder, _, name = path.rpartition("/")
     temporary = f"{folder}/.{name}.{os.getpid()}-{secrets.token_hex(4)}"

@@ -131,7 +131,7 @@ class BlendedMegatronDatasetConfig:
             self._set("split_matrix", split_matrix(parse_split(self.split)))
         self._set("changes", tuple(self.changes))
         self._check_changes()
-        self._own_all()
+        self._copy_what_callers_hold()
         self._check_names()
         if self.order == "stateless" and self.path_to_cache:
             warnings.warn(
@@ -143,16 +143,16 @@ class BlendedMegatronDatasetConfig:
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
 
-    def _own_all(self) -> None:
+    def _copy_what_callers_hold(self) -> None:
         """Copies of what the caller can change later, in plain types: lists, numpy's numbers."""
         if self.blend is not None:
-            self._set("blend", _owned(self.blend))
+            self._set("blend", _copied(self.blend))
         if self.blend_per_split is not None:
-            self._set("blend_per_split", [None if blend is None else _owned(blend) for blend in self.blend_per_split])
+            self._set("blend_per_split", [None if blend is None else _copied(blend) for blend in self.blend_per_split])
         changes = [
             BlendChange(
                 int(change.at),
-                None if change.blend is None else _owned(change.blend),
+                None if change.blend is None else _copied(change.blend),
                 None if change.sequence_length is None else int(change.sequence_length),
             )
             for change in self.changes
@@ -329,7 +329,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._take_fields_of_the_peer()
+        self._check_fields_of_megatron()
         try:
             signed = np.dtype(self.token_dtype).kind == "i"  # padding is -1 before it becomes 0
         except TypeError:
@@ -338,7 +338,7 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
             raise BlendingError(f"token_dtype is {self.token_dtype!r}; it is a signed integer type, such as np.int64")
         self._check_eod()
 
-    def _take_fields_of_the_peer(self) -> None:
+    def _check_fields_of_megatron(self) -> None:
         """Take what needs nothing here, with a line for who debugs; refuse what would make other samples.
 
         Raises:
@@ -402,7 +402,7 @@ def special_token(tokenizer: Any, name: str) -> int | None:
         raise BlendingError(f"tokenizer.{name} is {token!r}; it is the number of a token, an int") from None
 
 
-def _owned(blend: Blend) -> Blend:
+def _copied(blend: Blend) -> Blend:
     """A checked blend in lists of its own, its prefixes as text."""
     prefixes, weights = blend
     return [text_of(prefix) for prefix in prefixes], None if weights is None else [plain(weight) for weight in weights]

@@ -43,13 +43,13 @@ class GloballyShuffledLine(TokenLine):
 
     shuffle = "global"
     _slots_at_least = _SLOTS_AT_LEAST
-    _whole = True
+    _scattered = True
 
     def _documents_per_slot(self) -> int:
         return _GROUP
 
     @property
-    def _in_parts(self) -> bool:
+    def _grows(self) -> bool:
         return True
 
     def _grown(self, epoch: int, known: Slots | None, slots: int) -> Slots:

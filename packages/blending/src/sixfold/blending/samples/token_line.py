@@ -85,7 +85,7 @@ class TokenLine:
 
     shuffle = "block"  # of the documents, as a state tells it
     _slots_at_least = _SLOTS_AT_LEAST
-    _whole = False  # the documents of a slot lie anywhere in the part
+    _scattered = False  # the documents of a slot lie anywhere in the part
 
     def _documents_per_slot(self) -> int:
         return block_size(len(self.part))
@@ -114,12 +114,12 @@ class TokenLine:
     def _grown(self, epoch: int, known: Slots | None, slots: int) -> Slots:
         """``known`` and as many slots again, ``slots`` at least; all of a small or scattered part."""
         first = 0 if known is None else known[1].size
-        last = min(self.blocks, max(slots, 2 * first, self._slots_at_least)) if self._in_parts else self.blocks
+        last = min(self.blocks, max(slots, 2 * first, self._slots_at_least)) if self._grows else self.blocks
         prefix = np.zeros(last + 1, dtype=np.int64)
         block = np.empty(last, dtype=np.int32)
         if known is not None:
             prefix[: first + 1], block[:first] = known
-        step = _SLOTS_AT_A_TIME if self._in_parts else self.blocks
+        step = _SLOTS_AT_A_TIME if self._grows else self.blocks
         for begin in range(first, last, step):
             end = min(begin + step, last)
             tokens, block[begin:end] = self._slots(epoch, begin, end)
@@ -128,7 +128,7 @@ class TokenLine:
         return prefix, block
 
     @property
-    def _in_parts(self) -> bool:
+    def _grows(self) -> bool:
         """Whether some slots are known for less than all of them."""
         return self.part.has_pointers
 
@@ -224,7 +224,7 @@ class TokenLine:
         whole = isinstance(part.indices, range)
         first = part.indices[0] if isinstance(part.indices, range) else 0
         numbers = [itemsize, first, len(part), self.tokens, self.block, window, -1 if chunks is None else chunks]
-        numbers.append(int(self._whole))
+        numbers.append(int(self._scattered))
         members = np.empty(0, dtype=np.int64) if whole else part.ids(np.arange(len(part)))
         names = np.frombuffer(key_text(*self.names), dtype=np.uint8)
         source: Any = part.source

@@ -148,7 +148,7 @@ class BlendedMegatronDatasetBuilder:
             if here:
                 self._start_shuffles()
             found = gather_together(lambda: self._build_share(number, builders), self.group)
-            together(lambda: self._keep(found, number), self.group)
+            together(lambda: self._write_records(found, number), self.group)
             together(lambda: self._build_blends(number, builders), self.group)
         return together(lambda: self._parts() if here else [None] * len(Split), self.group)
 
@@ -210,7 +210,7 @@ class BlendedMegatronDatasetBuilder:
         self._build(tasks)
         parts = self._each(self._part, Split)
         if self.group is None:
-            self._keep([], 0)
+            self._write_records([], 0)
         return parts
 
     def _each(self, function: Callable[[S], T], items: Iterable[S]) -> list[T]:
@@ -271,7 +271,7 @@ class BlendedMegatronDatasetBuilder:
             record.flush()
         return {split: record.notes for split, record in self._records.items()}
 
-    def _keep(self, found: Sequence[dict[Split, dict[str, Note]]], number: int) -> None:
+    def _write_records(self, found: Sequence[dict[Split, dict[str, Note]]], number: int) -> None:
         """Take the notes of all ranks; the first rank writes them down, and tidies the folder."""
         for notes in found:
             for split, some in notes.items():

@@ -21,7 +21,7 @@ from sixfold.blending.numbers.permutation import I64
 
 _FINGERPRINT_STRIDE = 256
 _RUNS, _RUN = 128, 1024  # pointers that a fingerprint reads
-_SHORT_RUNS, _SHORT_RUN = 16, 64  # and those that a short_fingerprint does
+_SHORT_RUNS, _SHORT_RUN = 16, 64  # and those that a short one does
 _IDS = 16  # ids of one place that both read
 
 

@@ -16,7 +16,7 @@ from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.builder.rank_shares import build_cost, shares
 from sixfold.blending.builder.threads import on_threads
 from sixfold.blending.cache.index_files import Note, Record, Stamp, remove_abandoned, stamps_of, try_to_write
-from sixfold.blending.config.config import Blend, BlendedMegatronDatasetConfig, special_token
+from sixfold.blending.config.config import ORDERS, Blend, BlendedMegatronDatasetConfig, special_token
 from sixfold.blending.config.prefixes import text_of
 from sixfold.blending.config.splits import Bookends, Split, part_range
 from sixfold.blending.dataset.base import MegatronDataset
@@ -97,6 +97,7 @@ class BlendedMegatronDatasetBuilder:
         ]
         self.is_built_on_rank = is_built_on_rank
         self.config = config
+        self._has_indices = ORDERS[config.order].indexed
         self.group = group
         self._opened: dict[str, DocumentSource] = {}
         self._stamps: dict[str, list[Stamp] | None] = {}
@@ -143,7 +144,7 @@ class BlendedMegatronDatasetBuilder:
 
         here = together(self.is_built_on_rank, self.group)
         refuse_differences(gather_together(lambda: self._alike_on_all_ranks() if here else None, self.group))
-        if self.config.order != "stateless":
+        if self._has_indices:
             number, builders = builder_number(here, self.group)
             if here:
                 self._start_shuffles()
@@ -203,7 +204,7 @@ class BlendedMegatronDatasetBuilder:
     def _parts(self) -> list[Built]:
         self._start_shuffles()
         self._open()
-        if self.config.order == "stateless":
+        if not self._has_indices:
             return [self._part(split) for split in Split]
         tasks = self._tasks()
         self._start_records(tasks)
@@ -226,10 +227,12 @@ class BlendedMegatronDatasetBuilder:
         for split in Split:
             blend = self.config.blend_of(split)
             if blend is not None and self._bookends(split) is not None:
-                stateless = self.config.order == "stateless"
-                needed = self.config.prefixes_of(split) if stateless else [text_of(prefix) for prefix in blend[0]]
-                prefixes |= dict.fromkeys(needed)
+                prefixes |= dict.fromkeys(self._prefixes(split, blend))
         self._each(self._source, prefixes)
+
+    def _prefixes(self, split: Split, blend: Blend) -> list[str]:
+        """Those of its blend, and in the order that has changes those that they add."""
+        return [text_of(prefix) for prefix in blend[0]] if self._has_indices else self.config.prefixes_of(split)
 
     def _build(self, tasks: Sequence[Task]) -> None:
         """The datasets of ``tasks``, each with its indices, built or from the cache."""
@@ -316,16 +319,14 @@ class BlendedMegatronDatasetBuilder:
         blend = config.blend_of(split)
         if blend is None or bookends is None:
             return None
-        prefixes = [text_of(prefix) for prefix in blend[0]]
-        if config.order == "stateless":
-            prefixes = config.prefixes_of(split)
+        prefixes = self._prefixes(split, blend)
         if config.multiple_validation_sets and split is Split.valid:
             return [self._dataset(prefix, split, size, bookends) for prefix in prefixes]
         if self._alone(split):
             alone = self._dataset(prefixes[0], split, size, bookends)
             alone.watch_epochs(size or 0)
             return alone
-        if config.order != "stateless":
+        if self._has_indices:
             return None if self._absent(split, bookends) else self._indexed_blend(split, bookends)
         # In an endless blend how many samples a dataset gives is the blend's to say.
         datasets = [self._dataset(prefix, split, None if size is None else 0, bookends) for prefix in prefixes]
@@ -398,7 +399,7 @@ class BlendedMegatronDatasetBuilder:
     def _source(self, prefix: str) -> DocumentSource:
         if prefix not in self._opened:
             path = self.config.path_of(prefix)
-            if self.config.order != "stateless":  # before: data that is replaced meanwhile must not vouch for an index
+            if self._has_indices:  # before: data that is replaced meanwhile must not vouch for an index
                 self._stamps[prefix] = stamps_of(pair_of(path))
             else:
                 self._warn_of_unused_cache(path)
@@ -461,7 +462,7 @@ class BlendedMegatronDatasetBuilder:
 
     def _dataset(self, prefix: str, split: Split, size: int | None, bookends: Bookends) -> MegatronDataset:
         task = (prefix, split, size, bookends)
-        if self.config.order == "stateless":
+        if not self._has_indices:
             return self._made(task)
         if task not in self._indexed:
             self._indexed[task] = self._made(task)
@@ -469,15 +470,10 @@ class BlendedMegatronDatasetBuilder:
 
     def _made(self, task: Task) -> MegatronDataset:
         prefix, split, samples, bookends = task
-        # Indices are built while a dataset is made, and the arguments of that are megatron-core's.
-        dataset = self.cls.__new__(self.cls)
-        if split in self._records:
-            dataset._record = self._records[split]
         source, sequences = self._sequences(prefix, bookends)
-        if getattr(source, "path_prefix", None) == self.config.path_of(prefix):
-            dataset._stamps = self._stamps.get(prefix)
+        opened_here = getattr(source, "path_prefix", None) == self.config.path_of(prefix)
+        stamps = self._stamps.get(prefix) if opened_here else None
         with _naming(f"the {split.name} part of {prefix} was made"):
-            self.cls.__init__(dataset, source, prefix, sequences, samples, split, self.config)
-        for name in ("_record", "_stamps"):
-            vars(dataset).pop(name, None)
-        return dataset
+            return self.cls._with_records(
+                self._records.get(split), stamps, source, prefix, sequences, samples, split, self.config
+            )

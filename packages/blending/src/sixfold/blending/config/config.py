@@ -35,7 +35,6 @@ from sixfold.blending.numbers.weights import exact_weights, refuse_too_many_data
 
 Blend = tuple[Sequence[Prefix], Sequence[float] | None]
 SHUFFLES = ("auto", "global", "block")
-ORDERS = ("stateless", "megatron", "apportioned")
 _SEEDS_OF_INDICES = 2**32  # numpy.random.RandomState takes no others
 _MOST_LISTED = 8  # names that a message lists
 _WITHOUT_EFFECT = (
@@ -52,6 +51,26 @@ class _SplitOfMock(str):
     """The split of a config without a blend, which nobody gave."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OrderTraits:
+    """What sets one order apart from another.
+
+    Attributes:
+        indexed: it is made of arrays: they are built for one blend and one size, and kept in files.
+        by_name: the names of the datasets are in its keys, so each dataset has one of its own.
+    """
+
+    indexed: bool
+    by_name: bool
+
+
+ORDERS = {
+    "stateless": OrderTraits(indexed=False, by_name=True),
+    "megatron": OrderTraits(indexed=True, by_name=False),
+    "apportioned": OrderTraits(indexed=True, by_name=True),
+}
 
 
 @dataclass(frozen=True)
@@ -133,7 +152,7 @@ class BlendedMegatronDatasetConfig:
         self._check_changes()
         self._copy_what_callers_hold()
         self._check_names()
-        if self.order == "stateless" and self.path_to_cache:
+        if not ORDERS[self.order].indexed and self.path_to_cache:
             warnings.warn(
                 f'path_to_cache is {self.path_to_cache!r} and order is "stateless", which has no files: nothing is '
                 'read there or written; to go on with the order of a Megatron cache set order="megatron"',
@@ -160,13 +179,13 @@ class BlendedMegatronDatasetConfig:
         self._set("changes", tuple(changes))
 
     def _check_order(self) -> None:
-        if self.order not in ORDERS:
+        if not isinstance(self.order, str) or self.order not in ORDERS:
             raise BlendingError(f'order is {self.order!r}; it is one of "stateless", "megatron", "apportioned"')
         if self.document_shuffle not in SHUFFLES:
             raise BlendingError(
                 f'document_shuffle is {self.document_shuffle!r}; it is one of "auto", "global", "block"'
             )
-        if self.order == "stateless":
+        if not ORDERS[self.order].indexed:
             return
         if self.document_shuffle == "block":
             raise BlendingError(
@@ -188,7 +207,7 @@ class BlendedMegatronDatasetConfig:
 
     def _check_blend(self, what: str, blend: Blend) -> None:
         check_blend(what, blend, self.place_of, as_peer=self.order == "megatron")
-        if self.order != "stateless":
+        if ORDERS[self.order].indexed:
             refuse_too_many_datasets(len(blend[0]))
 
     def _check_blend_per_split(self, blends: Sequence[Blend | None]) -> None:
@@ -227,7 +246,7 @@ class BlendedMegatronDatasetConfig:
         prefixes = dict.fromkeys(prefix for split in Split for prefix in self.prefixes_of(split))
         if not self.mock:  # without a blend the datasets are made by the caller, under any paths
             self._refuse_names_of_no_prefix(prefixes)
-        if self.order == "megatron":  # whose order has no names in it
+        if not ORDERS[self.order].by_name:
             return
         for split in Split:
             self._refuse_equal_names(self.prefixes_of(split))

@@ -22,7 +22,7 @@ from sixfold.blending.blend.quota_tree import PERIOD
 from sixfold.blending.blend.schedule import Era, Schedule
 from sixfold.blending.cache.index_files import Record, Stamp
 from sixfold.blending.cache.indices import index_order
-from sixfold.blending.config.config import BlendedMegatronDatasetConfig
+from sixfold.blending.config.config import ORDERS, BlendedMegatronDatasetConfig
 from sixfold.blending.config.splits import Split
 from sixfold.blending.dataset.checkpoint_state import (
     STATE_VERSION,
@@ -206,6 +206,18 @@ class MegatronDataset(Samples):
         if num_samples != 0 or self._indexed:
             self.order  # noqa: B018 - indices are built, and a part without tokens is refused, now
 
+    @classmethod
+    def _with_records(cls, record: Record | None, stamps: Sequence[Stamp] | None, *arguments: Any) -> Self:
+        """As a builder makes it, which knows of index files.
+
+        Indices are built in ``__init__``, and its arguments are megatron-core's: so these two are there before it runs.
+        """
+        dataset = cls.__new__(cls)
+        dataset._record, dataset._stamps = record, stamps
+        cls.__init__(dataset, *arguments)
+        del dataset._record, dataset._stamps
+        return dataset
+
     @staticmethod
     def _key_config_attributes() -> list[str]:
         """Fields of the config that name the cache files; a subclass adds those that its indices depend on."""
@@ -246,7 +258,7 @@ class MegatronDataset(Samples):
     @property
     def _indexed(self) -> bool:
         """Whether the order is made of indices, which end."""
-        return self.config.order != "stateless"
+        return ORDERS[self.config.order].indexed
 
     @property
     def _end(self) -> int | None:
@@ -285,7 +297,7 @@ class MegatronDataset(Samples):
     def unique_identifiers(self) -> Identifiers:
         """What names the cache files of this dataset, and is part of what names its blend's."""
         keys = {name: getattr(self.config, name) for name in self._key_config_attributes()}
-        if self.config.order != "megatron":  # the peer's names have neither
+        if ORDERS[self.config.order].by_name:  # the names of the peer's files have neither
             keys |= {"order": self.config.order, "data": self.index_facts}
         return dataset_identifiers(
             type(self).__name__, self.dataset_path, self.num_samples, self.index_split.name, keys

@@ -24,7 +24,7 @@ from sixfold.blending.blend.index_arrays import BlendIndex
 from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.blend.schedule import Schedule, eras_of
 from sixfold.blending.cache.indices import blend_index, refuse_too_many_samples
-from sixfold.blending.config.config import BlendedMegatronDatasetConfig
+from sixfold.blending.config.config import ORDERS, BlendedMegatronDatasetConfig
 from sixfold.blending.dataset.base import MegatronDataset, Samples, epoch_limit_of, one_sequence_length
 from sixfold.blending.dataset.checkpoint_state import (
     STATE_VERSION,
@@ -90,13 +90,14 @@ class BlendedDataset(Samples):
                 "changes are given without a size; without a size a blend is one epoch of every dataset"
             )
         self.names = [dataset.name for dataset in datasets]
-        twice = None if config.order == "megatron" else first_repeated(self.names)
+        by_name = ORDERS[config.order].by_name
+        twice = first_repeated(self.names) if by_name else None
         if twice is not None:  # each would give the samples of the other
             raise BlendingError(
                 f"two datasets are named {twice!r}; name them apart by dataset_names, or give one entry with the sum "
                 "of the weights if they are one"
             )
-        _refuse_one_file_twice(datasets, as_peer=config.order == "megatron")
+        _refuse_one_file_twice(datasets, as_peer=not by_name)
         if weights is not None:
             _refuse_another_number_of_weights(len(weights), datasets, config)
             if size is None:
@@ -105,7 +106,7 @@ class BlendedDataset(Samples):
         self.size = None if size is None else whole_number("size", size, 0)
         self.weights = weights
         self.index_split = split
-        if config.order != "stateless":
+        if ORDERS[config.order].indexed:
             self.datasets = list(datasets)
             self.schedule: Schedule | BlendIndex | ApportionedBlend = (
                 self._index() if config.order == "megatron" else self._apportioned(shuffle)

@@ -28,7 +28,7 @@ from sixfold.fsdp.engine.order_check import Signatures
 from sixfold.fsdp.engine.reduce import Reduction
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.waiting import Waiting
-from sixfold.fsdp.parameter_access.guard import Curtain, guard_of, written_in_place
+from sixfold.fsdp.parameter_access.guard import UnitGuard, guard_of, written_in_place
 from sixfold.fsdp.parameter_access.main_parameters import MainParameter, Mains
 from sixfold.fsdp.parameter_access.saved_weights import SavedWeights
 from sixfold.fsdp.parameter_access.view_guard import LeftViews, SavedViews
@@ -94,7 +94,7 @@ class Engine:
         self.registered: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # where, name, parameter
         self.mains = Mains(self.numbered)
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose steps are ours
-        self.curtains: list[Curtain] = []  # by unit, once its start values are there
+        self.guards: list[UnitGuard] = []  # by unit, once its start values are there
         self._saved_views = SavedViews()
         self._views = [LeftViews(unit, self._saved_views) for unit in units]
         self._saved = [SavedWeights(unit, self._saved_needed, self._old_graph, self._saved_views) for unit in units]
@@ -174,16 +174,16 @@ class Engine:
         context = CallContext(len(self.units), training, self.weights)
         self._use(self.units[0], training)
         self._calls.append(context)
-        self.curtains[0].reveal()
+        self.guards[0].reveal()
         return context
 
     def end_call(self) -> None:
         """The innermost root call is over, also by an exception."""
         self._calls.pop().frame = None
         if not self._calls:
-            self.curtains[0].hide()
+            self.guards[0].hide()
             for unit in self.running:  # interrupted
-                self.curtains[unit.index].hide()
+                self.guards[unit.index].hide()
             self.running.clear()
             while self._saving:
                 self._saving.pop().pop()
@@ -208,7 +208,7 @@ class Engine:
             return
         if in_backward() != -1:  # recompute: it finds its unit gathered, or gathers it
             self._use(unit, True)
-            self.curtains[unit.index].reveal()
+            self.guards[unit.index].reveal()
             return
         self.running.append(unit)
         if not self._calls:
@@ -219,7 +219,7 @@ class Engine:
                 op="gather",
             )
         self._use(unit, self._calls[-1].training)
-        self.curtains[unit.index].reveal()
+        self.guards[unit.index].reveal()
         saved = self._saved[unit.index]
         if unit.shares:
             self._views[unit.index].begin(saved.learns)
@@ -228,7 +228,7 @@ class Engine:
 
     def after_forward(self, unit: Unit) -> CallContext | None:
         """``unit``'s forward ended; returns the call to count its backward in (None in a recompute)."""
-        self.curtains[unit.index].hide()
+        self.guards[unit.index].hide()
         if in_backward() != -1:
             return None
         if self._saving and self._saving[-1] is self._saved[unit.index]:
@@ -236,7 +236,7 @@ class Engine:
         if self.running and self.running[-1] is unit:
             self.running.pop()
             if unit.shares:
-                self._views[unit.index].end(self.curtains[unit.index].guards)
+                self._views[unit.index].end(self.guards[unit.index].guards)
         return self._calls[-1] if self._calls else None
 
     def _use(self, unit: Unit, record: bool) -> None:

@@ -109,7 +109,7 @@ class _UnitCall(Hook):
         finally:
             context = self.engine.after_forward(self._unit)
         if output is not None:
-            self.engine.curtains[self._unit.index].refuse_written()
+            self.engine.guards[self._unit.index].refuse_written()
         if torch.is_grad_enabled() and self.engine.failed is None:
             watch_outputs(self.engine, self._unit, own, context)
         return None if own is output else own
@@ -144,7 +144,7 @@ def run_root(
         output = own_parameters(engine, child(*args, **kwargs))
     finally:
         engine.end_call()
-    engine.curtains[0].refuse_written()
+    engine.guards[0].refuse_written()
     if torch.is_grad_enabled():
         watch_outputs(engine, engine.units[0], output, context)
     return output

@@ -62,7 +62,7 @@ class RootCall(Hook):
         finally:
             self.engine.end_call()
         if own is not None:
-            self.engine.curtains[0].refuse_written()
+            self.engine.guards[0].refuse_written()
         if torch.is_grad_enabled():
             watch_outputs(self.engine, self.engine.units[0], own, context)
         return None if own is output else own

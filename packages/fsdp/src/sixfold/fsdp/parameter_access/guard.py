@@ -311,7 +311,7 @@ def _guarded_class(own: type) -> type:
     return GuardedParameter if own is nn.Parameter else type(own.__name__, (GuardedParameter, own), {})
 
 
-class Curtain:
+class UnitGuard:
     """The parameters of one unit, shown to its layers and hidden from everyone else."""
 
     def __init__(self, guards: Sequence[Guard], *, as_sharded: bool = False, strides: bool = False) -> None:

@@ -42,7 +42,7 @@ from sixfold.fsdp.fp8.quantized import Fp8Scales
 from sixfold.fsdp.fp8.scaled_matmul import Fp8Matmul, Transposes
 from sixfold.fsdp.placement.placement import placement_of
 from sixfold.fsdp.setup.options import Options
-from sixfold.fsdp.setup.parameter_guards import draw_curtains
+from sixfold.fsdp.setup.parameter_guards import guard_parameters
 from sixfold.fsdp.setup.start_values import agree, agree_on_meshes, set_start_values, warn_of_statistics
 from sixfold.fsdp.setup.unit_selection import UnitSpec
 from sixfold.fsdp.setup.wrappable import fp8_names_of, look_at
@@ -171,7 +171,7 @@ def build(module: nn.Module, options: Options) -> Built:
         )
         if ranks.size > 1:
             warn_of_statistics(module)
-        draw_curtains(engine)
+        guard_parameters(engine)
         given_up.pop_all()
     return Built(engine, fp8, links)
 
@@ -388,5 +388,5 @@ def close(engine: Engine, handles: Sequence[Any]) -> None:
     for handle in handles:
         handle.remove()
     engine.wait.faults.close()
-    for curtain in engine.curtains:
-        curtain.close()
+    for guard in engine.guards:
+        guard.close()

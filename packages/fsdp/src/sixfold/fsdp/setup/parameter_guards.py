@@ -1,6 +1,6 @@
-"""Who may read a wrapped model's parameters between calls: one curtain per unit, drawn once start values are in.
+"""Who may read a wrapped model's parameters between calls: one guard per unit, drawn once start values are in.
 
-    build.py --> draw_curtains (this file) --> parameter_access/guard.py; engine/engine.py reveals and hides
+    build.py --> guard_parameters (this file) --> parameter_access/guard.py; engine/engine.py reveals and hides
 
 [Note: classes say who may read] is parameter_access/guard.py's; here is what it asks of a running model.
 """
@@ -16,18 +16,18 @@ from torch import nn
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.engine.engine import Engine
-from sixfold.fsdp.parameter_access.guard import Curtain, Guard
+from sixfold.fsdp.parameter_access.guard import Guard, UnitGuard
 from sixfold.fsdp.parameter_access.saved_weights import Versions
 from sixfold.fsdp.torch_private import in_backward
 
 
-def draw_curtains(engine: Engine) -> None:
+def guard_parameters(engine: Engine) -> None:
     """From now on parameters are read in calls of their units."""
     for unit in engine.units:
         for stream in unit.streams:
             stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
-    engine.curtains = [
-        Curtain(
+    engine.guards = [
+        UnitGuard(
             [Guard(record, _reads(engine, unit), _owes_gradient(engine), engine.forget) for record in unit.records],
             as_sharded=engine.as_sharded,
             strides=any(map(_strides, {type(part) for module in unit.modules for part in module.modules()})),

@@ -342,7 +342,7 @@ class SlowWork(FakeWork):
 
 
 def test_a_rank_that_compiles_in_the_first_step_is_not_lost_and_one_without_beats_is():
-    """Rank 1's pulse answers for longer than the deadline of later steps; then it is there no more."""
+    """Rank 1's heartbeat answers for longer than the deadline of later steps; then it is there no more."""
     store = HashStore()
     waits, compiles = (Faults(rank, 2, store, timeout_s=1.0, first_step_timeout_s=600.0) for rank in range(2))
     waits.wait(SlowWork(1.5), "blocks.1", 0, "gather")

@@ -2,7 +2,7 @@
 
     Work, control exchange --> Faults.wait (this file) --> the caller, or FsdpError with the rank
 
-The pulse finds faults while this rank waits (heartbeat.py), and survivors agree on who is to blame (survivors.py).
+The heartbeat finds faults while this rank waits (heartbeat.py), and survivors agree on who is to blame (survivors.py).
 Ranks are positions in the main mesh.
 
 [Note: flag before abort] Where only a stream waits for a Work, its wait() returns at once, and after an abort it
@@ -23,13 +23,13 @@ from torch._C._distributed_c10d import Store
 
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.flight_recorder import active_collectives
-from sixfold.fsdp.faults.heartbeat import Cause, Launched, Place, Pulse
+from sixfold.fsdp.faults.heartbeat import Cause, Heartbeat, Launched, Place
 from sixfold.fsdp.faults.local_processes import Neighbours
 from sixfold.fsdp.faults.model_store import PatientStore
 from sixfold.fsdp.faults.survivors import Meeting, Verdict, say_lost
 
 _FIRST_SLICE = timedelta(seconds=0.05)
-_SLICE_S = 0.25  # between two looks at what the pulse found
+_SLICE_S = 0.25  # between two looks at what the heartbeat found
 _BEAT_S = 1.0  # between two beats of a rank that does not wait
 _BEATS = 12  # in a deadline
 _TOLD_S = 20.0  # for all that will be known of a fault that is noted
@@ -38,7 +38,7 @@ _SAID_S = 10.0  # of a wait for a busy rank, before a line tells of it
 
 
 class Found(NamedTuple):
-    """What the pulse found, in the wait that began then."""
+    """What the heartbeat found, in the wait that began then."""
 
     cause: Cause
     text: str
@@ -55,7 +55,7 @@ class Faults:
         timeout_s: longest wait for one collective.
         busy_timeout_s: the same while the rank that has not come gives signs of life; the longer of the two holds.
         first_step_timeout_s: the same in step 0, where ranks compile; the longer of the two holds. A rank without a
-            beat is lost after half of ``timeout_s`` in every step: compiling leaves the pulse its turns.
+            beat is lost after half of ``timeout_s`` in every step: compiling leaves the heartbeat its turns.
         host_waits: a Work's wait() blocks the host (gloo); else only a stream waits, and a thread looks at the Work
             and calls ``abort`` at its deadline.
         launched: what each communicator was asked to do so far.
@@ -100,10 +100,10 @@ class Faults:
         self._found: Found | None = None
         self._busy_seen = float("-inf")  # when a rank that lives and does not wait was seen last
         self._say_after_s = min(_SAID_S, timeout_s / 4)
-        self._pulse = self._start(store) if size > 1 and store is not None else None
+        self._heartbeat = self._start(store) if size > 1 and store is not None else None
 
-    def _start(self, store: Store | None) -> Pulse:
-        return Pulse(
+    def _start(self, store: Store | None) -> Heartbeat:
+        return Heartbeat(
             None if store is None else PatientStore(store, _STORE_S),
             self.rank,
             self.size,
@@ -149,8 +149,8 @@ class Faults:
             return
         if not (self._host_waits or on_host):
             self._watched.append((work, Place(step, unit, op), time.monotonic()))
-            if self._pulse is None:
-                self._pulse = self._start(None)
+            if self._heartbeat is None:
+                self._heartbeat = self._start(None)
             work.wait()
             if self.failed is not None:  # [Note: flag before abort]
                 self.check()
@@ -203,7 +203,7 @@ class Faults:
     def _silent_s(self) -> float:
         return self.timeout_s / 2
 
-    # ---- on the pulse's thread
+    # ---- on the heartbeat's thread
 
     def _place(self) -> Place | None:
         at, watched = self._at, self._watched
@@ -246,7 +246,7 @@ class Faults:
             )
 
     def _find(self, cause: Cause, text: str, ranks: Sequence[int]) -> bool:
-        """The pulse found a fault: the host that waits raises it; where a stream waits, the model ends here (True)."""
+        """The heartbeat found a fault: a host that waits raises it; where a stream waits, the model ends here (True)."""
         at = self._at
         if at is not None:
             self._found = Found(cause, text, tuple(ranks), at[1])
@@ -277,7 +277,7 @@ class Faults:
         return error
 
     def _lost(self, place: Place, cause: Cause, text: str, ranks: Sequence[int]) -> FsdpError:
-        """The error to raise, also noted; ``ranks``: whom the pulse found lost."""
+        """The error to raise, also noted; ``ranks``: whom the heartbeat found lost."""
         said, guilty = self._blame(place, cause, ranks)
         return self.fail(
             FsdpError(
@@ -312,8 +312,8 @@ class Faults:
 
     def close(self) -> None:
         """The model is gone: stop the thread, and what was given to ``at_end``."""
-        if self._pulse is not None:
-            self._pulse.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         while self._closes:
             self._closes.pop()()
 

@@ -1,8 +1,8 @@
 """A thread that tells the other ranks that this one lives and where it is, and looks at one of them while it waits.
 
-    deadlines.py --> Pulse (this file) --> a board in the store --> the pulses of other ranks
+    deadlines.py --> Heartbeat (this file) --> a board in the store --> the heartbeats of other ranks
 
-Nothing is written while nobody waits: a rank that waits asks, every pulse that sees a new question answers with a
+Nothing is written while nobody waits: a rank that waits asks, every heartbeat that sees a new question answers with a
 *beat* (where its rank is, what it launched), and the asker reads the beat of the next rank. So a rank costs one small
 read per beat, whatever the number of ranks, and what one finds it tells all by a key. A rank that waits looks more
 often, at the store and at the processes of its machine; a step without such waits costs none of it. A rank that lives
@@ -97,7 +97,7 @@ def contradict(mine: Launched, theirs: Launched, *, both_blocked: bool) -> bool:
     return False
 
 
-class Pulse:
+class Heartbeat:
     """See above.
 
     Args:

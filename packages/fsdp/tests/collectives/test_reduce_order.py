@@ -140,10 +140,10 @@ class Replica(LocalComm):
 
 def test_both_sums_of_hybrid_sharding_are_enqueued_before_a_unit_lands():
     _, model, log = logged(strategy="optim_grads")
-    ways = model._engine.reduction.ways
+    paths = model._engine.reduction.paths
     for stream in (stream for unit in model._engine.units for stream in unit.trained):
         stream.ranks = Ranks(shard=stream.ranks.shard, outer=Replica(log))
-        ways.sums[stream.ranks.outer] = BackendSum()
+        paths.sums[stream.ranks.outer] = BackendSum()
     waits_and_landings(log, 2, model)
     lines = [line for line in log.lines if not line.startswith(("compute", "reduce follows")) and "free" not in line]
     assert lines[::2] == ["sum over replicas"] * (len(lines) // 2)

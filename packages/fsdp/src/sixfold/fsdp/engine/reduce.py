@@ -29,7 +29,7 @@ from sixfold.fsdp.collectives.gradient_sums import Finish, RankOrderSum
 from sixfold.fsdp.collectives.streams import SideStream
 from sixfold.fsdp.config import MixedPrecision
 from sixfold.fsdp.engine.reduce_pipeline import GradReducePipeline
-from sixfold.fsdp.engine.reduction_paths import Kind, Sections, Way, Ways
+from sixfold.fsdp.engine.reduction_paths import Kind, ReductionPath, ReductionPaths, Sections
 from sixfold.fsdp.engine.used_parameters import Used
 from sixfold.fsdp.faults.waiting import Wait
 
@@ -83,7 +83,7 @@ class Reduction:
     """Local gradients of units and their reductions.
 
     Args:
-        ways, pool: how each stream's gradients get to their reduction, and the slots for it.
+        paths, pool: how each stream's gradients get to their reduction, and the slots for it.
         at_once: a Work's wait() stops a stream and not the host, so a unit's whole reduction is enqueued when its
             backward is done; else the host waits, as late as it may. [Note: who waits for a reduction]
         in_step: ranks hold different streams (experts on meshes of their own), and so run out of slots at different
@@ -104,7 +104,7 @@ class Reduction:
         units: Collection[Unit],
         *,
         precision: MixedPrecision,
-        ways: Ways,
+        paths: ReductionPaths,
         pool: TemporaryBucketAllocator,
         stream: SideStream,
         wait: Wait,
@@ -117,7 +117,7 @@ class Reduction:
         self._by_name = {unit.name: unit for unit in units}
         main, reduce = precision.main_dtype, precision.reduce_dtype or precision.main_dtype
         self._reduce_is_main = main == reduce
-        self.ways, self.pool = ways, pool
+        self.paths, self.pool = paths, pool
         self._nothing = torch.zeros(0, dtype=main, device=device)
         self._sections: dict[tuple[ParamAndGradBuffer, bool, int, int], Sections] = {}
         self._flying_bytes = dict.fromkeys(self._by_name, 0)
@@ -159,7 +159,7 @@ class Reduction:
         unit = self._by_name[stream.unit]
         while self.pipeline.flying(unit.name):
             self.pipeline.drain(len(self.pipeline) - 1)
-        kind = self.ways.fused(stream) if pooled else Kind.OWN
+        kind = self.paths.fused(stream) if pooled else Kind.OWN
         if kind is Kind.HELD:
             stream.gradients.hold()
             return
@@ -278,40 +278,42 @@ class Reduction:
         """Start one collective for each piece of ``stream``, as far as there are slots."""
         gradients = stream.gradients
         kind = Kind.HELD if gradients.state is State.HELD else Kind.SLOT if gradients.in_slot else Kind.OWN
-        way = self.ways.of(stream, kind)
+        path = self.paths.of(stream, kind)
         taken = gradients.take(fill_zeros=stream.ranks.size > 1)
         taken.round = self._used.round
         self._used.took(stream, taken.mine)
-        pieces = min(len(way.pieces), len(self.pool.slot_bytes))
-        self._flying_bytes[stream.unit] += pieces * way.nbytes[0] if kind is Kind.HELD else gradients.sum_bytes
-        for at, piece in enumerate(way.pieces):
+        pieces = min(len(path.pieces), len(self.pool.slot_bytes))
+        self._flying_bytes[stream.unit] += pieces * path.nbytes[0] if kind is Kind.HELD else gradients.sum_bytes
+        for at, piece in enumerate(path.pieces):
             slot, holder = None, f"{owner} {at}"
             if kind is Kind.SLOT:
                 slot = self.pool.slot_of(stream.unit)
-            elif way.slot_bytes:
+            elif path.slot_bytes:
                 slot = self._slot_for_piece(holder, flight.pieces)
                 flight.slots.append(slot)
             with self._side.enter():
-                flight.pieces.append(self._start_piece(stream, way, taken, piece, slot, holder))
+                flight.pieces.append(self._start_piece(stream, path, taken, piece, slot, holder))
             if self._in_step and self._takes_two(stream):
                 self._finish_pieces(flight)
         return taken
 
     def _takes_two(self, stream: ParamAndGradBuffer) -> bool:
         """Finishing a sum of ``stream`` starts another collective."""
-        whole = stream.cut.parts == 1 and isinstance(self.ways.sums[stream.ranks.shard], RankOrderSum)
+        whole = stream.cut.parts == 1 and isinstance(self.paths.sums[stream.ranks.shard], RankOrderSum)
         return whole or stream.ranks.outer.size > 1
 
-    def _sections_of(self, stream: ParamAndGradBuffer, way: Way, start: int, stop: int, slot: int) -> Sections:
-        key = stream, way.kind is Kind.OWN, start, slot
+    def _sections_of(
+        self, stream: ParamAndGradBuffer, path: ReductionPath, start: int, stop: int, slot: int
+    ) -> Sections:
+        key = stream, path.kind is Kind.OWN, start, slot
         if key not in self._sections:
-            self._sections[key] = self.ways.sections(way, stream, start, stop, self.pool.memory(slot))
+            self._sections[key] = self.paths.sections(path, stream, start, stop, self.pool.memory(slot))
         return self._sections[key]
 
     def _start_piece(
         self,
         stream: ParamAndGradBuffer,
-        way: Way,
+        path: ReductionPath,
         taken: Taken,
         piece: tuple[int, int],
         slot: int | None,
@@ -319,8 +321,8 @@ class Reduction:
     ) -> _Piece:
         """[Note: order of a sum]"""
         ranks, gradients, (start, stop) = stream.ranks, stream.gradients, piece
-        memory = None if slot is None else self._sections_of(stream, way, start, stop, slot)
-        if way.staged:
+        memory = None if slot is None else self._sections_of(stream, path, start, stop, slot)
+        if path.staged:
             assert memory is not None, f"{owner}: what travels has no slot"
             sent = memory.sent
             gradients.stage(taken, start, stop, sent)
@@ -334,10 +336,10 @@ class Reduction:
         received, from_replicas = (
             (self._nothing, self._nothing) if memory is None else (memory.received, memory.from_replicas)
         )
-        shard_sum = self.ways.sums[ranks.shard]
+        shard_sum = self.paths.sums[ranks.shard]
         start_sum = shard_sum.everywhere if stream.summed_everywhere else shard_sum.scatter
         finish = start_sum(ranks.shard, sent, result, received, self.wide)
-        holder = None if way.kind is Kind.SLOT else owner
+        holder = None if path.kind is Kind.SLOT else owner
         return _Piece(stream, taken, start, stop, finish, from_replicas, holder)
 
     def _land(self, piece: _Piece) -> None:
@@ -347,7 +349,7 @@ class Reduction:
         wait = self._waits[stream.unit]
         total = piece.finish(wait)
         if outer.size > 1:  # in main_dtype, never rounded between
-            total = self.ways.sums[outer].everywhere(outer, total, total, piece.from_replicas, self.wide)(wait)
+            total = self.paths.sums[outer].everywhere(outer, total, total, piece.from_replicas, self.wide)(wait)
         if self._divisor is not None:
             total.div_(self._divisor)
         stream.gradients.land(piece.taken, total, piece.start, piece.stop, self.wide)

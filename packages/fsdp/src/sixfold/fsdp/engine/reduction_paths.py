@@ -1,6 +1,6 @@
 """How a stream's local gradients get to their reduction, and what memory that takes beside them.
 
-    streams, dtypes, bucket_bytes --> Way, Pool (this file) --> reduce.py
+    streams, dtypes, bucket_bytes --> ReductionPath, Pool (this file) --> reduce.py
 
 Decided once, when the model is wrapped. A slot of the pool holds what one reduction in flight needs, side by side:
 
@@ -36,8 +36,8 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """One way of a stream to its main gradients.
+class ReductionPath:
+    """One path of a stream to its main gradients.
 
     Attributes:
         pieces: column ranges, one collective each.
@@ -66,8 +66,8 @@ class Sections:
     from_replicas: Tensor
 
 
-class Ways:
-    """The ways of all streams of a model.
+class ReductionPaths:
+    """The paths of all streams of a model.
 
     Args:
         bucket_bytes: of main_dtype, all ranks' parts together; None: the largest unit whose class occurs twice.
@@ -86,9 +86,9 @@ class Ways:
         }
         self._main, self._reduce = precision.main_dtype, precision.reduce_dtype or precision.main_dtype
         self.bucket_bytes = largest_repeated(units) if bucket_bytes is None else bucket_bytes
-        self._ways: dict[ParamAndGradBuffer, dict[Kind, Way]] = {}
+        self._paths: dict[ParamAndGradBuffer, dict[Kind, ReductionPath]] = {}
         self._as_made: dict[
-            ParamAndGradBuffer, Way
+            ParamAndGradBuffer, ReductionPath
         ] = {}  # of gradients that are reduced in the backward that makes them
         for unit in units:
             for stream in unit.trained:
@@ -96,15 +96,15 @@ class Ways:
                 if shards_grads:
                     fused = self._fused(unit, stream)
                     kinds[fused.kind] = fused
-                self._ways[stream] = kinds
+                self._paths[stream] = kinds
                 self._as_made[stream] = next(
-                    (way for way in kinds.values() if way.kind is not Kind.OWN), kinds[Kind.OWN]
+                    (path for path in kinds.values() if path.kind is not Kind.OWN), kinds[Kind.OWN]
                 )
 
-    def of(self, stream: ParamAndGradBuffer, kind: Kind) -> Way:
-        """The way of ``stream`` when its gradients lie at ``kind``."""
-        way = self._as_made[stream]
-        return way if way.kind is kind else self._ways[stream][kind]
+    def of(self, stream: ParamAndGradBuffer, kind: Kind) -> ReductionPath:
+        """The path of ``stream`` when its gradients lie at ``kind``."""
+        path = self._as_made[stream]
+        return path if path.kind is kind else self._paths[stream][kind]
 
     def fused(self, stream: ParamAndGradBuffer) -> Kind:
         """Where gradients go that are reduced in the backward that makes them."""
@@ -112,36 +112,38 @@ class Ways:
 
     def make_pool(self, slots: int, device: torch.device, *, fill: bool = False) -> TemporaryBucketAllocator:
         """At most ``slots`` slots, each large enough for a piece of any stream; ``fill``: with NaN when given back."""
-        ways = [way for kinds in self._ways.values() for way in kinds.values() if way.slot_bytes]
-        if not ways:
+        paths = [path for kinds in self._paths.values() for path in kinds.values() if path.slot_bytes]
+        if not paths:
             return TemporaryBucketAllocator([], device)
-        count = sum(max(len(way.pieces) for way in kinds.values()) for kinds in self._ways.values())
-        return TemporaryBucketAllocator([max(way.slot_bytes for way in ways)] * min(slots, count), device, fill=fill)
+        count = sum(max(len(path.pieces) for path in kinds.values()) for kinds in self._paths.values())
+        return TemporaryBucketAllocator([max(path.slot_bytes for path in paths)] * min(slots, count), device, fill=fill)
 
-    def sections(self, way: Way, stream: ParamAndGradBuffer, start: int, stop: int, memory: Tensor) -> Sections:
+    def sections(
+        self, path: ReductionPath, stream: ParamAndGradBuffer, start: int, stop: int, memory: Tensor
+    ) -> Sections:
         """``memory`` (bytes) as the parts that the piece of columns ``[start, stop)`` needs."""
         at = 0
         parts: list[Tensor] = []
         dtypes = (self._reduce, self._reduce, self._main, self._main)
-        for nbytes, dtype in zip(way.nbytes, dtypes, strict=True):
+        for nbytes, dtype in zip(path.nbytes, dtypes, strict=True):
             parts.append(memory[at : at + nbytes].view(dtype))
             at += nbytes
         sent, received, result, from_replicas = parts
         width = stop - start
         return Sections(sent[: stream.cut.parts * width], received, result[:width], from_replicas)
 
-    def _own(self, stream: ParamAndGradBuffer) -> Way:
+    def _own(self, stream: ParamAndGradBuffer) -> ReductionPath:
         row = stream.cut.main_numel
         direct = self._reduce == self._main and self._scratch(stream, row) == (0, 0)
         pieces = ((0, row),) if direct else self._pieces(stream)
-        return self._way(Kind.OWN, stream, pieces, staged=self._reduce != self._main or len(pieces) > 1)
+        return self._path(Kind.OWN, stream, pieces, staged=self._reduce != self._main or len(pieces) > 1)
 
-    def _fused(self, unit: Unit, stream: ParamAndGradBuffer) -> Way:
+    def _fused(self, unit: Unit, stream: ParamAndGradBuffer) -> ReductionPath:
         """Sums in a slot where they fit and travel as they are; the root's gradients come all through a backward."""
         pieces = self._pieces(stream)
         if unit.index and len(unit.trained) == 1 and len(pieces) == 1 and self._reduce == self._main:
-            return self._way(Kind.SLOT, stream, pieces, staged=False)
-        return self._way(Kind.HELD, stream, pieces, staged=True)
+            return self._path(Kind.SLOT, stream, pieces, staged=False)
+        return self._path(Kind.HELD, stream, pieces, staged=True)
 
     def _pieces(self, stream: ParamAndGradBuffer) -> tuple[tuple[int, int], ...]:
         cut, ranks = stream.cut, stream.ranks
@@ -159,7 +161,9 @@ class Ways:
             self.sums[outer].scratch_numel(outer.size, width, everywhere=True) if outer.size > 1 else 0,
         )
 
-    def _way(self, kind: Kind, stream: ParamAndGradBuffer, pieces: Sequence[tuple[int, int]], *, staged: bool) -> Way:
+    def _path(
+        self, kind: Kind, stream: ParamAndGradBuffer, pieces: Sequence[tuple[int, int]], *, staged: bool
+    ) -> ReductionPath:
         widths = {stop - start for start, stop in pieces}
         needs = [self._scratch(stream, width) for width in widths]
         sent = stream.cut.parts * max(widths) if staged or kind is Kind.SLOT else 0
@@ -171,7 +175,7 @@ class Ways:
             max(one for _, one in needs) * self._main.itemsize,
         )
         sent_bytes, received, result_bytes, from_replicas = (-(-one // _ALIGN) * _ALIGN for one in nbytes)
-        return Way(kind, tuple(pieces), staged, (sent_bytes, received, result_bytes, from_replicas))
+        return ReductionPath(kind, tuple(pieces), staged, (sent_bytes, received, result_bytes, from_replicas))
 
 
 def largest_repeated(units: Collection[Unit]) -> int:

@@ -246,7 +246,7 @@ class Faults:
             )
 
     def _find(self, cause: Cause, text: str, ranks: Sequence[int]) -> bool:
-        """The heartbeat found a fault: a host that waits raises it; where a stream waits, the model ends here (True)."""
+        """The heartbeat found a fault: a waiting host raises it; where a stream waits, the model ends here (True)."""
         at = self._at
         if at is not None:
             self._found = Found(cause, text, tuple(ranks), at[1])

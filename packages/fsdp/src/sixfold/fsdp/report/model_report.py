@@ -65,7 +65,7 @@ def report(engine: Engine, options: Options, fp8: Fp8, links: Links) -> dict[str
         "reductions": engine.reduction.reductions,
         "plan": _plan(engine.gathering, engine.units),
         "prefetch": "recorded order, " + ("one unit" if options.buffers.prefetch_bytes is None else "by bytes"),
-        "bucket_bytes": engine.reduction.ways.bucket_bytes,
+        "bucket_bytes": engine.reduction.paths.bucket_bytes,
         "grad_sum": options.mixed_precision.grad_sum,
         "communicators": links.report(),
         "user_buffers": "off" if links.buffers is None else links.buffers.report(),

@@ -31,7 +31,7 @@ from sixfold.fsdp.engine.gather import Gathering
 from sixfold.fsdp.engine.grouped_gather import together_of
 from sixfold.fsdp.engine.order_check import Signatures
 from sixfold.fsdp.engine.reduce import Reduction
-from sixfold.fsdp.engine.reduction_paths import Ways, largest_repeated
+from sixfold.fsdp.engine.reduction_paths import ReductionPaths, largest_repeated
 from sixfold.fsdp.engine.used_parameters import Used
 from sixfold.fsdp.faults.deadlines import Faults
 from sixfold.fsdp.faults.heartbeat import Launched
@@ -115,8 +115,8 @@ def build(module: nn.Module, options: Options) -> Built:
                 own_memory=buffers.fill_freed,
             )
             shards_grads = options.sharding.shards_grads
-            ways = Ways(units, options.mixed_precision, shards_grads=shards_grads, bucket_bytes=bucket_bytes)
-            pool = ways.make_pool(buffers.reduce_buffers, device, fill=buffers.fill_freed)
+            paths = ReductionPaths(units, options.mixed_precision, shards_grads=shards_grads, bucket_bytes=bucket_bytes)
+            pool = paths.make_pool(buffers.reduce_buffers, device, fill=buffers.fill_freed)
         memory.register(lambda mine: all(row[0] for row in exchange(control, [int(mine)], wait)))
         fp8 = _fp8_of(units, options, device)
         waiting = Waiting(faults)
@@ -134,7 +134,7 @@ def build(module: nn.Module, options: Options) -> Built:
         reduction = Reduction(
             units,
             precision=options.mixed_precision,
-            ways=ways,
+            paths=paths,
             pool=pool,
             stream=make_stream(device),
             wait=waiting,

@@ -43,9 +43,9 @@ def sum_all(comm: GlooComm, size: int, name: str, wire: torch.dtype, *, in_place
         place = sent if everywhere else sent.view(comm.size, -1)[comm.rank]
         result = place if in_place else torch.full_like(place, torch.nan, dtype=torch.float32)
         scratch = torch.full(
-            (sums.scratch_numel(comm.size, sent.numel(), everywhere=everywhere),), torch.nan, dtype=wire
+            (sums.scratch_numel(comm.size, sent.numel(), all_reduced=everywhere),), torch.nan, dtype=wire
         )
-        start = sums.everywhere if everywhere else sums.scatter
+        start = sums.all_reduce if everywhere else sums.reduce_scatter
         found.append(start(comm, sent, result, scratch, None)(wait).clone())
     return found[0], found[1]
 

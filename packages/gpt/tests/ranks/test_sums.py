@@ -79,7 +79,7 @@ def uncounted(rank: RankModel, batch: Any) -> Any:
     return _sum_targets(replace(rank, mesh=replace(rank.mesh, data=None)), batch)
 
 
-_sum_targets, _scatter = step._sum_targets, RankOrderSum.scatter
+_sum_targets, _scatter = step._sum_targets, RankOrderSum.reduce_scatter
 
 # What is done wrongly: (where, what is put there).
 WRONGS: dict[str, tuple[Any, str, Any]] = {
@@ -95,8 +95,8 @@ WRONGS: dict[str, tuple[Any, str, Any]] = {
     "copies in the norm": (RankModel, "counts_in_norm", lambda self, name: True),
     "tied left out": (step, "_sum_tied_embedding", nothing),
     "tied twice": (step, "_sum_tied_embedding", twice(step._sum_tied_embedding)),
-    "data left out": (RankOrderSum, "scatter", own_shard_alone),
-    "data twice": (RankOrderSum, "scatter", added_twice),
+    "data left out": (RankOrderSum, "reduce_scatter", own_shard_alone),
+    "data twice": (RankOrderSum, "reduce_scatter", added_twice),
     "targets not summed": (step, "_sum_targets", uncounted),
     "experts not summed": (wrap, "_experts_mesh", each_rank_alone),
     "other experts summed": (wrap, "_experts_mesh", shared_by_all),

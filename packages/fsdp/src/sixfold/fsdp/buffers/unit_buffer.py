@@ -38,7 +38,7 @@ class ParamAndGradBuffer:
         ranks: the mesh it is sharded over.
         cut: where its elements lie here.
         weights, gradients, records: what lies there; ``gradients`` stay idle where ``trainable`` is False.
-        summed_everywhere: every rank needs all of a sum. A group of one scatters where weights are sharded: it tries
+        all_reduced: every rank needs all of a sum. A group of one scatters where weights are sharded: it tries
             what more ranks do.
     """
 
@@ -76,7 +76,7 @@ class ParamAndGradBuffer:
             held=held,
         )
         self.cut = _cut(packing, ranks)
-        self.summed_everywhere = self.cut.parts == 1 and not strategy.shards_params
+        self.all_reduced = self.cut.parts == 1 and not strategy.shards_params
         self.records = [
             ParamRecord(name, parameter, spec, precision.param_dtype or parameter.dtype, self)
             for (name, parameter), spec in zip(parameters, packing.layout.specs, strict=True)

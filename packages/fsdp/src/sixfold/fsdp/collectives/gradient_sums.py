@@ -27,24 +27,24 @@ class GradSum(Protocol):
     ``scratch`` is (scratch_numel,) or more in the dtype of ``sent``; ``wide`` as in ``add_into``.
     """
 
-    def scratch_numel(self, size: int, numel: int, *, everywhere: bool) -> int:
+    def scratch_numel(self, size: int, numel: int, *, all_reduced: bool) -> int:
         """Elements that a sum of ``numel`` sent elements over ``size`` ranks needs."""
 
-    def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+    def reduce_scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """Start: ``result`` (n,) is to be this rank's shard of the sum of ``sent`` (size * n,), which is used up."""
 
-    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+    def all_reduce(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """Start: ``result`` is to be the whole sum of ``sent`` (same shape), which is used up."""
 
 
 class BackendSum:
     """The back end's own order: fastest, and from three ranks on different for every place in a buffer."""
 
-    def scratch_numel(self, size: int, numel: int, *, everywhere: bool) -> int:
+    def scratch_numel(self, size: int, numel: int, *, all_reduced: bool) -> int:
         """None."""
         return 0
 
-    def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+    def reduce_scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """One reduce-scatter in the dtype of ``sent``."""
         direct = sent.dtype == result.dtype
         part = result if direct else sent.view(comm.size, -1)[comm.rank]
@@ -56,7 +56,7 @@ class BackendSum:
 
         return finish
 
-    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+    def all_reduce(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """One all-reduce in the dtype of ``sent``."""
         work = comm.all_reduce(sent)
 
@@ -74,16 +74,16 @@ class RankOrderSum:
     each addend once, never the sum (cf. pytorch#106395).
     """
 
-    def scratch_numel(self, size: int, numel: int, *, everywhere: bool) -> int:
+    def scratch_numel(self, size: int, numel: int, *, all_reduced: bool) -> int:
         """What every rank sent for this rank's shard (of two: the other); for all of it where that does not divide."""
         if numel % size:
             return size * numel
         return numel // 2 if size == 2 else numel
 
-    def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+    def reduce_scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """One all-to-all, then a local sum. It sends the bytes of a reduce-scatter."""
         if comm.size == 2:
-            return self._scatter_of_two(comm, sent, result, scratch, wide)
+            return self._reduce_scatter_of_two(comm, sent, result, scratch, wide)
         received = scratch[: sent.numel()]
         work = comm.all_to_all(received, sent)
 
@@ -93,7 +93,9 @@ class RankOrderSum:
 
         return finish
 
-    def _scatter_of_two(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+    def _reduce_scatter_of_two(
+        self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None
+    ) -> Finish:
         """Each rank receives what it lacks, and nothing of its own."""
         parts = list(sent.view(2, -1).unbind())
         received = scratch[: parts[0].numel()]
@@ -106,7 +108,7 @@ class RankOrderSum:
 
         return finish
 
-    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+    def all_reduce(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """The same, and the shards are gathered again where they divide; else every rank adds all."""
         if sent.numel() % comm.size:
             received = scratch[: comm.size * sent.numel()]
@@ -117,7 +119,7 @@ class RankOrderSum:
                 return _add_up(received.view(comm.size, -1).unbind(), result, wide)
 
             return finish_whole
-        start = self.scatter(comm, sent, result.view(comm.size, -1)[comm.rank], scratch, wide)
+        start = self.reduce_scatter(comm, sent, result.view(comm.size, -1)[comm.rank], scratch, wide)
 
         def finish(wait: Wait) -> Tensor:
             wait(comm.spread(result, start(wait)))
@@ -135,20 +137,20 @@ class GlooSum:
     def __init__(self) -> None:
         self._shards, self._whole = RankOrderSum(), BackendSum()
 
-    def scratch_numel(self, size: int, numel: int, *, everywhere: bool) -> int:
+    def scratch_numel(self, size: int, numel: int, *, all_reduced: bool) -> int:
         """Of the one that is asked for."""
-        return 0 if everywhere else self._shards.scratch_numel(size, numel, everywhere=False)
+        return 0 if all_reduced else self._shards.scratch_numel(size, numel, all_reduced=False)
 
-    def scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+    def reduce_scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """As RankOrderSum, in the dtype of ``sent``: as a reduce-scatter rounds."""
         if sent.dtype == result.dtype:
-            return self._shards.scatter(comm, sent, result, scratch, wide)
-        finish_sum = self._shards.scatter(comm, sent, sent.view(comm.size, -1)[comm.rank], scratch, wide)
+            return self._shards.reduce_scatter(comm, sent, result, scratch, wide)
+        finish_sum = self._shards.reduce_scatter(comm, sent, sent.view(comm.size, -1)[comm.rank], scratch, wide)
         return lambda wait: result.copy_(finish_sum(wait))
 
-    def everywhere(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
+    def all_reduce(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """As BackendSum."""
-        return self._whole.everywhere(comm, sent, result, scratch, wide)
+        return self._whole.all_reduce(comm, sent, result, scratch, wide)
 
 
 def _add_up(parts: Sequence[Tensor], result: Tensor, wide: Tensor | None) -> Tensor:

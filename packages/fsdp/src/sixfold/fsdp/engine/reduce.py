@@ -337,7 +337,7 @@ class Reduction:
             (self._nothing, self._nothing) if memory is None else (memory.received, memory.from_replicas)
         )
         shard_sum = self.paths.sums[ranks.shard]
-        start_sum = shard_sum.everywhere if stream.summed_everywhere else shard_sum.scatter
+        start_sum = shard_sum.all_reduce if stream.all_reduced else shard_sum.reduce_scatter
         finish = start_sum(ranks.shard, sent, result, received, self.wide)
         holder = None if path.kind is Kind.SLOT else owner
         return _Piece(stream, taken, start, stop, finish, from_replicas, holder)
@@ -349,7 +349,7 @@ class Reduction:
         wait = self._waits[stream.unit]
         total = piece.finish(wait)
         if outer.size > 1:  # in main_dtype, never rounded between
-            total = self.paths.sums[outer].everywhere(outer, total, total, piece.from_replicas, self.wide)(wait)
+            total = self.paths.sums[outer].all_reduce(outer, total, total, piece.from_replicas, self.wide)(wait)
         if self._divisor is not None:
             total.div_(self._divisor)
         stream.gradients.land(piece.taken, total, piece.start, piece.stop, self.wide)

@@ -157,8 +157,8 @@ class ReductionPaths:
         shard, outer = stream.ranks.shard, stream.ranks.outer
         sums = self.sums[shard]
         return (
-            sums.scratch_numel(shard.size, stream.cut.parts * width, everywhere=stream.summed_everywhere),
-            self.sums[outer].scratch_numel(outer.size, width, everywhere=True) if outer.size > 1 else 0,
+            sums.scratch_numel(shard.size, stream.cut.parts * width, all_reduced=stream.all_reduced),
+            self.sums[outer].scratch_numel(outer.size, width, all_reduced=True) if outer.size > 1 else 0,
         )
 
     def _path(

@@ -237,7 +237,7 @@ def test_bytes_are_made_and_read_on_the_gather_stream_and_transposed_after_compu
 
         monkeypatch.setattr(owner, name, recorded)
 
-    record(quantized_module._Together, "refresh", "scales", True)
+    record(quantized_module._ScaleGroup, "refresh", "scales", True)
     record(quantized_module, "quantize", "bytes", True)
     record(Weights, "spread_copies", "arrive", True)
     record(Transposes, "make", "transpose", False)

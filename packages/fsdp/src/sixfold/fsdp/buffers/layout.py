@@ -239,9 +239,9 @@ def _search(specs: Sequence[TensorSpec], world_size: int, align: int) -> tuple[i
     # Only the largest tensors span so many; more quanta than these cost time and save nothing.
     largest = sorted(((size, step) for size, step in zip(nbytes, steps, strict=True) if step <= size), reverse=True)
     quanta = {align, *list(dict.fromkeys(step for _, step in largest))[:16]}
-    together = math.lcm(*quanta)
-    if together <= most:
-        quanta.add(together)
+    common = math.lcm(*quanta)
+    if common <= most:
+        quanta.add(common)
     best = most, _place(nbytes, steps, world_size, most, align)
     for quantum in sorted(quanta, reverse=True):
         low, high = -(-least // quantum), -(-best[0] // quantum)

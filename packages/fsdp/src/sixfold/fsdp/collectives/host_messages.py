@@ -156,7 +156,7 @@ def _unpack(data: bytes) -> Iterator[tuple[list[int], int, int]]:
         yield row, bits, abs(words)
 
 
-def _together(messages: Sequence[bytes]) -> bytes:
+def _joined(messages: Sequence[bytes]) -> bytes:
     """All ranks' rows, and one union of their bits."""
     parts = [next(_unpack(one)) for one in messages]
     if not parts[0][2] or any(words != parts[0][2] for _, _, words in parts):
@@ -193,7 +193,7 @@ def _exchange(store: Store, number: int, mine: bytes, rank: int, size: int, stop
     else:
         keys = [f"control/{number}/{peer}" for peer in range(size)]
         _await(store, keys, stop)
-        data = _together(store.multi_get(keys) if store.has_extended_api() else [*map(store.get, keys)])  # type: ignore[attr-defined]
+        data = _joined(store.multi_get(keys) if store.has_extended_api() else [*map(store.get, keys)])  # type: ignore[attr-defined]
         store.set(everyone, data)  # type: ignore[arg-type]
         if number > 1:  # whoever sent a row of this exchange has read all of the last one
             store.delete_key(f"control/{number - 1}/all")

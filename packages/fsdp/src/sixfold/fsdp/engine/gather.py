@@ -22,7 +22,7 @@ from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.weights import Weights
 from sixfold.fsdp.collectives.streams import SideStream
 from sixfold.fsdp.engine.gather_pipeline import AllGatherPipeline, GatherState
-from sixfold.fsdp.engine.grouped_gather import Together
+from sixfold.fsdp.engine.grouped_gather import GroupedGather
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.waiting import Wait
 from sixfold.fsdp.fp8.scaled_matmul import Transposes
@@ -47,10 +47,10 @@ class Gathering:
         prefetch_bytes: int | None,
         transposes: Transposes | None = None,
         fill_freed: bool = False,
-        together: Mapping[ParamAndGradBuffer, Together] | None = None,
+        grouped: Mapping[ParamAndGradBuffer, GroupedGather] | None = None,
     ) -> None:
         self._units = units
-        self._together = together or {}
+        self._grouped = grouped or {}
         self._by_name = {unit.name: unit for unit in units}
         self.placement = placement
         self._arena = placement.arena
@@ -331,7 +331,7 @@ class Gathering:
                 weights = stream.weights
                 if not stream.trainable and weights.gathered_once and not self._written_over(unit):
                     continue  # frozen weights that stay do not change
-                group = self._together.get(stream)
+                group = self._grouped.get(stream)
                 if group is not None:
                     sends |= group.start(lambda work: self._wait(work, name, "gather"))
                     works.append((weights, group))
@@ -358,7 +358,7 @@ class Gathering:
     def _finish(self, name: str, works: list[tuple[Weights, Any]]) -> None:
         with self._stream.enter():
             for weights, work in works:
-                if isinstance(work, Together):
+                if isinstance(work, GroupedGather):
                     work.bring(weights, lambda work: self._wait(work, name, "gather"))
                 elif work is not None:
                     self._wait(work, name, "gather")
@@ -371,7 +371,7 @@ class Gathering:
     @property
     def waiting_bytes(self) -> int:
         """Bytes in which weights of small units wait for their use. [Note: one gather for several]"""
-        return sum(one.nbytes for one in set(self._together.values()))
+        return sum(one.nbytes for one in set(self._grouped.values()))
 
     def settle(self) -> None:
         """Wait for gathers that nobody used: main weights are about to change."""

@@ -1,6 +1,6 @@
 """One gather for several small units: it brings their weights to where they wait until a unit is used.
 
-    setup/build.py --> together_of --> Together (this file) --> gather.py
+    setup/build.py --> grouped_gathers --> GroupedGather (this file) --> gather.py
 
 A unit is gathered, freed and gathered again as ever; its second gather is a copy. So what a program may do, and the
 order in which units take turns in the arena, do not depend on who shares a message. Starts no gather by itself.
@@ -26,7 +26,7 @@ from sixfold.fsdp.config import MERGE_BYTES, BufferConfig
 _MESSAGE_BYTES = 1 << 20  # of one gather: the next one runs beside the layers of this one
 
 
-class Together:
+class GroupedGather:
     """Streams of one mesh whose gathers are one message; memory for what it brings."""
 
     def __init__(self, streams: Sequence[ParamAndGradBuffer], ranks: Ranks, device: torch.device) -> None:
@@ -69,9 +69,9 @@ class Together:
         weights.gathered.view(torch.uint8).view(self._comm.size, -1).copy_(self._places[weights])
 
 
-def together_of(
+def grouped_gathers(
     units: Sequence[Unit], ranks: Ranks, buffers: BufferConfig, device: torch.device
-) -> dict[ParamAndGradBuffer, Together]:
+) -> dict[ParamAndGradBuffer, GroupedGather]:
     """The groups of a model whose layers were merged unasked and which is small as a whole: units that follow each
     other. Over a CPU's back end alone, where a message costs more than its bytes; empty else."""
     unasked = buffers.merge_bytes == "auto" and buffers.gathered_bytes is None and any(unit.beside for unit in units)
@@ -90,5 +90,5 @@ def together_of(
             held = 0
         groups[-1].append(stream)
         held += nbytes
-    made = [(group, Together(group, ranks, device)) for group in groups]
-    return {stream: together for group, together in made for stream in group}
+    made = [(group, GroupedGather(group, ranks, device)) for group in groups]
+    return {stream: gather for group, gather in made for stream in group}

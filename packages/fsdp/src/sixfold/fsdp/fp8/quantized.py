@@ -118,7 +118,7 @@ class QuantizedTensor:
             self.q.view(-1).copy_(self.gathered)
 
 
-class _Together:
+class _ScaleGroup:
     """Tensors whose scales change together: of one mesh, all trainable or all frozen."""
 
     def __init__(self, comm: Comm | None, tensors: Sequence[QuantizedTensor], device: torch.device) -> None:
@@ -161,11 +161,11 @@ class Fp8Scales:
     def __init__(
         self, streams: Iterable[tuple[Comm | None, bool, Sequence[QuantizedTensor]]], device: torch.device
     ) -> None:
-        together: dict[tuple[int, bool], tuple[Comm | None, list[QuantizedTensor]]] = {}
+        by_comm: dict[tuple[int, bool], tuple[Comm | None, list[QuantizedTensor]]] = {}
         for comm, trainable, tensors in streams:
             if tensors:
-                together.setdefault((id(comm), trainable), (comm, []))[1].extend(tensors)
-        self._groups = [_Together(comm, tensors, device) for comm, tensors in together.values()]
+                by_comm.setdefault((id(comm), trainable), (comm, []))[1].extend(tensors)
+        self._groups = [_ScaleGroup(comm, tensors, device) for comm, tensors in by_comm.values()]
         self._of = {id(one): group for group in self._groups for one in group.tensors}
         largest = max((_numel(one.shape) for group in self._groups for one in group.tensors), default=0)
         self.scratch = Scratch(max(largest, 1) if self._of else 0, device)

@@ -28,7 +28,7 @@ from sixfold.fsdp.collectives.streams import make_stream
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.engine.gather import Gathering
-from sixfold.fsdp.engine.grouped_gather import together_of
+from sixfold.fsdp.engine.grouped_gather import grouped_gathers
 from sixfold.fsdp.engine.order_check import Signatures
 from sixfold.fsdp.engine.reduce import Reduction
 from sixfold.fsdp.engine.reduction_paths import ReductionPaths, largest_repeated
@@ -129,7 +129,7 @@ def build(module: nn.Module, options: Options) -> Built:
             prefetch_bytes=buffers.prefetch_bytes,
             transposes=fp8.transposes,
             fill_freed=buffers.fill_freed,
-            together=together_of(units, ranks, buffers, device),
+            grouped=grouped_gathers(units, ranks, buffers, device),
         )
         reduction = Reduction(
             units,

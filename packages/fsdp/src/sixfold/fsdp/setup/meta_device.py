@@ -41,7 +41,7 @@ class Meta:
         self._buffers: dict[Tensor, Tensor] = {}
         self._unsaved: list[tuple[str, nn.Module, str]] = []  # buffers that no state dict brings
 
-    def together(self, module: nn.Module) -> Iterator[list[nn.Module]]:
+    def groups(self, module: nn.Module) -> Iterator[list[nn.Module]]:
         """Modules in order, made real and filled: what the caller is to keep before it asks for the next.
 
         Raises:

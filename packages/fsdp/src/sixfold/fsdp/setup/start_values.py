@@ -144,7 +144,7 @@ def set_start_values(
     done: dict[nn.Parameter, int] = {}
     kept: dict[Tensor, int] = {}  # buffers
     sent = initial == "broadcast" and ranks.size > 1
-    for group in Meta(device, init_fn).together(module):
+    for group in Meta(device, init_fn).groups(module):
         for parameter in (one for part in group for one in part.parameters(recurse=False)):
             if parameter in done:
                 continue

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ranktest import run_ranks
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, fully_shard_optimizer
-from sixfold.fsdp.placement.address_assignment import colour
+from sixfold.fsdp.placement.address_assignment import assign_addresses
 from sixfold.fsdp.residency import solve
 
 UNITS, MICROBATCHES, AHEAD, WIDTH = 5, 6, 3, 64
@@ -106,4 +106,4 @@ def test_colour_ten_thousand_uses_of_two_hundred_units(benchmark: Any) -> None:
     names = [f"blocks.{i}" for i in range(200)]
     uses = (names + names[::-1]) * 25
     benchmark.extra_info.update(uses=len(uses), units=len(names))
-    benchmark.pedantic(lambda: colour(uses, dict.fromkeys(names, 100), arena_bytes=5000), rounds=3)
+    benchmark.pedantic(lambda: assign_addresses(uses, dict.fromkeys(names, 100), arena_bytes=5000), rounds=3)

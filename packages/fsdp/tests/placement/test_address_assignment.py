@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from sixfold.fsdp import FsdpError
-from sixfold.fsdp.placement.address_assignment import colour
+from sixfold.fsdp.placement.address_assignment import assign_addresses
 from sixfold.fsdp.placement.arena import Arena
 from sixfold.fsdp.residency import plan, solve
 
@@ -43,7 +43,7 @@ def test_a_colouring_costs_what_it_says_and_stays_inside_the_arena(seed):
     apart = [pair for pair in itertools.combinations(names[:3], 2) if chance.random() < 0.3]
     arena = max(sizes.values()) * 2 + sum(sizes[name] for name in names[:3])
     stays = [chance.random() < 0.7 for _ in uses] if seed % 4 == 0 else None
-    found = colour(uses, sizes, arena_bytes=arena, apart=apart, ahead=bool(seed % 2), stays=stays)
+    found = assign_addresses(uses, sizes, arena_bytes=arena, apart=apart, ahead=bool(seed % 2), stays=stays)
     assert found.offsets.keys() == sizes.keys()
     assert all(0 <= found.offsets[name] <= arena - sizes[name] for name in names)
     assert found.arena_bytes == max(found.offsets[name] + sizes[name] for name in names) <= arena
@@ -55,7 +55,7 @@ def test_a_colouring_costs_what_it_says_and_stays_inside_the_arena(seed):
 
 
 def test_units_that_fit_side_by_side_are_gathered_once_each():
-    found = colour([*"abcba", "c"], {"a": 3, "b": 5, "c": 2}, arena_bytes=10)
+    found = assign_addresses([*"abcba", "c"], {"a": 3, "b": 5, "c": 2}, arena_bytes=10)
     assert (found.gathers, found.gathered_bytes, found.arena_bytes) == (3, 10, 10)
 
 
@@ -95,7 +95,7 @@ def test_ranges_for_life_reach_the_fewest_gathers_that_any_slots_reach(program, 
     uses = uses_of(program, units)
     for resident, counts in table.items():
         sizes = dict.fromkeys(uses, 10)
-        found = colour(uses, sizes, arena_bytes=10 * resident)
+        found = assign_addresses(uses, sizes, arena_bytes=10 * resident)
         assert found.gathers == fewest_in_slots(uses, resident)
         assert (solve(uses, sizes, budget_bytes=10 * resident).gathers, found.gathers) == counts
 
@@ -105,9 +105,9 @@ def test_forward_and_backward_in_turn_reach_the_plan_by_bytes():
         names = [str(i) for i in range(units)]
         uses = (names + names[::-1]) * 3
         sizes = dict.fromkeys(names, 10)
-        found = colour(uses, sizes, arena_bytes=10 * resident + 9)
+        found = assign_addresses(uses, sizes, arena_bytes=10 * resident + 9)
         assert found.gathers == solve(uses, sizes, budget_bytes=10 * resident + 9).gathers
-        ahead = colour(uses, sizes, arena_bytes=10 * resident, ahead=True)
+        ahead = assign_addresses(uses, sizes, arena_bytes=10 * resident, ahead=True)
         assert ahead.exposed == 0, "neighbours do not overlap, so that each can be gathered while the other runs"
 
 
@@ -116,7 +116,7 @@ def test_a_large_embedding_beside_layers():
     sizes = {"e": 40, "h": 40, **dict.fromkeys("abcd", 10)}
     for arena in (40, 50, 60, 80, 90, 120):
         least = solve(uses, sizes, budget_bytes=arena)
-        found = colour(uses, sizes, arena_bytes=arena)
+        found = assign_addresses(uses, sizes, arena_bytes=arena)
         assert least.gathered_bytes <= found.gathered_bytes <= 1.3 * least.gathered_bytes
 
 
@@ -125,7 +125,7 @@ def test_a_given_plan_is_coloured_by_what_it_keeps():
     sizes = dict.fromkeys("abc", 4)
     actions = plan(uses, sizes, budget_bytes=8)
     assert sum(action.kind == "gather" for action in actions) == 3
-    found = colour(uses, sizes, arena_bytes=8, stays=[True, True, True, False, False, False])
+    found = assign_addresses(uses, sizes, arena_bytes=8, stays=[True, True, True, False, False, False])
     assert found.gathers == 3
 
 
@@ -134,7 +134,7 @@ def test_two_hundred_units_are_coloured_within_seconds():
     names = [str(i) for i in range(200)]
     uses = (names + names[::-1]) * 25
     start = time.process_time()
-    found = colour(uses, dict.fromkeys(names, 10), arena_bytes=500)
+    found = assign_addresses(uses, dict.fromkeys(names, 10), arena_bytes=500)
     assert time.process_time() - start < 10, "about a second on a quiet machine"
     assert found.gathers == solve(uses, dict.fromkeys(names, 10), budget_bytes=500).gathers
 
@@ -143,7 +143,7 @@ def test_units_inside_others_have_a_place_wherever_the_largest_pair_has():
     sizes = {"a": 60, "a.x": 10, "b": 20, "b.x": 50, "b.y": 50, "c": 5, "c.x": 65}
     apart = [(name, name[0]) for name in sizes if "." in name]
     for order in (list(sizes), list(sizes)[::-1]):
-        found = colour([*order, *order[::-1]], sizes, arena_bytes=70, apart=apart)
+        found = assign_addresses([*order, *order[::-1]], sizes, arena_bytes=70, apart=apart)
         assert found.gathers == replay([*order, *order[::-1]], sizes, found.offsets)[0]
         for one, other in apart:
             low, high = sorted((one, other), key=lambda name: found.offsets[name])
@@ -152,7 +152,7 @@ def test_units_inside_others_have_a_place_wherever_the_largest_pair_has():
 
 def test_units_that_run_inside_each_other_need_room_side_by_side():
     with pytest.raises(FsdpError, match=r"no place side by side in 10 bytes; together they are 11") as caught:
-        colour(["a", "b"], {"a": 6, "b": 5}, arena_bytes=10, apart=[("a", "b")])
+        assign_addresses(["a", "b"], {"a": 6, "b": 5}, arena_bytes=10, apart=[("a", "b")])
     assert caught.value.unit in ("a", "b")
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from sixfold.fsdp.placement.address_assignment import colour
+from sixfold.fsdp.placement.address_assignment import assign_addresses
 from sixfold.fsdp.placement.arena import Arena
 from sixfold.fsdp.placement.parking import Parking, simulate
 from sixfold.fsdp.placement.residency import NEVER, solve
@@ -20,7 +20,7 @@ def test_units_of_one_size_are_gathered_as_seldom_as_bytes_allow(seed):
     sizes = dict.fromkeys(names, 8)
     uses = [chance.choice(names) for _ in range(chance.randint(1, 80))]
     arena = 8 * chance.randint(1, len(names)) + chance.randint(0, 7)
-    offsets = colour(uses, sizes, arena_bytes=arena).offsets
+    offsets = assign_addresses(uses, sizes, arena_bytes=arena).offsets
     assert simulate(uses, sizes, offsets, arena).gathers == solve(uses, sizes, budget_bytes=arena).gathers
 
 
@@ -28,7 +28,7 @@ def test_copies_are_made_only_where_they_save_gathers_worth_them():
     names = [f"u{i}" for i in range(60)]
     sizes = dict.fromkeys(names, 8)
     uses = names * 3 + (names[::-1] + names) * 10
-    offsets = colour(uses, sizes, arena_bytes=8 * 15)
+    offsets = assign_addresses(uses, sizes, arena_bytes=8 * 15)
     many = simulate(uses, sizes, offsets.offsets, 8 * 15)
     assert many.gathered_bytes < offsets.gathered_bytes
     assert not many.pays_against(offsets.gathered_bytes)
@@ -42,7 +42,7 @@ def test_bytes_that_waited_come_back_as_they_were(seed):
     sizes = {name: 8 if seed % 2 else 2 * chance.randint(1, 8) for name in names}
     uses = [chance.choice(names) for _ in range(120)]
     nbytes = max(sizes.values()) * 2 + chance.randint(0, sum(sizes.values()))
-    offsets = colour(uses, sizes, arena_bytes=nbytes).offsets
+    offsets = assign_addresses(uses, sizes, arena_bytes=nbytes).offsets
     arena = Arena(nbytes, {name: (offsets[name], sizes[name]) for name in names}, torch.device("cpu"))
     parking, came = Parking(arena, sizes), 0
     for at, name in enumerate(uses):

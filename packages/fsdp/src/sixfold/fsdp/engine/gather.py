@@ -297,8 +297,8 @@ class Gathering:
 
     def _follow(self) -> bool:
         stays = None if self.given is None else self.given.stays
-        colouring, parked = self.placement.colour(self.followed_uses(), ahead=bool(self._prefetch_bytes), stays=stays)
-        if colouring is self.placement.colouring:
+        assignment, parked = self.placement.assign(self.followed_uses(), ahead=bool(self._prefetch_bytes), stays=stays)
+        if assignment is self.placement.assignment:
             return False
         parks = parked is not None if self.given is None else len(set(self.placement.sizes.values())) == 1
         self.settle()
@@ -306,7 +306,7 @@ class Gathering:
             self._drop(name)
             if self.versions is not None:
                 self.versions.changed(name, frozen=True)  # what was saved lies elsewhere
-        return self.placement.follow(colouring, parked, parks=parks)
+        return self.placement.follow(assignment, parked, parks=parks)
 
     def followed_uses(self) -> list[str]:
         """Uses of the given plan or of the last step, of units in the arena."""

@@ -1,6 +1,6 @@
-"""A range of bytes in one arena for every unit, for life: the colouring of a plan.
+"""A range of bytes in one arena for every unit, for life: the addresses of a plan.
 
-    order of uses + bytes + arena --> colour (this file) --> placement.py --> arena.py
+    order of uses + bytes + arena --> assign_addresses (this file) --> placement.py --> arena.py
 
 Pure: names, bytes and an order; the same answer on every rank.
 
@@ -24,7 +24,7 @@ _DESCENTS = 4  # starting points from which it goes down
 
 
 @dataclass(frozen=True, slots=True)
-class Colouring:
+class AddressAssignment:
     """Ranges, and what the order costs with them.
 
     ``offsets``: where each unit's range begins. ``arena_bytes``: where the last one ends. ``gathers`` and
@@ -39,7 +39,7 @@ class Colouring:
     exposed: int
 
 
-def colour(
+def assign_addresses(
     uses: Sequence[str],
     unit_bytes: Mapping[str, int],
     *,
@@ -47,7 +47,7 @@ def colour(
     apart: Collection[tuple[str, str]] = (),
     ahead: bool = False,
     stays: Sequence[bool] | None = None,
-) -> Colouring:
+) -> AddressAssignment:
     """Ranges in an arena for all units of ``unit_bytes`` that make ``uses`` cheap.
 
     Where all fit side by side, all do. Else a search from several regular placements by moves and swaps: no proof of
@@ -132,7 +132,7 @@ class _Search:
             bits |= 1 << other
         return bits
 
-    def run(self) -> Colouring:
+    def run(self) -> AddressAssignment:
         """The best placement found."""
         placements = [one for one in self._starts() if one is not None]
         if not placements:
@@ -191,7 +191,7 @@ class _Search:
     def _costs(self, overlaps: Sequence[int]) -> list[int]:
         return [self._cost(unit, bits) for unit, bits in enumerate(overlaps)]
 
-    def _result(self, placement: Sequence[int]) -> Colouring:
+    def _result(self, placement: Sequence[int]) -> AddressAssignment:
         overlaps = self._overlaps(placement)
         gathers = nbytes = exposed = 0
         for unit, bits in enumerate(overlaps):
@@ -201,7 +201,7 @@ class _Search:
                     nbytes += count * self._sizes[unit]
                     exposed += count if before & bits else 0
         end = max((start + self._sizes[unit] for unit, start in enumerate(placement)), default=0)
-        return Colouring(dict(zip(self._names, placement, strict=True)), end, gathers, nbytes, exposed)
+        return AddressAssignment(dict(zip(self._names, placement, strict=True)), end, gathers, nbytes, exposed)
 
     # ---- where to begin
 

@@ -15,7 +15,7 @@ import torch
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.placement.address_assignment import Colouring, colour
+from sixfold.fsdp.placement.address_assignment import AddressAssignment, assign_addresses
 from sixfold.fsdp.placement.arena import Arena
 from sixfold.fsdp.placement.parking import Simulated, simulate
 from sixfold.fsdp.placement.residency import Solution, solve
@@ -37,10 +37,10 @@ class Placement:
         self.budget_bytes = budget_bytes
         self.sizes = {name: size for name, (_, size) in ranges.items()}  # of units in the arena
         self.kept_bytes = sum(unit.gathered_bytes for unit in units if unit.name not in ranges)
-        self.colouring: Colouring | None = None  # of the order that is followed
+        self.assignment: AddressAssignment | None = None  # of the order that is followed
         self.parked: Simulated | None = None  # the same with units that wait elsewhere, where that gathers less
         self.parks = False  # units in the way of another wait elsewhere
-        self._known: dict[object, tuple[Colouring, Simulated | None]] = {}
+        self._known: dict[object, tuple[AddressAssignment, Simulated | None]] = {}
         self._least: tuple[Sequence[str], Solution] | None = None
         self._bind()
 
@@ -51,20 +51,22 @@ class Placement:
             (name, outer.name) for name in self.sizes for outer in self._units[name].around if outer.name in self.sizes
         ]
 
-    def colour(
+    def assign(
         self, uses: Sequence[str], *, ahead: bool, stays: Sequence[bool] | None = None
-    ) -> tuple[Colouring, Simulated | None]:
+    ) -> tuple[AddressAssignment, Simulated | None]:
         """Ranges for ``uses`` (the root's left out) in this arena; the last few orders are remembered."""
         key = tuple(uses), None if stays is None else tuple(stays), ahead
         found = self._known.pop(key, None)
         if found is None:
             nbytes = self.arena.nbytes
-            colouring = colour(uses, self.sizes, arena_bytes=nbytes, apart=self.apart, ahead=ahead, stays=stays)
+            assignment = assign_addresses(
+                uses, self.sizes, arena_bytes=nbytes, apart=self.apart, ahead=ahead, stays=stays
+            )
             parked = None
             if stays is None and not self.apart:
-                parked = simulate(uses, self.sizes, colouring.offsets, nbytes)
-                parked = parked if parked.pays_against(colouring.gathered_bytes) else None
-            found = colouring, parked
+                parked = simulate(uses, self.sizes, assignment.offsets, nbytes)
+                parked = parked if parked.pays_against(assignment.gathered_bytes) else None
+            found = assignment, parked
         self._known[key] = found
         while len(self._known) > _ORDERS_KEPT:
             self._known.pop(next(iter(self._known)))
@@ -76,11 +78,11 @@ class Placement:
             self._least = uses, solve(uses, self.sizes, budget_bytes=self.arena.nbytes)
         return self._least[1]
 
-    def follow(self, colouring: Colouring, parked: Simulated | None, *, parks: bool) -> bool:
-        """Units move to ``colouring``'s ranges; returns whether any address changed. Nothing is gathered."""
-        self.colouring, self.parked, self.parks = colouring, parked, parks
+    def follow(self, assignment: AddressAssignment, parked: Simulated | None, *, parks: bool) -> bool:
+        """Units move to ``assignment``'s ranges; returns whether any address changed. Nothing is gathered."""
+        self.assignment, self.parked, self.parks = assignment, parked, parks
         before = {name: self.arena.range_of(name) for name in self.sizes}
-        ranges = {name: (colouring.offsets[name], size) for name, size in self.sizes.items()}
+        ranges = {name: (assignment.offsets[name], size) for name, size in self.sizes.items()}
         if ranges == before:
             return False
         self.arena.move(ranges)
@@ -145,7 +147,7 @@ def placement_of(
     nbytes = min(sum(sizes.values()), (budget - units[0].turn_bytes) // align_bytes * align_bytes)
     apart = [(unit.name, outer.name) for unit in own for outer in unit.around if outer.name in sizes]
     likely = [unit.name for unit in own]  # until an order is recorded: a forward and its backward
-    first = colour([*likely, *likely[::-1]], sizes, arena_bytes=nbytes, apart=apart)
+    first = assign_addresses([*likely, *likely[::-1]], sizes, arena_bytes=nbytes, apart=apart)
     ranges = {name: (start, sizes[name]) for name, start in first.offsets.items()}
     return Placement(units, ranges, Arena(nbytes, ranges, device), budget)
 

@@ -102,7 +102,7 @@ def _plan(gathering: Gathering, units: Sequence[Unit]) -> dict[str, Any]:
     that of all units' layouts.
     """
     placement, given = gathering.placement, gathering.given
-    arena, colouring = placement.arena, placement.colouring
+    arena, assignment = placement.arena, placement.assignment
     found: dict[str, Any] = {
         "arena_bytes": arena.nbytes,
         "arena_used_bytes": arena.used_bytes,
@@ -112,16 +112,16 @@ def _plan(gathering: Gathering, units: Sequence[Unit]) -> dict[str, Any]:
         "gathers_done": gathering.last_gathers,
         "order": "fixed" if placement.budget_bytes is None else "given" if given is not None else "recorded",
     }
-    if colouring is None:
+    if assignment is None:
         return found
     least = placement.least(gathering.followed_uses())
-    planned = placement.parked or colouring
+    planned = placement.parked or assignment
     found |= {
         "gathers": given.gathers if given is not None and placement.parks else planned.gathers,
         "gathered_bytes": planned.gathered_bytes,
-        "gathers_in_ranges": colouring.gathers,
+        "gathers_in_ranges": assignment.gathers,
         "copies_done": gathering.last_copies,
-        "gathers_not_ahead": colouring.exposed,
+        "gathers_not_ahead": assignment.exposed,
         "least_gathers": least.gathers if given is None else given.gathers,
         "least_gathered_bytes": least.gathered_bytes,
         "least_is_proven": least.exact,

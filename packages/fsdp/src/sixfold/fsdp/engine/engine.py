@@ -24,7 +24,7 @@ from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.engine.backward import Backward, old_graph, refuse_graph
 from sixfold.fsdp.engine.call_state import CallContext, StageState
 from sixfold.fsdp.engine.gather import Gathering
-from sixfold.fsdp.engine.order_check import Signatures
+from sixfold.fsdp.engine.order_check import OrderCheck
 from sixfold.fsdp.engine.reduce import Reduction
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.waiting import Waiting
@@ -48,7 +48,7 @@ class Engine:
         gathering: Gathering,
         reduction: Reduction,
         waiting: Waiting,
-        signatures: Signatures,
+        order_check: OrderCheck,
         control: Control,
         elsewhere: bool = False,
         as_sharded: bool = False,
@@ -65,7 +65,7 @@ class Engine:
         self.wait = waiting
         self._faults = waiting.faults
         self.control = control
-        self._signatures = signatures
+        self._order_check = order_check
         self.records: dict[nn.Parameter, ParamRecord] = {
             record.parameter: record for unit in units for record in unit.records
         }
@@ -159,7 +159,7 @@ class Engine:
     def _begin_call(self, stage: StageState | None) -> CallContext:
         if in_backward() == -1 and not self._calls:
             if self.mains.look():
-                self._signatures.edited()
+                self._order_check.edited()
                 self.main_changed(frozen=True)
             self.mains.copied()
         training = torch.is_grad_enabled()
@@ -200,7 +200,7 @@ class Engine:
         for saved in self._saved:
             saved.next_step()
         self._saved_views.clear()
-        self._signatures.next_step()
+        self._order_check.next_step()
 
     def before_forward(self, unit: Unit) -> None:
         """``unit``'s forward is about to run."""
@@ -241,7 +241,7 @@ class Engine:
 
     def _use(self, unit: Unit, record: bool) -> None:
         if record:
-            self._signatures.use(unit)
+            self._order_check.use(unit)
         busy = self.running or unit.around
         if self._backward is not None and (inside := self._backward.opened_inside(unit)):
             busy = [*busy, *inside]
@@ -367,9 +367,9 @@ class Engine:
         if not self._driven and opened:
             self._learn_calls(apart)
             if self.last_microbatch and not self.no_sync_depth:
-                self._signatures.gradients_done()
+                self._order_check.gradients_done()
                 self.reduction.pipeline.finish()  # main gradients are final: user code may look at them
-                self._signatures.settle()
+                self._order_check.settle()
 
     def _learn_calls(self, apart: bool) -> None:
         """[Note: several calls, one backward] A unit called by several root calls (loss1 + loss2) delivers all its
@@ -405,9 +405,9 @@ class Engine:
         if not unit.trained:
             return
         if inside_step:
-            self._signatures.reduce_in_step(unit)
+            self._order_check.reduce_in_step(unit)
         else:
-            self._signatures.reduce(unit, self.reduction.not_finite)
+            self._order_check.reduce(unit, self.reduction.not_finite)
         self.reduction.put(unit)
 
     def _put_touched(self, units: Sequence[Unit], *, inside_step: bool = False) -> None:
@@ -449,17 +449,17 @@ class Engine:
         """Reduce what is local and wait for all. Inside ``optimizer.step()`` no exchange stands before a reduction."""
         self.wait.alive()
         self._put_touched(self.units, inside_step=inside_step)
-        self._signatures.gradients_done(inside_step=inside_step)
+        self._order_check.gradients_done(inside_step=inside_step)
         self.reduction.pipeline.finish()
         for stage in self.stages:
             stage.last = stage.done = False
-        self._signatures.compare()
+        self._order_check.compare()
         self.wait.alive()  # [Note: flag before abort]
 
     def check(self) -> None:
         """Raise if a fault ended this model, or if ranks did different things."""
         self.alive()
-        self._signatures.compare()
+        self._order_check.compare()
 
     def before_save(self) -> None:
         """Collective: whole tensors are about to be read.
@@ -472,7 +472,7 @@ class Engine:
         guard = None if written is None else guard_of(written)
         if guard is not None:
             raise written_in_place(guard, self.units[0].module)
-        self._signatures.before_save()
+        self._order_check.before_save()
 
     def before_step(self, *, widen: bool) -> None:
         """An optimizer of this model is about to step; ``widen``: over all main gradients at once."""

@@ -1,6 +1,6 @@
 """Do the ranks use and reduce the same units? Compared before each collective, or once per step.
 
-    engine.py --> Signatures (this file) --> faults/disagreement.py, collectives/host_messages.py
+    engine.py --> OrderCheck (this file) --> faults/disagreement.py, collectives/host_messages.py
 
 Beside it travels, whatever ``checks`` is, which parameters got a gradient. [Note: who had a gradient]
 
@@ -23,7 +23,7 @@ _OPS = ("gather", "reduce")
 _USE, _REDUCE, _EDIT = range(3)
 
 
-class Signatures:
+class OrderCheck:
     """What ``checks`` asks for: ``"off"`` nothing, ``"order"`` one digest per step, ``"unit"`` an exchange before each
     collective. [Note: two channels]"""
 

@@ -29,7 +29,7 @@ from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.engine.gather import Gathering
 from sixfold.fsdp.engine.grouped_gather import grouped_gathers
-from sixfold.fsdp.engine.order_check import Signatures
+from sixfold.fsdp.engine.order_check import OrderCheck
 from sixfold.fsdp.engine.reduce import Reduction
 from sixfold.fsdp.engine.reduction_paths import ReductionPaths, largest_repeated
 from sixfold.fsdp.engine.used_parameters import Used
@@ -152,7 +152,7 @@ def build(module: nn.Module, options: Options) -> Built:
             gathering=gathering,
             reduction=reduction,
             waiting=waiting,
-            signatures=Signatures(options.checks, units, ranks, control, waiting, used),
+            order_check=OrderCheck(options.checks, units, ranks, control, waiting, used),
             control=control,
             elsewhere=elsewhere,
             as_sharded=chosen.sharding.shards_params and not options.sharding.shards_params,

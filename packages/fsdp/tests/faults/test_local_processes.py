@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from sixfold.fsdp.faults.local_processes import Neighbours, myself
+from sixfold.fsdp.faults.local_processes import LocalProcesses, this_process
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def process():
 
 def row_of(pid: int) -> list[int]:
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
-    return [myself()[0], pid, int(fields[19])]
+    return [this_process()[0], pid, int(fields[19])]
 
 
 def wait_for(true) -> None:
@@ -34,7 +34,7 @@ def wait_for(true) -> None:
 
 
 def test_a_process_is_known_to_run_to_be_stopped_and_to_have_ended(process):
-    beside = Neighbours([myself(), row_of(process.pid)], 0)
+    beside = LocalProcesses([this_process(), row_of(process.pid)], 0)
     assert beside.ended() == beside.stopped() == ()
     process.send_signal(signal.SIGSTOP)
     wait_for(lambda: beside.stopped() == (1,))
@@ -48,20 +48,20 @@ def test_a_process_is_known_to_run_to_be_stopped_and_to_have_ended(process):
 def test_ranks_of_other_machines_of_this_process_and_hidden_ones_are_not_watched(process):
     machine, pid, began = row_of(process.pid)
     rows = [
-        myself(),
+        this_process(),
         [machine + 1, pid, began],
-        myself(),
+        this_process(),
         [machine, pid, began - 1],
         [0, 0, 0],
         [machine, 2**22 + 1, 1],
     ]
-    beside = Neighbours(rows, 0)
+    beside = LocalProcesses(rows, 0)
     process.kill()
     process.wait()
     assert beside.ended() == beside.stopped() == ()
-    assert myself()[1] == os.getpid() and row_of(os.getpid()) == myself()
+    assert this_process()[1] == os.getpid() and row_of(os.getpid()) == this_process()
 
 
 def test_where_proc_does_not_tell_nobody_is_watched():
-    beside = Neighbours([[0, 0, 0], [0, 0, 0]], 1)
+    beside = LocalProcesses([[0, 0, 0], [0, 0, 0]], 1)
     assert beside.ended() == beside.stopped() == ()

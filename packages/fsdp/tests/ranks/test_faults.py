@@ -21,7 +21,7 @@ from torch import nn
 
 from ranktest import run_ranks, store
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, fully_shard_optimizer, torch_state
-from sixfold.fsdp.faults.local_processes import Neighbours
+from sixfold.fsdp.faults.local_processes import LocalProcesses
 
 
 def wrap(net, **options):
@@ -439,7 +439,7 @@ def die(rank, ranks, where, checks, in_step):
     model = wrap(net, checks=checks)
     optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
     if where == "on another machine":
-        model._engine.wait.faults.neighbours = Neighbours()
+        model._engine.wait.faults.local_processes = LocalProcesses()
     began = time.monotonic()
 
     def steps():

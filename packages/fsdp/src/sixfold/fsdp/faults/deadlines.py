@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import Store
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.flight_recorder import active_collectives
 from sixfold.fsdp.faults.heartbeat import Cause, Heartbeat, Launched, Place
-from sixfold.fsdp.faults.local_processes import Neighbours
+from sixfold.fsdp.faults.local_processes import LocalProcesses
 from sixfold.fsdp.faults.model_store import PatientStore
 from sixfold.fsdp.faults.survivors import Meeting, Verdict, say_lost
 
@@ -82,7 +82,7 @@ class Faults:
         self.busy_timeout_s = busy_timeout_s
         self.failed: FsdpError | None = None
         self.waited_s = 0.0  # of the host, for other ranks
-        self.neighbours = Neighbours()  # known once ranks have met
+        self.local_processes = LocalProcesses()  # known once ranks have met
         self._store = None if store is None else PatientStore(store, min(_STORE_S, timeout_s))
         self._meeting = None if self._store is None else Meeting(rank, size, self._store, timeout_s)
         self._host_waits = host_waits
@@ -110,7 +110,7 @@ class Faults:
             interval=lambda: min(_BEAT_S, self.timeout_s / _BEATS),
             here=self._here,
             silent_s=self._silent_s,
-            ended=lambda: self.neighbours.ended(),
+            ended=lambda: self.local_processes.ended(),
             found=self._find,
             busy=self._see_busy,
             late=self._look_at_works,
@@ -296,9 +296,9 @@ class Faults:
                 return say_lost([1 - self.rank], (), ())
             return "some rank is lost; give fault_store= to have it named", ()
         try:
-            return self._meeting.judge(place, cause, self.neighbours, ranks)
+            return self._meeting.judge(place, cause, self.local_processes, ranks)
         except RuntimeError:
-            ended, stopped = self.neighbours.ended(), self.neighbours.stopped()
+            ended, stopped = self.local_processes.ended(), self.local_processes.stopped()
             text = f"{self._store_name} does not answer: its process is probably lost or stopped"
             if not ended and not stopped:
                 return text, tuple(ranks)

@@ -1,6 +1,6 @@
 """Processes of other ranks on this machine: which of them have ended, and which are stopped.
 
-    /proc, one row of a control exchange --> Neighbours (this file) --> heartbeat.py, survivors.py
+    /proc, one row of a control exchange --> LocalProcesses (this file) --> heartbeat.py, survivors.py
 
 The kernel tells of a process what no store and no socket does: that it is no more, at once, and that it is stopped.
 Ranks of other machines are watched by those beside them. Files are read only while a rank waits.
@@ -17,7 +17,7 @@ from pathlib import Path
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
-def myself() -> list[int]:
+def this_process() -> list[int]:
     """Machine and PID namespace, PID, and when it started: a PID is given again. All 0 where there is no /proc."""
     try:
         where = _BOOT.read_text() + os.readlink("/proc/self/ns/pid")
@@ -35,11 +35,11 @@ def _look(pid: int) -> tuple[str, int]:
     return "", -1
 
 
-class Neighbours:
+class LocalProcesses:
     """The other ranks on this machine.
 
     Args:
-        rows: of all ranks what ``myself`` gave, by position.
+        rows: of all ranks what ``this_process`` gave, by position.
         rank: this one.
     """
 

@@ -15,7 +15,7 @@ from collections.abc import Collection, Sequence
 
 from sixfold.fsdp.faults.disagreement import DRAWN_ALIKE, odd_ranks
 from sixfold.fsdp.faults.heartbeat import Cause, Place, beats
-from sixfold.fsdp.faults.local_processes import Neighbours
+from sixfold.fsdp.faults.local_processes import LocalProcesses
 from sixfold.fsdp.faults.model_store import PatientStore
 
 _ANSWER_S = 1.5  # in which every rank that lives gives a beat, and every rank that waits its sign
@@ -42,7 +42,7 @@ class Meeting:
         self._store = store
         self._grace_s = min(timeout_s, _GRACE_S)
 
-    def judge(self, place: Place, cause: Cause, neighbours: Neighbours, silent: Collection[int]) -> Verdict:
+    def judge(self, place: Place, cause: Cause, local_processes: LocalProcesses, silent: Collection[int]) -> Verdict:
         """Sign, and learn who is at fault; ``silent`` ranks were found so before.
 
         Raises:
@@ -56,7 +56,7 @@ class Meeting:
                 if (told := self._told()) is not None:
                     return told
                 time.sleep(_PAUSE_S)
-        verdict = self._decide(cause, neighbours, silent)
+        verdict = self._decide(cause, local_processes, silent)
         told = self._told()
         if told is None:
             self._store.set("verdict", json.dumps(verdict))
@@ -68,13 +68,13 @@ class Meeting:
         text, ranks = json.loads(self._store.get("verdict"))
         return text, tuple(ranks)
 
-    def _decide(self, cause: Cause, neighbours: Neighbours, silent: Collection[int]) -> Verdict:
+    def _decide(self, cause: Cause, local_processes: LocalProcesses, silent: Collection[int]) -> Verdict:
         missing = [rank for rank in range(self._size) if rank != self._rank]
         first: dict[int, int | None] = {}  # beats that were there before
         alive: dict[int, Place | None] = {}
         began = time.monotonic()
         while missing := _without_sign(self._store, missing):
-            ended, stopped = neighbours.ended(), neighbours.stopped()
+            ended, stopped = local_processes.ended(), local_processes.stopped()
             lost = [one for one in missing if one in ended or one in stopped or (one in silent and one not in alive)]
             waited_s = time.monotonic() - began
             if len(lost) == len(missing):

@@ -35,7 +35,7 @@ from sixfold.fsdp.engine.reduction_paths import ReductionPaths, largest_repeated
 from sixfold.fsdp.engine.used_parameters import Used
 from sixfold.fsdp.faults.deadlines import Faults
 from sixfold.fsdp.faults.heartbeat import Launched
-from sixfold.fsdp.faults.local_processes import Neighbours, myself
+from sixfold.fsdp.faults.local_processes import LocalProcesses, this_process
 from sixfold.fsdp.faults.model_store import Boards, open_boards, tidy
 from sixfold.fsdp.faults.waiting import Waiting
 from sixfold.fsdp.fp8.quantized import Fp8Scales
@@ -87,7 +87,7 @@ def build(module: nn.Module, options: Options) -> Built:
         def wait(work: Any) -> None:  # of no step and no unit
             faults.wait(work, None, None, "check", on_host=True)
 
-        faults.neighbours = _neighbours(control, boards.rank, wait)
+        faults.local_processes = _local_processes(control, boards.rank, wait)
         problem, specs, meshes = look_at(module, options, device)
         # What one rank finds wrong is raised on all: nobody waits for a rank that gave up.
         names = {
@@ -216,9 +216,13 @@ def _faults(
     )
 
 
-def _neighbours(control: Control, rank: int, wait: Callable[[Any], None]) -> Neighbours:
+def _local_processes(control: Control, rank: int, wait: Callable[[Any], None]) -> LocalProcesses:
     """The first thing that ranks tell each other."""
-    return Neighbours(exchange(control, myself(), wait), rank) if isinstance(control, StoreControl) else Neighbours()
+    return (
+        LocalProcesses(exchange(control, this_process(), wait), rank)
+        if isinstance(control, StoreControl)
+        else LocalProcesses()
+    )
 
 
 def _groups(options: Options) -> list[dist.ProcessGroup | None]:

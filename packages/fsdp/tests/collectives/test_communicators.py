@@ -16,7 +16,7 @@ from fsdp_count_helpers import Calls
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, fully_shard_optimizer
-from sixfold.fsdp.collectives.communicators import Links, nccl_options
+from sixfold.fsdp.collectives.communicators import Communicators, nccl_options
 from sixfold.fsdp.collectives.streams import CudaStream
 from sixfold.fsdp.collectives.user_buffers import UserBuffers
 
@@ -120,11 +120,11 @@ def test_a_communicator_that_a_rank_does_not_come_to_is_an_error_in_time(alone, 
         def size(self):
             return 2
 
-    links = Links(dist.PrefixStore("nobody", alone), torch.device("cpu"), BufferConfig(), timeout_s=0.2)
+    communicators = Communicators(dist.PrefixStore("nobody", alone), torch.device("cpu"), BufferConfig(), timeout_s=0.2)
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
     began = time.monotonic()
     with pytest.raises(FsdpError, match=r"communicator for gathers of ranks \[0, 1\] could not be made"):
-        links.comm(Two())
+        communicators.comm(Two())
     assert time.monotonic() - began < 2.0
 
 

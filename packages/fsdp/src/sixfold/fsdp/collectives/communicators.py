@@ -1,6 +1,6 @@
 """The communicators that a model makes for itself: one for gathers, one for reductions, of each group.
 
-    groups, board --> Links (this file) --> comm.py
+    groups, board --> Communicators (this file) --> comm.py
 
 They are made from a store by the ranks of the group alone (``torch.distributed.new_group`` is a collective of the
 world, or names groups by how many a process made), are not registered with ``torch.distributed``, and end with the
@@ -31,7 +31,7 @@ _NCCL_MARGIN_S = 30.0  # by which NCCL's own watchdog, which ends the process, c
 Result = TypeVar("Result")
 
 
-class Links:
+class Communicators:
     """Makes the Comm of each group of a model once, and ends what it made.
 
     Args:

@@ -1,6 +1,6 @@
 """Memory that NCCL reads and writes without a copy: a pool of torch's, registered with the communicators.
 
-    Links --> UserBuffers (this file) --> setup/build.py makes buffers inside ``memory()``, then calls ``register``
+    Communicators --> UserBuffers (this file) --> setup/build.py makes buffers in ``memory()``, then calls ``register``
 
 Three paths, the best that works: *symmetric* (a window that all ranks register together: NVLink and SHARP reduce in
 it), *registered* (each rank for itself), *off*. Knows no unit; on anything but CUDA it only says why it is off.

@@ -12,14 +12,14 @@ from typing import Any
 
 from sixfold.fsdp.buffers.unit import Unit, tied_in_root
 from sixfold.fsdp.collectives.comm import Ranks
-from sixfold.fsdp.collectives.communicators import Links
+from sixfold.fsdp.collectives.communicators import Communicators
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.engine.gather import Gathering
 from sixfold.fsdp.setup.build import Fp8
 from sixfold.fsdp.setup.options import Options
 
 
-def report(engine: Engine, options: Options, fp8: Fp8, links: Links) -> dict[str, Any]:
+def report(engine: Engine, options: Options, fp8: Fp8, communicators: Communicators) -> dict[str, Any]:
     """Bytes on this rank, and choices."""
     streams = [stream for unit in engine.units for stream in unit.streams]
     weights = [stream.weights for stream in streams]
@@ -67,8 +67,8 @@ def report(engine: Engine, options: Options, fp8: Fp8, links: Links) -> dict[str
         "prefetch": "recorded order, " + ("one unit" if options.buffers.prefetch_bytes is None else "by bytes"),
         "bucket_bytes": engine.reduction.paths.bucket_bytes,
         "grad_sum": options.mixed_precision.grad_sum,
-        "communicators": links.report(),
-        "user_buffers": "off" if links.buffers is None else links.buffers.report(),
+        "communicators": communicators.report(),
+        "user_buffers": "off" if communicators.buffers is None else communicators.buffers.report(),
     }
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.comm import Launches, Ranks
-from sixfold.fsdp.collectives.communicators import Links
+from sixfold.fsdp.collectives.communicators import Communicators
 from sixfold.fsdp.collectives.host_messages import Control, StoreControl, control_of, exchange, exchange_text
 from sixfold.fsdp.collectives.own_meshes import Meshes
 from sixfold.fsdp.collectives.streams import make_stream
@@ -64,7 +64,7 @@ class Built:
 
     engine: Engine
     fp8: Fp8
-    links: Links
+    communicators: Communicators
 
 
 def build(module: nn.Module, options: Options) -> Built:
@@ -76,10 +76,10 @@ def build(module: nn.Module, options: Options) -> Built:
     boards = open_boards(
         options.mesh, real, options.fault_store, options.timeout_s, alone=options.buffers.always_communicate
     )
-    links = Links(boards.messages, device, options.buffers, options.longest_s)
+    communicators = Communicators(boards.messages, device, options.buffers, options.longest_s)
     control = control_of(real, boards.messages, boards.rank, boards.size)
-    faults = _faults(boards, options, links, device, _launched(links, groups[-1], control))
-    _end_with_faults(faults, control, links, boards)
+    faults = _faults(boards, options, communicators, device, _launched(communicators, groups[-1], control))
+    _end_with_faults(faults, control, communicators, boards)
 
     with contextlib.ExitStack() as given_up:
         given_up.callback(faults.close)  # a wrap that raises leaves no thread and no communicator
@@ -98,9 +98,11 @@ def build(module: nn.Module, options: Options) -> Built:
         if problem is not None:
             raise problem
         elsewhere = options.mesh_for is not None and agree_on_meshes(module, meshes, control, wait)
-        ranks = Ranks(shard=links.comm(groups[-1]), outer=links.comm(groups[0] if len(groups) == 2 else None))
-        own = meshes.connect(links.comm)
-        buffers, memory = options.buffers, links.user_buffers()
+        ranks = Ranks(
+            shard=communicators.comm(groups[-1]), outer=communicators.comm(groups[0] if len(groups) == 2 else None)
+        )
+        own = meshes.connect(communicators.comm)
+        buffers, memory = options.buffers, communicators.user_buffers()
         with memory.memory():
             units = _units(specs, lambda name: own.get(name, ranks), options, device)
             bucket_bytes = largest_repeated(units) if buffers.bucket_bytes is None else buffers.bucket_bytes
@@ -173,7 +175,7 @@ def build(module: nn.Module, options: Options) -> Built:
             warn_of_statistics(module)
         guard_parameters(engine)
         given_up.pop_all()
-    return Built(engine, fp8, links)
+    return Built(engine, fp8, communicators)
 
 
 def as_run(options: Options, groups: Sequence[dist.ProcessGroup | None]) -> Options:
@@ -189,10 +191,12 @@ def as_run(options: Options, groups: Sequence[dist.ProcessGroup | None]) -> Opti
     return replace(options, strategy=ShardingStrategy.no_shard)
 
 
-def _launched(links: Links, group: dist.ProcessGroup | None, control: Control) -> Callable[[], Launched]:
+def _launched(
+    communicators: Communicators, group: dist.ProcessGroup | None, control: Control
+) -> Callable[[], Launched]:
     """What this rank launched, asked by a thread: also when the user has destroyed the group, so by its ranks."""
     ranks: Sequence[int] = dist.get_process_group_ranks(group) if group is not None else ()
-    return partial(links.launched, ranks, _launches(control) if ranks else None)
+    return partial(communicators.launched, ranks, _launches(control) if ranks else None)
 
 
 def _launches(control: Control) -> Launches | None:
@@ -200,7 +204,11 @@ def _launches(control: Control) -> Launches | None:
 
 
 def _faults(
-    boards: Boards, options: Options, links: Links, device: torch.device, launched: Callable[[], Launched]
+    boards: Boards,
+    options: Options,
+    communicators: Communicators,
+    device: torch.device,
+    launched: Callable[[], Launched],
 ) -> Faults:
     return Faults(
         boards.rank,
@@ -210,7 +218,7 @@ def _faults(
         first_step_timeout_s=options.first_step_timeout_s,
         busy_timeout_s=options.busy_timeout_s,
         host_waits=device.type != "cuda",
-        abort=links.abort,
+        abort=communicators.abort,
         launched=launched,
         store_name=boards.name,
     )
@@ -242,13 +250,13 @@ def _device(module: nn.Module, groups: Sequence[dist.ProcessGroup]) -> torch.dev
     return torch.device("cpu") if default.type == "meta" else default
 
 
-def _end_with_faults(faults: Faults, control: Control, links: Links, boards: Boards) -> None:
+def _end_with_faults(faults: Faults, control: Control, communicators: Communicators, boards: Boards) -> None:
     """The model's thread of messages, communicators and keys end when its faults are closed."""
 
     def close() -> None:
         if isinstance(control, StoreControl):
             control.close()
-        links.close(failed=faults.failed is not None)
+        communicators.close(failed=faults.failed is not None)
 
     def clear() -> None:
         for store in {boards.messages, boards.signs}:

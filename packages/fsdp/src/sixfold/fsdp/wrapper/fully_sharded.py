@@ -109,7 +109,7 @@ class FullyShardedDataParallel(nn.Module):
         self._options = options
         self._engine = engine = made.engine
         self._fp8 = made.fp8
-        self._links = made.links
+        self._communicators = made.communicators
         self._optimizers = optim.Attached(offload=buffers.offload)
         self._cast_to = mixed_precision.param_dtype if mixed_precision.cast_inputs else None
         own, self._everywhere = inner.install(engine, module, self._cast_to, self._optimizers.sharded)
@@ -443,7 +443,7 @@ class FullyShardedDataParallel(nn.Module):
         | ``muon[].imbalance`` | ratio | work of the busiest rank over the mean |
         | ``offload[].host_bytes`` ``offload[].device_bytes`` | bytes | of one optimizer's state; of its slots |
         """
-        stated = report.report(self._engine, self._options, self._fp8, self._links)
+        stated = report.report(self._engine, self._options, self._fp8, self._communicators)
         return self._optimizers.add_to(stated)
 
     @contextmanager

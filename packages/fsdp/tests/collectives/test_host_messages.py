@@ -12,7 +12,7 @@ from torch.distributed import HashStore, PrefixStore
 from sixfold.fsdp import FsdpError
 from sixfold.fsdp.collectives.host_messages import StoreControl, exchange, exchange_text
 from sixfold.fsdp.collectives.own_meshes import Meshes
-from sixfold.fsdp.faults.model_store import open_board, tidy
+from sixfold.fsdp.faults.model_store import open_model_store, tidy
 from sixfold.fsdp.setup.start_values import agree
 
 
@@ -79,11 +79,11 @@ def test_models_made_and_dropped_leave_two_counters_per_rank_at_most():
     store, ranks = HashStore(), 3
 
     def model(rank):
-        board = open_board(store, [4, 5, 6], rank, 5.0, "the group's store")
-        control = StoreControl(board, rank, ranks)
+        model_store = open_model_store(store, [4, 5, 6], rank, 5.0, "the group's store")
+        control = StoreControl(model_store, rank, ranks)
         rows = exchange(control, [rank], plain_wait)
         control.close()
-        tidy(board, ranks)
+        tidy(model_store, ranks)
         return rows
 
     for _ in range(4):
@@ -95,7 +95,7 @@ def test_two_models_of_the_same_ranks_never_read_each_other():
     store = HashStore()
 
     def both(rank):
-        controls = [StoreControl(open_board(store, [0, 1], rank, 5.0, "s"), rank, 2) for _ in range(2)]
+        controls = [StoreControl(open_model_store(store, [0, 1], rank, 5.0, "s"), rank, 2) for _ in range(2)]
         finishes = [control.start([10 * at + rank], plain_wait) for at, control in enumerate(controls)]
         return [finish() for finish in finishes]
 
@@ -123,10 +123,10 @@ class Served:
 
 @pytest.mark.parametrize("differ", ["models", "nothing but all have a problem"])
 def test_the_rank_that_serves_the_store_does_not_leave_before_all_have_read_why(differ):
-    ended, board = threading.Event(), PrefixStore("board", HashStore())
+    ended, model_store = threading.Event(), PrefixStore("model_store", HashStore())
 
     def wrap(rank):
-        control = StoreControl(Served(board, rank, ended), rank, 2)
+        control = StoreControl(Served(model_store, rank, ended), rank, 2)
         try:
             if differ == "models":
                 agree(nn.Linear(3, 3 + rank), {}, None, Meshes(), control, plain_wait_or_fsdp_error)

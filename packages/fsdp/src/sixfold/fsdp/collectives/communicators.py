@@ -1,6 +1,6 @@
 """The communicators that a model makes for itself: one for gathers, one for reductions, of each group.
 
-    groups, board --> Communicators (this file) --> comm.py
+    groups, model_store --> Communicators (this file) --> comm.py
 
 They are made from a store by the ranks of the group alone (``torch.distributed.new_group`` is a collective of the
 world, or names groups by how many a process made), are not registered with ``torch.distributed``, and end with the
@@ -35,13 +35,15 @@ class Communicators:
     """Makes the Comm of each group of a model once, and ends what it made.
 
     Args:
-        board: the model's corner of a store; None: groups are used as they are given.
+        model_store: the model's corner of a store; None: groups are used as they are given.
         device: where the tensors are; its back end in the group is the one that is made anew.
         timeout_s: for making one communicator, and behind it the back end's own deadline.
     """
 
-    def __init__(self, board: Store | None, device: torch.device, buffers: BufferConfig, timeout_s: float) -> None:
-        self._board = board
+    def __init__(
+        self, model_store: Store | None, device: torch.device, buffers: BufferConfig, timeout_s: float
+    ) -> None:
+        self._model_store = model_store
         self._device = device
         self._buffers = buffers
         self._timeout_s = timeout_s
@@ -121,11 +123,11 @@ class Communicators:
                 f"{why}; leave them None"
             )
         kind = GlooComm if backend == "gloo" and self._device.type == "cpu" else GroupComm
-        if self._board is None or self._buffers.share_communicator or backend not in ("gloo", "nccl"):
+        if self._model_store is None or self._buffers.share_communicator or backend not in ("gloo", "nccl"):
             self._shared.append(group)
             return kind(group, group)
         members = dist.get_process_group_ranks(group)
-        store = PrefixStore(f"links/{_key(members)}", self._board)
+        store = PrefixStore(f"links/{_key(members)}", self._model_store)
         made = []
         for name in ("gathers", "reductions"):
             try:

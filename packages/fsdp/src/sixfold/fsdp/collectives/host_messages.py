@@ -253,11 +253,11 @@ class GroupControl:
         return finish_all
 
 
-def control_of(groups: Sequence[dist.ProcessGroup], board: Store | None, rank: int, size: int) -> Control:
-    """The control channel of a mesh: [shard] or [replicate, shard], its board if it has one."""
+def control_of(groups: Sequence[dist.ProcessGroup], model_store: Store | None, rank: int, size: int) -> Control:
+    """The control channel of a mesh: [shard] or [replicate, shard], its model_store if it has one."""
     if size == 1:
         return NoControl()
-    return GroupControl(groups[::-1]) if board is None else StoreControl(board, rank, size)
+    return GroupControl(groups[::-1]) if model_store is None else StoreControl(model_store, rank, size)
 
 
 def exchange(control: Control, row: Sequence[int], wait: WaitWork) -> Rows:

@@ -1,6 +1,6 @@
 """This model's corner of a store: keys of its own, calls that end, nothing left behind.
 
-    store of the given group, fault_store --> open_board (this file) --> deadlines.py, heartbeat.py, collectives/
+    store of the given group, fault_store --> open_model_store (this file) --> deadlines.py, heartbeat.py, collectives/
 
 A store is shared by all that a job does. Keys here begin with the ranks of the model and with how many models these
 ranks had before, so models never read each other's; the last rank that drops the model deletes them.
@@ -90,7 +90,7 @@ class PatientStore:
         return value
 
 
-def open_board(store: Store, members: Sequence[int], rank: int, timeout_s: float, what: str) -> PrefixStore:
+def open_model_store(store: Store, members: Sequence[int], rank: int, timeout_s: float, what: str) -> PrefixStore:
     """The corner of ``store`` for the next model of ``members`` (global ranks of the main mesh, in its order).
 
     Args:
@@ -120,7 +120,7 @@ def tidy(store: Store, size: int) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Boards:
+class ModelStores:
     """Where the ranks of one model meet: positions in the main mesh, and the two corners (None: nobody to meet)."""
 
     rank: int = 0
@@ -130,15 +130,15 @@ class Boards:
     name: str = "the group's store"  # of ``signs``, in errors
 
 
-def open_boards(
+def open_model_stores(
     mesh: DeviceMesh | None,
     groups: Sequence[dist.ProcessGroup],
     fault_store: Store | None,
     timeout_s: float,
     *,
     alone: bool = False,
-) -> Boards:
-    """The boards of the next model on ``groups`` ([shard] or [replicate, shard]).
+) -> ModelStores:
+    """The stores of the next model on ``groups`` ([shard] or [replicate, shard]).
 
     Args:
         alone: a mesh of one rank needs them too, for communicators of its own.
@@ -146,20 +146,20 @@ def open_boards(
         FsdpError: a store does not answer, or the mesh's groups have none in common and there is no fault_store.
     """
     if not groups:
-        return Boards()
+        return ModelStores()
     size, rank = 1, 0
     for group in groups:
         size, rank = size * group.size(), rank * group.size() + group.rank()
     if size == 1 and not alone:
-        return Boards()
+        return ModelStores()
     members = dist.get_process_group_ranks(groups[-1]) if mesh is None else mesh.mesh.flatten().tolist()
     name = "the group's store" if fault_store is None else "fault_store"
     own = None if _is_fake(groups[0]) else common_store(groups) or fault_store
     if own is None and not _is_fake(groups[0]):
         raise FsdpError("the mesh's two groups were made from stores that have nothing in common; give fault_store=")
-    messages = None if own is None else open_board(own, members, rank, timeout_s, "the group's store")
-    signs = messages if fault_store is None else open_board(fault_store, members, rank, timeout_s, name)
-    return Boards(rank=rank, size=size, messages=messages, signs=signs, name=name)
+    messages = None if own is None else open_model_store(own, members, rank, timeout_s, "the group's store")
+    signs = messages if fault_store is None else open_model_store(fault_store, members, rank, timeout_s, name)
+    return ModelStores(rank=rank, size=size, messages=messages, signs=signs, name=name)
 
 
 def _is_fake(group: dist.ProcessGroup) -> bool:

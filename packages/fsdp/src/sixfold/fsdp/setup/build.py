@@ -36,7 +36,7 @@ from sixfold.fsdp.engine.used_parameters import Used
 from sixfold.fsdp.faults.deadlines import Faults
 from sixfold.fsdp.faults.heartbeat import Launched
 from sixfold.fsdp.faults.local_processes import LocalProcesses, this_process
-from sixfold.fsdp.faults.model_store import Boards, open_boards, tidy
+from sixfold.fsdp.faults.model_store import ModelStores, open_model_stores, tidy
 from sixfold.fsdp.faults.waiting import Waiting
 from sixfold.fsdp.fp8.quantized import Fp8Scales
 from sixfold.fsdp.fp8.scaled_matmul import Fp8Matmul, Transposes
@@ -73,13 +73,13 @@ def build(module: nn.Module, options: Options) -> Built:
     chosen, options = options, as_run(options, groups)
     real = [group for group in groups if group is not None]
     device = _device(module, real)
-    boards = open_boards(
+    stores = open_model_stores(
         options.mesh, real, options.fault_store, options.timeout_s, alone=options.buffers.always_communicate
     )
-    communicators = Communicators(boards.messages, device, options.buffers, options.longest_s)
-    control = control_of(real, boards.messages, boards.rank, boards.size)
-    faults = _faults(boards, options, communicators, device, _launched(communicators, groups[-1], control))
-    _end_with_faults(faults, control, communicators, boards)
+    communicators = Communicators(stores.messages, device, options.buffers, options.longest_s)
+    control = control_of(real, stores.messages, stores.rank, stores.size)
+    faults = _faults(stores, options, communicators, device, _launched(communicators, groups[-1], control))
+    _end_with_faults(faults, control, communicators, stores)
 
     with contextlib.ExitStack() as given_up:
         given_up.callback(faults.close)  # a wrap that raises leaves no thread and no communicator
@@ -87,7 +87,7 @@ def build(module: nn.Module, options: Options) -> Built:
         def wait(work: Any) -> None:  # of no step and no unit
             faults.wait(work, None, None, "check", on_host=True)
 
-        faults.local_processes = _local_processes(control, boards.rank, wait)
+        faults.local_processes = _local_processes(control, stores.rank, wait)
         problem, specs, meshes = look_at(module, options, device)
         # What one rank finds wrong is raised on all: nobody waits for a rank that gave up.
         names = {
@@ -204,23 +204,23 @@ def _launches(control: Control) -> Launches | None:
 
 
 def _faults(
-    boards: Boards,
+    stores: ModelStores,
     options: Options,
     communicators: Communicators,
     device: torch.device,
     launched: Callable[[], Launched],
 ) -> Faults:
     return Faults(
-        boards.rank,
-        boards.size,
-        boards.signs,
+        stores.rank,
+        stores.size,
+        stores.signs,
         options.timeout_s,
         first_step_timeout_s=options.first_step_timeout_s,
         busy_timeout_s=options.busy_timeout_s,
         host_waits=device.type != "cuda",
         abort=communicators.abort,
         launched=launched,
-        store_name=boards.name,
+        store_name=stores.name,
     )
 
 
@@ -250,7 +250,7 @@ def _device(module: nn.Module, groups: Sequence[dist.ProcessGroup]) -> torch.dev
     return torch.device("cpu") if default.type == "meta" else default
 
 
-def _end_with_faults(faults: Faults, control: Control, communicators: Communicators, boards: Boards) -> None:
+def _end_with_faults(faults: Faults, control: Control, communicators: Communicators, stores: ModelStores) -> None:
     """The model's thread of messages, communicators and keys end when its faults are closed."""
 
     def close() -> None:
@@ -259,9 +259,9 @@ def _end_with_faults(faults: Faults, control: Control, communicators: Communicat
         communicators.close(failed=faults.failed is not None)
 
     def clear() -> None:
-        for store in {boards.messages, boards.signs}:
+        for store in {stores.messages, stores.signs}:
             if store is not None:
-                tidy(store, boards.size)
+                tidy(store, stores.size)
 
     faults.at_end(close, clear)
 

@@ -299,9 +299,9 @@ def test_a_step_finds_narrow_gradients_in_main_dtype_and_they_are_narrow_again_a
     land_all(stream, stream.gradients.take(fill_zeros=True))
     narrow = record.main.grad
     assert narrow.dtype is torch.bfloat16
-    stream.gradients.mains.widen()
+    stream.gradients.main.widen()
     assert torch.equal(record.main.grad, torch.full((record.main.numel(),), 1 / 3).bfloat16().float())
-    stream.gradients.mains.narrow()
+    stream.gradients.main.narrow()
     assert record.main.grad is narrow
 
 

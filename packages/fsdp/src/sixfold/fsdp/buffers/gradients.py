@@ -103,7 +103,7 @@ class Gradients:
         self.grad_dtype = grad_dtype or main_dtype
         self._device = device
         self._home_in_own = not shards_grads and self.grad_dtype == main_dtype  # as long as nothing else needs it
-        self.mains = MainGradients(self._records, cut, dtype=main_dtype, grad_dtype=self.grad_dtype, device=device)
+        self.main = MainGradients(self._records, cut, dtype=main_dtype, grad_dtype=self.grad_dtype, device=device)
         self.state = State.IDLE
         self._history: deque[str] = deque(maxlen=12)
         self._sum: _Sum | None = None
@@ -131,7 +131,7 @@ class Gradients:
     @property
     def home_bytes(self) -> int:
         """Bytes of main gradients that lie in no local sum."""
-        return 0 if self._own is not None and self.mains.lie_in(self._own.flat) else self.mains.nbytes
+        return 0 if self._own is not None and self.main.lie_in(self._own.flat) else self.main.nbytes
 
     @property
     def sum_bytes(self) -> int:
@@ -196,19 +196,19 @@ class Gradients:
             self._own = self._make_sum(
                 torch.zeros(self._cut.full_numel, dtype=self.dtype, device=self._device), own=True
             )
-            if not self.mains.nbytes and self._home_in_own:
+            if not self.main.nbytes and self._home_in_own:
                 # The reduced gradient takes the place of its local sum: no memory of its own.
-                self.mains.lie_at(self._cut.part_of(self._own.flat))
-        elif self.mains.lie_in(self._own.flat):
-            alive = self.mains.alive
-            if self.mains.held_by_others(self._own.flat, *self._own.views):
+                self.main.lie_at(self._cut.part_of(self._own.flat))
+        elif self.main.lie_in(self._own.flat):
+            alive = self.main.alive
+            if self.main.held_by_others(self._own.flat, *self._own.views):
                 self._own = None  # theirs: sums get other memory
                 if not alive:
-                    self.mains.part_from()
+                    self.main.part_from()
                 self.sum_in_own()
                 return
             if alive:
-                self.mains.leave()
+                self.main.leave()
         self._sum, self.state = self._own, State.SUMMING
 
     def sum_in(self, memory: Tensor) -> None:
@@ -278,7 +278,7 @@ class Gradients:
     def release_own(self) -> None:
         """Free the memory of ``sum_in_own``; no sum is in it."""
         self._move("release_own", State.IDLE)
-        if self._own is not None and self.mains.lie_in(self._own.flat):
+        if self._own is not None and self.main.lie_in(self._own.flat):
             raise FsdpError("own sums are released while main gradients lie in them", unit=self._unit, op="reduce")
         self._own = None
 
@@ -300,9 +300,9 @@ class Gradients:
             for view, filled in zip(self._sum.views, self._filled, strict=True):
                 if not filled:
                     view.zero_()
-        fresh = not self.mains.alive
-        if fresh and not (self._own is not None and self.mains.lie_in(self._own.flat)) and self.mains.held_by_others():
-            self.mains.part_from()
+        fresh = not self.main.alive
+        if fresh and not (self._own is not None and self.main.lie_in(self._own.flat)) and self.main.held_by_others():
+            self.main.part_from()
         taken = Taken(None if self._sum is None else self._sum.flat, self._held, had, mine, fresh=fresh)
         self._leave()
         for record in self._records:
@@ -334,7 +334,7 @@ class Gradients:
 
         The main gradients' own place while none is alive, else this rank's part of the local sums.
         """
-        home = self.mains.memory()
+        home = self.main.memory()
         if taken.fresh and home.dtype == self.dtype:
             return home[start:stop]
         return None if taken.whole is None else self._cut.part_of(taken.whole)[start:stop]
@@ -342,9 +342,9 @@ class Gradients:
     def land(self, taken: Taken, total: Tensor, start: int, stop: int, scratch: Tensor | None = None) -> None:
         """Columns ``[start, stop)`` of main gradients become ``total``, or have it added."""
         self._move("land", State.REDUCING)
-        home = self.mains.memory()[start:stop]
+        home = self.main.memory()[start:stop]
         if taken.adds is None:
-            taken.adds = self.mains.each_alive() if self.mains.alive else ()
+            taken.adds = self.main.each_alive() if self.main.alive else ()
         in_place = total.data_ptr() == home.data_ptr() and total.dtype == home.dtype
         adds = [taken.adds[at] for at, place in enumerate(self._here) if place is not None] if taken.adds else []
         if all(taken.had) and not any(adds):
@@ -377,7 +377,7 @@ class Gradients:
         self._move("landed", State.REDUCING)
         self.state = State.IDLE
         taken.held = []
-        self.mains.give(taken.had)
+        self.main.give(taken.had)
         if self._unsure or taken.mine is not taken.had:
             for at, mine in enumerate(taken.mine):
                 if mine:
@@ -396,4 +396,4 @@ class Gradients:
             if since <= of_round:
                 del self._unsure[at]
                 if not union >> at & 1:
-                    self.mains.take_back(at)
+                    self.main.take_back(at)

@@ -29,7 +29,7 @@ from sixfold.fsdp.engine.reduce import Reduction
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.waiting import Waiting
 from sixfold.fsdp.parameter_access.guard import UnitGuard, guard_of, written_in_place
-from sixfold.fsdp.parameter_access.main_parameters import MainParameter, Mains
+from sixfold.fsdp.parameter_access.main_parameters import MainParameter, MainParameters
 from sixfold.fsdp.parameter_access.saved_weights import SavedWeights
 from sixfold.fsdp.parameter_access.view_guard import LeftViews, SavedViews
 from sixfold.fsdp.torch_private import calling_frame, in_backward
@@ -92,7 +92,7 @@ class Engine:
         self.stepping = False  # inside optimizer.step(): a closure may run the model
         self.state_dict_asked = ""  # "names": by full_state_dict, "values": by a state_dict() in one process
         self.registered: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # where, name, parameter
-        self.mains = Mains(self.numbered)
+        self.main_parameters = MainParameters(self.numbered)
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose steps are ours
         self.guards: list[UnitGuard] = []  # by unit, once its start values are there
         self._saved_views = SavedViews()
@@ -158,10 +158,10 @@ class Engine:
 
     def _begin_call(self, stage: StageState | None) -> CallContext:
         if in_backward() == -1 and not self._calls:
-            if self.mains.look():
+            if self.main_parameters.look():
                 self._order_check.edited()
                 self.main_changed(frozen=True)
-            self.mains.copied()
+            self.main_parameters.copied()
         training = torch.is_grad_enabled()
         if training and in_backward() == -1 and not self._calls:
             if self._stepped:
@@ -480,25 +480,25 @@ class Engine:
         self.gathering.settle()
         self.wait.alive()  # [Note: flag before abort]
         for stream in self._trained if widen else ():
-            stream.gradients.mains.widen()
-        self.mains.adopt()
-        self.mains.show(nn.Parameter)
+            stream.gradients.main.widen()
+        self.main_parameters.adopt()
+        self.main_parameters.show(nn.Parameter)
         self.stepping = True
 
     def after_step(self) -> None:
         """Main weights changed."""
         self.stepping = False
-        self.mains.show(MainParameter)
-        self.mains.adopt()
+        self.main_parameters.show(MainParameter)
+        self.main_parameters.adopt()
         for stream in self._trained:
-            stream.gradients.mains.narrow()
+            stream.gradients.main.narrow()
         self.main_changed(frozen=False)
         self._stepped = True
 
     def main_changed(self, *, frozen: bool) -> None:
         """Gathered copies are stale, and graphs that hold them are of no more use."""
         self.gathering.invalidate(frozen=frozen)
-        self.mains.settle()
+        self.main_parameters.settle()
         self.weights += 1
 
     def forget(self, record: ParamRecord) -> None:

@@ -175,7 +175,7 @@ class OutsideCalls:
         refuse_unsharded(engine, optimizer, self._sharded)
         if optimizer in engine.optimizers:
             return
-        ids = engine.mains.ids
+        ids = engine.main_parameters.ids
         over_mains = any(id(one) in ids for group in optimizer.param_groups for one in group["params"])
         if over_mains and not engine.stepping and engine.failed is None:  # made apart: inside SAM, or another wrapper
             refuse_changed_parameters(engine)

@@ -139,7 +139,7 @@ def _step_in_chunks(optimizer: torch.optim.Optimizer, engine: Engine, attached: 
         optimizer.register_load_state_dict_post_hook(lambda _: host.keep_all())
         attached.hosts.add(host)
         visitors.append(host)
-    mains = [stream.gradients.mains for stream in chunks]
+    mains = [stream.gradients.main for stream in chunks]
     alone = chunked.steps_alone(optimizer) and chunked.replaced_step(optimizer) is None
     widens = any(one.narrow_at_rest for one in mains) and not in_pieces and alone
     if widens:

@@ -26,7 +26,7 @@ Consumer = Callable[[str, Tensor], None]
 def visit_whole(engine: Engine, visit: Callable[[ParamRecord, Tensor], None]) -> None:
     """Collective: ``visit(record, whole main weight)`` for all; a view that the next unit overwrites."""
     engine.before_save()
-    engine.mains.adopt()
+    engine.main_parameters.adopt()
     streams = [stream for unit in engine.units for stream in unit.streams]
     cut = [_whole_bytes(one) for one in streams if one.cut.parts > 1]
     room = torch.empty(max(cut, default=0), dtype=torch.uint8, device=engine.units[0].device)

@@ -297,7 +297,7 @@ class FullyShardedDataParallel(nn.Module):
         The next call sees such writes by itself, where every rank made them: this is needed where some did not.
         """
         self._engine.alive()
-        self._engine.mains.adopt()
+        self._engine.main_parameters.adopt()
         self._engine.main_changed(frozen=True)
 
     def materialize_state(self, optimizer: torch.optim.Optimizer) -> None:
@@ -307,7 +307,7 @@ class FullyShardedDataParallel(nn.Module):
     def state_records(self, optimizer: torch.optim.Optimizer | None = None) -> list[StateRecord]:
         """Live aliases of everything to save that lies here. No communication."""
         self._engine.alive()
-        self._engine.mains.adopt()
+        self._engine.main_parameters.adopt()
         return records.state_records(self._engine.units, optimizer)
 
     def full_state_dict(

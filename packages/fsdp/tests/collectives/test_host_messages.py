@@ -123,7 +123,7 @@ class Served:
 
 @pytest.mark.parametrize("differ", ["models", "nothing but all have a problem"])
 def test_the_rank_that_serves_the_store_does_not_leave_before_all_have_read_why(differ):
-    ended, model_store = threading.Event(), PrefixStore("model_store", HashStore())
+    ended, model_store = threading.Event(), PrefixStore("board", HashStore())
 
     def wrap(rank):
         control = StoreControl(Served(model_store, rank, ended), rank, 2)

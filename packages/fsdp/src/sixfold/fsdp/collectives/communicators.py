@@ -1,6 +1,6 @@
 """The communicators that a model makes for itself: one for gathers, one for reductions, of each group.
 
-    groups, model_store --> Communicators (this file) --> comm.py
+    groups, model_store.py --> Communicators (this file) --> comm.py
 
 They are made from a store by the ranks of the group alone (``torch.distributed.new_group`` is a collective of the
 world, or names groups by how many a process made), are not registered with ``torch.distributed``, and end with the

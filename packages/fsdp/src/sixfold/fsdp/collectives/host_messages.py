@@ -254,7 +254,7 @@ class GroupControl:
 
 
 def control_of(groups: Sequence[dist.ProcessGroup], model_store: Store | None, rank: int, size: int) -> Control:
-    """The control channel of a mesh: [shard] or [replicate, shard], its model_store if it has one."""
+    """The control channel of a mesh: [shard] or [replicate, shard], through its model_store if it has one."""
     if size == 1:
         return NoControl()
     return GroupControl(groups[::-1]) if model_store is None else StoreControl(model_store, rank, size)

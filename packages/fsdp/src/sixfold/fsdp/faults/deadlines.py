@@ -51,7 +51,7 @@ class Faults:
 
     Args:
         rank, size: position in the main mesh.
-        store: the model's model_store; None: only a pair can name the other. Errors call it ``store_name``.
+        store: the model's store; None: only a pair can name the other. Errors call it ``store_name``.
         timeout_s: longest wait for one collective.
         busy_timeout_s: the same while the rank that has not come gives signs of life; the longer of the two holds.
         first_step_timeout_s: the same in step 0, where ranks compile; the longer of the two holds. A rank without a

@@ -1,6 +1,6 @@
 """A thread that tells the other ranks that this one lives and where it is, and looks at one of them while it waits.
 
-    deadlines.py --> Heartbeat (this file) --> a model_store in the store --> the heartbeats of other ranks
+    deadlines.py --> Heartbeat (this file) --> the model's store --> the heartbeats of other ranks
 
 Nothing is written while nobody waits: a rank that waits asks, every heartbeat that sees a new question answers with a
 *beat* (where its rank is, what it launched), and the asker reads the beat of the next rank. So a rank costs one small
@@ -101,7 +101,7 @@ class Heartbeat:
     """See above.
 
     Args:
-        store: the model's model_store.
+        store: the model's store.
         rank, size: position in the main mesh.
         interval: seconds between two beats of a rank that does not wait, asked each time.
         here: where this rank is: place, whether its host waits there, for how many seconds, what it launched.

@@ -1,10 +1,10 @@
-"""Survivors of a fault meet on the model_store, and one of them says for all who is to blame.
+"""Survivors of a fault meet in the model's store, and one of them says for all who is to blame.
 
     deadlines.py --> Meeting.judge (this file) --> model_store.py, heartbeat.py, local_processes.py
 
 Each signs with the place where it waits. A rank that gives neither a sign nor a beat is lost; one that gives beats and
 no sign lives and did not come; where all have signed, who waits elsewhere than most disagrees. What the first to know
-says is on the model_store, and the others take it from there, so that all ranks name the same.
+says is in the store, and the others take it from there, so that all ranks name the same.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Meeting:
 
     Args:
         rank, size: position in the main mesh.
-        store: the model's model_store.
+        store: the model's store.
         timeout_s: of the model: nobody waits longer for the others.
     """
 

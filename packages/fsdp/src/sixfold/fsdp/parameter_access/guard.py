@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 from sixfold.fsdp.buffers.digest import tensor_digest
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.parameter_access.uncompiled import eager
+from sixfold.fsdp.parameter_access.uncompiled import uncompiled
 
 _data: Any = torch._C.TensorBase.data
 _set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
@@ -267,14 +267,14 @@ class ShownParameter(PlacedParameter):
         _data.__set__(self, value)
 
 
-@eager
+@uncompiled
 def _note_taken(parameter: Tensor) -> None:
     guard = parameter.__dict__[_MARK]
     if guard.taken is None:
         guard.taken = parameter._version, _digest(parameter)
 
 
-@eager  # torch's compiler takes .data itself, and then runs hooks that look at it
+@uncompiled  # torch's compiler takes .data itself, and then runs hooks that look at it
 def _digest(parameter: Tensor) -> int:
     with torch._C.DisableTorchFunctionSubclass():
         return tensor_digest(_data.__get__(parameter))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from sixfold.fsdp.buffers.digest import tensor_digest
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.parameter_access.uncompiled import eager
+from sixfold.fsdp.parameter_access.uncompiled import uncompiled
 
 _MARK = "_sixfold_fsdp_main"  # in a main parameter's own __dict__
 _data: Any = torch._C.TensorBase.data
@@ -65,13 +65,13 @@ class MainParameters:
             main.__dict__[_MARK] = self
         self.show(MainParameter)
 
-    @eager
+    @uncompiled
     def show(self, cls: type[nn.Parameter]) -> None:
         """Of this class from now on: an optimizer picks its kernels by the exact class."""
         for main in self._all:
             main.__class__ = cls
 
-    @eager
+    @uncompiled
     def note_taken(self, main: nn.Parameter, value: Tensor) -> None:
         """Its ``.data`` is about to be the user's, as ``value``."""
         if not self._settled and id(main) not in self._taken:
@@ -80,7 +80,7 @@ class MainParameters:
         held[:] = [one for one in held if one() is not None]
         held.append(weakref.ref(value))
 
-    @eager
+    @uncompiled
     def part_from(self, main: nn.Parameter, value: Tensor) -> None:
         """Its ``.data`` becomes ``value``: what was taken before keeps its numbers, in memory of its own."""
         for one in self._held.pop(id(main), ()):
@@ -88,18 +88,18 @@ class MainParameters:
             if taken is not None and taken is not value:
                 _data.__set__(taken, taken.clone())
 
-    @eager
+    @uncompiled
     def settle(self) -> None:
         """Gathered copies were given up: until the next look, nothing that is written makes any of them stale."""
         self._settled = True
         self._taken.clear()
 
-    @eager
+    @uncompiled
     def copied(self) -> None:
         """Gathers may begin."""
         self._settled = False
 
-    @eager
+    @uncompiled
     def look(self) -> bool:
         """Whether any was written to since the last look, with copies about; all lie in their places afterwards.
 
@@ -116,7 +116,7 @@ class MainParameters:
             changed = changed or any(tensor_digest(_data.__get__(one)) != digest for one, digest in taken.values())
         return changed
 
-    @eager
+    @uncompiled
     def adopt(self) -> bool:
         """What ``.data`` was set to goes to where main weights lie; returns whether any was set."""
         if [*map(_address, self._all)] == self._addresses:

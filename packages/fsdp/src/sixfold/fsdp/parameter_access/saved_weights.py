@@ -30,7 +30,7 @@ from sixfold.fsdp.buffers.flat_buffer import ParamRecord
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.parameter_access.uncompiled import eager
+from sixfold.fsdp.parameter_access.uncompiled import uncompiled
 from sixfold.fsdp.parameter_access.view_guard import SavedViews
 
 _DEEP = 6  # objects inside objects of an output that are looked at
@@ -52,12 +52,12 @@ class _Stream:
         self.home = first + first % 2
         self.set(self.home + (not self.always))
 
-    @eager
+    @uncompiled
     def set(self, version: int) -> None:
         self.now = version
         _set_versions(self.parameters, (version,) * self.count)
 
-    @eager
+    @uncompiled
     def written(self) -> int | None:
         """The place of a parameter that somebody else wrote to."""
         now = self.now
@@ -79,14 +79,14 @@ class Versions:
         with torch._C.DisableTorchFunctionSubclass():
             self._streams = {unit.name: [_Stream(one) for one in unit.streams] for unit in units}
 
-    @eager
+    @uncompiled
     def here(self, unit: str) -> None:
         """``unit`` is gathered."""
         for one in self._streams[unit]:
             if one.now != one.home:
                 one.set(one.home)
 
-    @eager
+    @uncompiled
     def gone(self, unit: str) -> None:
         """``unit`` gives its memory up."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -95,7 +95,7 @@ class Versions:
                 if not one.always:
                     one.set(one.home + 1)
 
-    @eager
+    @uncompiled
     def changed(self, unit: str, *, frozen: bool) -> None:
         """Main weights changed (``frozen``: those of frozen parameters too): what was saved before is of no use."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -106,14 +106,14 @@ class Versions:
                         self._note_written(one)
                         one.set(one.home)
 
-    @eager
+    @uncompiled
     def accept(self, record: ParamRecord) -> None:
         """What was done to a parameter so far is no write."""
         for one in self._streams[record.buffer.unit]:
             if one.of is record.buffer:
                 _set_versions((record.parameter,), (one.now,))
 
-    @eager
+    @uncompiled
     def look(self) -> nn.Parameter | None:
         """A parameter that was written to in place since the wrap."""
         with torch._C.DisableTorchFunctionSubclass():
@@ -122,7 +122,7 @@ class Versions:
                     self._note_written(one)
         return next(iter(self.written), None)
 
-    @eager
+    @uncompiled
     def _note_written(self, stream: _Stream) -> None:
         at = stream.written()
         if at is not None:
@@ -165,7 +165,7 @@ class SavedWeights:
         self._first: int | None = None  # hooks inside that are ours: of units inside
 
     @property
-    @eager
+    @uncompiled
     def wanted(self) -> bool:
         """A call that begins now goes through here."""
         hooks = sum(map(len, self._inside))
@@ -173,12 +173,12 @@ class SavedWeights:
             self._first = hooks
         return self.learns or self.found or hooks != self._first
 
-    @eager
+    @uncompiled
     def next_step(self) -> None:
         """A step ended: what a unit's first one did not show is not looked for."""
         self.learns = self.learns and not self._began
 
-    @eager
+    @uncompiled
     def push(self) -> bool:
         """A call begins; False where somebody else's hooks hold what it saves (a checkpoint, ``save_on_cpu``)."""
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -189,12 +189,12 @@ class SavedWeights:
         return True
 
     @staticmethod
-    @eager
+    @uncompiled
     def pop() -> None:
         """It ended."""
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
-    @eager
+    @uncompiled
     def _pack(self, tensor: Tensor) -> _Kept:
         version, kept = tensor._version, tensor.detach()  # detached: an output would hold its own node
         for unit in self._units:
@@ -204,7 +204,7 @@ class SavedWeights:
                 return _Kept(kept, version, unit)
         return _Kept(kept, version, None)
 
-    @eager
+    @uncompiled
     def _unpack(self, kept: _Kept) -> Tensor:
         tensor, version, unit = kept
         self._needed(self._unit if unit is None else unit)  # without weights too: gradients of some will come
@@ -219,7 +219,7 @@ class SavedWeights:
         return tensor
 
 
-@eager
+@uncompiled
 def lies_in(tensor: Tensor, unit: Unit) -> bool:
     """``tensor`` shows gathered memory of ``unit``."""
     try:
@@ -232,7 +232,7 @@ def lies_in(tensor: Tensor, unit: Unit) -> bool:
     return False
 
 
-@eager
+@uncompiled
 def tensors_in(value: Any, depth: int = 0, seen: set[int] | None = None) -> Iterator[Tensor]:
     """All tensors of a unit's output: those of pytree's containers, and of objects inside them."""
     if isinstance(value, Tensor):
@@ -249,7 +249,7 @@ def tensors_in(value: Any, depth: int = 0, seen: set[int] | None = None) -> Iter
                         yield from tensors_in(inside, depth + 1, seen)
 
 
-@eager
+@uncompiled
 def _parts_of(value: Any) -> Iterator[Any]:
     """What an object holds, without running code of its own that could use it up."""
     if isinstance(value, Mapping):
@@ -263,7 +263,7 @@ def _parts_of(value: Any) -> Iterator[Any]:
             yield getattr(value, name, None)
 
 
-@eager
+@uncompiled
 def own_outputs(unit: Unit, output: Any) -> Any:
     """``output`` with copies of what shows ``unit``'s gathered memory; the same object where nothing does.
 
@@ -275,7 +275,7 @@ def own_outputs(unit: Unit, output: Any) -> Any:
     if not any(lies_in(one, unit) for one in tensors_in(output)):
         return output
 
-    @eager
+    @uncompiled
     def copied(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.clone() if lies_in(leaf, unit) else leaf

@@ -1,6 +1,6 @@
 """Functions that torch.compile runs as they are: they ask tensors what no graph can hold.
 
-saved_weights.py, main_parameters.py --> eager (this file)
+saved_weights.py, main_parameters.py --> uncompiled (this file)
 
 ``torch.compiler.disable`` would say the same, and imports the compiler (seconds) where nobody compiles.
 """
@@ -15,7 +15,7 @@ import torch
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def eager(function: Function) -> Function:
+def uncompiled(function: Function) -> Function:
     """``function`` is neither traced on its own nor inside a caller; what it calls wants the same mark."""
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     frames: Any = torch._C._dynamo.eval_frame

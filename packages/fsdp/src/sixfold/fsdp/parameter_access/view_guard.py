@@ -21,7 +21,7 @@ from torch import Tensor
 
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.parameter_access.guard import Guard, lend
-from sixfold.fsdp.parameter_access.uncompiled import eager
+from sixfold.fsdp.parameter_access.uncompiled import uncompiled
 
 _CALLS = 2  # without a graph, that are looked at
 _SCANS = 8  # of one model that find nothing, at most
@@ -37,18 +37,18 @@ class SavedViews:
         self._held: dict[int, list[weakref.ref[Tensor]]] = {}
         self.scans = _SCANS
 
-    @eager
+    @uncompiled
     def add(self, kept: Tensor) -> None:
         """``kept`` is saved."""
         self._held.setdefault(kept.untyped_storage()._cdata, []).append(weakref.ref(kept))
 
-    @eager
+    @uncompiled
     def alive(self, storage: int) -> list[Tensor]:
         """Those in ``storage`` that are still saved."""
         found = [one() for one in self._held.get(storage, ())]
         return [one for one in found if one is not None]
 
-    @eager
+    @uncompiled
     def clear(self) -> None:
         """A step ended."""
         self._held.clear()
@@ -63,7 +63,7 @@ class LeftViews:
         self._left = _CALLS
         self._began: list[dict[int, int] | None] = []  # of calls that run
 
-    @eager
+    @uncompiled
     def begin(self, learns: bool) -> None:
         """A call begins, its unit is gathered; ``learns``: it is of the first step."""
         wanted = learns
@@ -72,7 +72,7 @@ class LeftViews:
             self._left -= wanted
         self._began.append(self._counts() if wanted and self._saved.scans else None)
 
-    @eager
+    @uncompiled
     def end(self, guards: tuple[Guard, ...]) -> None:
         """It ended."""
         before = self._began.pop() if self._began else None
@@ -82,7 +82,7 @@ class LeftViews:
             for tensor in found:
                 lend(tensor, guards)
 
-    @eager
+    @uncompiled
     def clear(self) -> None:
         """Calls were interrupted."""
         self._began.clear()
@@ -90,11 +90,11 @@ class LeftViews:
     def _storages(self) -> set[int]:
         return {stream.weights.gathered.untyped_storage()._cdata for stream in self._unit.streams}
 
-    @eager
+    @uncompiled
     def _counts(self) -> dict[int, int]:
         return {at: _use_count(at) - len(self._saved.alive(at)) for at in self._storages()}
 
-    @eager
+    @uncompiled
     def _find(self) -> list[Tensor]:
         """All plain tensors that share a version with a parameter of the unit, and are not what autograd saved."""
         saved = {id(one) for at in self._storages() for one in self._saved.alive(at)}
@@ -112,7 +112,7 @@ class LeftViews:
                 _set_versions(parameters, versions)
 
 
-@eager
+@uncompiled
 def _version(tensor: Any) -> int:
     try:
         return int(tensor._version)

@@ -1,6 +1,6 @@
 """Main parameters in the user's hands: were they written to, or given other memory, since they were looked at last?
 
-    EMA swaps, SAM, schedule-free optimizers --> MainParameter, MainParameters (this file) --> engine/engine.py gathers anew
+    EMA swaps, SAM, schedule-free optimizers --> MainParameter, MainParameters (this file) --> engine.py gathers anew
 
 Writes in place are told by versions, ``.data = ...`` by addresses. A write through ``.data`` changes neither: who takes
 ``.data`` leaves a digest of the value, which is compared at the next look (reading it costs that digest, and a program

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.collectives.comm import Ranks
 from sixfold.fsdp.collectives.host_messages import Control, Rows, StoreControl, exchange, farewell
-from sixfold.fsdp.engine.used_parameters import Used
+from sixfold.fsdp.engine.used_parameters import UsedParameters
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.disagreement import DRAWN_ALIKE, OrderDigest, odd_ranks
 from sixfold.fsdp.faults.waiting import Waiting
@@ -28,7 +28,7 @@ class OrderCheck:
     collective. [Note: two channels]"""
 
     def __init__(
-        self, checks: str, units: Sequence[Unit], ranks: Ranks, control: Control, waiting: Waiting, used: Used
+        self, checks: str, units: Sequence[Unit], ranks: Ranks, control: Control, waiting: Waiting, used: UsedParameters
     ) -> None:
         self._checks = checks if ranks.size > 1 else "off"
         # Of the main mesh: what lies on others may differ between them.

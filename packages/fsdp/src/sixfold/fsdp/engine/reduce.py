@@ -30,7 +30,7 @@ from sixfold.fsdp.collectives.streams import SideStream
 from sixfold.fsdp.config import MixedPrecision
 from sixfold.fsdp.engine.reduce_pipeline import GradReducePipeline
 from sixfold.fsdp.engine.reduction_paths import Kind, ReductionPath, ReductionPaths, Sections
-from sixfold.fsdp.engine.used_parameters import Used
+from sixfold.fsdp.engine.used_parameters import UsedParameters
 from sixfold.fsdp.faults.waiting import Wait
 
 _WIDE_NUMEL = 2**13  # elements of the scratch of mixed additions: 32 KiB of fp32
@@ -112,7 +112,7 @@ class Reduction:
         in_step: bool = False,
         divisor: float,
         device: torch.device,
-        used: Used,
+        used: UsedParameters,
     ) -> None:
         self._by_name = {unit.name: unit for unit in units}
         main, reduce = precision.main_dtype, precision.reduce_dtype or precision.main_dtype

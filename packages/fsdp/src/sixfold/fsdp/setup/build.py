@@ -32,7 +32,7 @@ from sixfold.fsdp.engine.grouped_gather import grouped_gathers
 from sixfold.fsdp.engine.order_check import OrderCheck
 from sixfold.fsdp.engine.reduce import Reduction
 from sixfold.fsdp.engine.reduction_paths import ReductionPaths, largest_repeated
-from sixfold.fsdp.engine.used_parameters import Used
+from sixfold.fsdp.engine.used_parameters import UsedParameters
 from sixfold.fsdp.faults.deadlines import Faults
 from sixfold.fsdp.faults.heartbeat import Launched
 from sixfold.fsdp.faults.local_processes import LocalProcesses, this_process
@@ -304,13 +304,13 @@ def _plan_alike(units: Sequence[Unit], bucket_bytes: int, control: Control, wait
 
 def _used(
     units: Sequence[Unit], main: Ranks, meshes: Meshes | None, control: Control, wait: Callable[[Any], None]
-) -> Used:
+) -> UsedParameters:
     """The bit of each trainable parameter: those on the main mesh, then those of each mesh of its own that any rank has
     (``meshes``; None: there is none)."""
     first: dict[ParamAndGradBuffer, int] = {}
     count = 0
     if main.size == 1:
-        return Used(first, count)
+        return UsedParameters(first, count)
     beside: dict[str, list[ParamAndGradBuffer]] = {}
     for stream in (stream for unit in units for stream in unit.trained):
         if stream.ranks is main or meshes is None:
@@ -329,7 +329,7 @@ def _used(
                 first[stream] = at
                 at += len(stream.records)
             count += told[place]
-    return Used(first, count)
+    return UsedParameters(first, count)
 
 
 def _units(

@@ -50,12 +50,12 @@ class Engine:
         waiting: Waiting,
         order_check: OrderCheck,
         control: Control,
-        elsewhere: bool = False,
+        own_meshes: bool = False,
         as_sharded: bool = False,
     ) -> None:
         self.units = units
         self.ranks = ranks
-        self.elsewhere = elsewhere  # some rank has parameters on a mesh of their own
+        self.own_meshes = own_meshes  # some rank has parameters on a mesh of their own
         self.strategy = strategy
         self.as_sharded = as_sharded  # parameters are read as where weights are sharded, though all are here
         self._shards_grads = strategy.shards_grads

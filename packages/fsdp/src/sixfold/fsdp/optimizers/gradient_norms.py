@@ -28,13 +28,13 @@ def square_sum(engine: Engine, include: Callable[[str], bool]) -> Tensor:
     """
     records = [record for record in engine.records.values() if record.main is not None and include(record.name)]
     on_main = [record for record in records if record.buffer.ranks is engine.ranks]
-    elsewhere = [record for record in records if record.buffer.ranks is not engine.ranks and _counts(record)]
-    sums = torch.stack([_squares(on_main, engine), _squares(elsewhere, engine)])
+    on_own = [record for record in records if record.buffer.ranks is not engine.ranks and _counts(record)]
+    sums = torch.stack([_squares(on_main, engine), _squares(on_own, engine)])
     if engine.strategy.shards_optimizer:
-        engine.wait(engine.ranks.shard.all_reduce(sums if engine.elsewhere else sums[:1]), None, "reduce")
-    elif engine.elsewhere:
+        engine.wait(engine.ranks.shard.all_reduce(sums if engine.own_meshes else sums[:1]), None, "reduce")
+    elif engine.own_meshes:
         engine.wait(engine.ranks.shard.all_reduce(sums[1:]), None, "reduce")
-    if engine.elsewhere:
+    if engine.own_meshes:
         engine.wait(engine.ranks.outer.all_reduce(sums[1:]), None, "reduce")
     return sums.sum()
 

@@ -101,7 +101,7 @@ def shard_optimizer(
         groups.append(held)
     pieces = _pieces_for_muon(optimizer, numbered, given_mains)
     exchanged = {record for _, record in pieces}
-    _refuse_unfit(optimizer, [record for _, record in numbered], exchanged=exchanged, elsewhere=engine.elsewhere)
+    _refuse_unfit(optimizer, [record for _, record in numbered], exchanged=exchanged, own_meshes=engine.own_meshes)
     if attached.offload:
         offload.refuse_unfit(optimizer, in_pieces=bool(pieces))
     _move_first_state(optimizer, records)
@@ -239,7 +239,7 @@ def _refuse_unfit(
     records: Sequence[ParamRecord],
     *,
     exchanged: Collection[ParamRecord],
-    elsewhere: bool,
+    own_meshes: bool,
 ) -> None:
     """Optimizers whose update of one element needs others must have these here. The same answer on all ranks."""
     names = {one.__name__ for one in type(optimizer).__mro__}
@@ -251,7 +251,7 @@ def _refuse_unfit(
             f"{what} takes products over all parameters at once, and this rank holds a shard of them; use "
             "strategy='no_shard', where every rank holds all"
         )
-    if names & _ALL_AT_ONCE and elsewhere:
+    if names & _ALL_AT_ONCE and own_meshes:
         raise FsdpError(
             f"{what} takes products over all parameters at once, and parameters on meshes of their own (mesh_for) "
             "differ between ranks; use an elementwise optimizer"
@@ -269,7 +269,7 @@ def _refuse_unfit(
 
 def _before_step(optimizer: torch.optim.Optimizer, engine: Engine, names: Mapping[int, str], *, widens: bool) -> None:
     """Refuse what would train wrongly, then let the engine finish gradient sync; ``widens``: chunk by chunk."""
-    sharded = (engine.strategy.shards_optimizer or engine.elsewhere) and engine.ranks.size > 1
+    sharded = (engine.strategy.shards_optimizer or engine.own_meshes) and engine.ranks.size > 1
     if sharded and vars(optimizer).pop("found_inf", None) is not None:
         vars(optimizer).pop("grad_scale", None)
         raise FsdpError(

@@ -97,7 +97,7 @@ def build(module: nn.Module, options: Options) -> Built:
         agree(module, {**chosen.settings(), **names}, problem, meshes, control, wait)
         if problem is not None:
             raise problem
-        elsewhere = options.mesh_for is not None and agree_on_meshes(module, meshes, control, wait)
+        own_meshes = options.mesh_for is not None and agree_on_meshes(module, meshes, control, wait)
         ranks = Ranks(
             shard=communicators.comm(groups[-1]), outer=communicators.comm(groups[0] if len(groups) == 2 else None)
         )
@@ -106,7 +106,7 @@ def build(module: nn.Module, options: Options) -> Built:
         with memory.memory():
             units = _units(specs, lambda name: own.get(name, ranks), options, device)
             bucket_bytes = largest_repeated(units) if buffers.bucket_bytes is None else buffers.bucket_bytes
-            if elsewhere:
+            if own_meshes:
                 bucket_bytes = _plan_alike(units, bucket_bytes, control, wait)
             placement = placement_of(
                 units,
@@ -122,7 +122,7 @@ def build(module: nn.Module, options: Options) -> Built:
         memory.register(lambda mine: all(row[0] for row in exchange(control, [int(mine)], wait)))
         fp8 = _fp8_of(units, options, device)
         waiting = Waiting(faults)
-        used = _used(units, ranks, meshes if elsewhere else None, control, wait)
+        used = _used(units, ranks, meshes if own_meshes else None, control, wait)
         gathering = Gathering(
             units,
             placement=placement,
@@ -141,7 +141,7 @@ def build(module: nn.Module, options: Options) -> Built:
             stream=make_stream(device),
             wait=waiting,
             at_once=device.type == "cuda",
-            in_step=elsewhere,
+            in_step=own_meshes,
             divisor=float(ranks.size if options.grad_divisor is None else options.grad_divisor),
             device=device,
             used=used,
@@ -156,7 +156,7 @@ def build(module: nn.Module, options: Options) -> Built:
             waiting=waiting,
             order_check=OrderCheck(options.checks, units, ranks, control, waiting, used),
             control=control,
-            elsewhere=elsewhere,
+            own_meshes=own_meshes,
             as_sharded=chosen.sharding.shards_params and not options.sharding.shards_params,
         )
         set_start_values(
@@ -169,7 +169,7 @@ def build(module: nn.Module, options: Options) -> Built:
             device=device,
             init_fn=options.init_fn,
             initial=options.initial,
-            elsewhere=elsewhere,
+            own_meshes=own_meshes,
         )
         if ranks.size > 1:
             warn_of_statistics(module)

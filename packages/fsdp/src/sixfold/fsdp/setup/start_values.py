@@ -132,11 +132,11 @@ def set_start_values(
     device: torch.device,
     init_fn: InitFn | None,
     initial: str,
-    elsewhere: bool,
+    own_meshes: bool,
 ) -> None:
     """Materialise, compare or broadcast, keep the local part, and point ``parameter.data`` at gathered memory.
 
-    ``elsewhere``: some rank has parameters on a mesh of their own.
+    ``own_meshes``: some rank has parameters on a mesh of their own.
 
     Raises:
         FsdpError: a meta module cannot be initialised; ``initial="check"`` and values differ (on all ranks).
@@ -165,9 +165,9 @@ def set_start_values(
         names = {buffer: name for name, buffer in module.named_buffers()}
         apart = {name.rpartition(".")[0] for name in meshes.own}  # experts: other modules on other ranks
         buffers = [(names[one], digest) for one, digest in kept.items() if names[one].rpartition(".")[0] not in apart]
-        if not elsewhere:
+        if not own_meshes:
             _compare_buffers(module, buffers, control, wait)
-        if elsewhere:
+        if own_meshes:
             _compare_on_meshes(
                 [(name, meshes.own[name].place, f"{found[name]:x}") for name in found if name in meshes.own],
                 control,

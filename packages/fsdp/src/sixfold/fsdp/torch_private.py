@@ -22,7 +22,16 @@ import torch.utils._pytree
 from torch import nn
 from torch.autograd import graph
 
-__all__ = ["KNOWN", "PRIVATE", "asked_for", "calling_frame", "functions_of", "in_backward", "missing", "runs_still"]
+__all__ = [
+    "KNOWN",
+    "PRIVATE",
+    "backward_inputs",
+    "calling_frame",
+    "functions_of",
+    "in_backward",
+    "missing",
+    "runs_still",
+]
 
 KNOWN = "2.11 to 2.13"  # versions that the package is written for; tests ran with 2.13
 
@@ -96,7 +105,7 @@ if _gone := missing():
 in_backward: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside
 
 
-def asked_for() -> frozenset[int] | None:
+def backward_inputs() -> frozenset[int] | None:
     """``id`` of each of the ``inputs`` that the backward that runs now was given; None: it was given none.
 
     Autograd does not tell a parameter that was left out from one that is not in the graph, so its caller is asked:

@@ -26,7 +26,7 @@ from sixfold.fsdp.buffers.flat_buffer import ParamRecord
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.host_messages import exchange, exchange_text
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.state import full_state as whole
+from sixfold.fsdp.state import full_state
 from sixfold.fsdp.state.load_full_state import IncompatibleKeys
 from sixfold.fsdp.wrapper.fully_sharded import FullyShardedDataParallel
 
@@ -67,14 +67,14 @@ def get_model_state_dict(model: FullyShardedDataParallel, *, options: StateDictO
         return dict(model.full_state_dict(rank=rank, device=device))
     place = _Place(model)
     cut: dict[Any, Any] = {}
-    whole.visit_whole(model._engine, lambda record, value: cut.__setitem__(record.parameter, place(record, value)))
+    full_state.visit_whole(model._engine, lambda record, value: cut.__setitem__(record.parameter, place(record, value)))
     found = {
         name: cut[value]
         if isinstance(value, Tensor) and value in cut
         else value.detach().clone()
         if isinstance(value, Tensor)
         else value
-        for name, value in whole.entries(model.module, model._engine).items()
+        for name, value in full_state.entries(model.module, model._engine).items()
     }
     return _moved(found, asked)
 
@@ -163,7 +163,7 @@ def set_optimizer_state_dict(
             mine = {} if record.main is None else optimizer.state.get(record.main, {})
             part = record.buffer.weights.main.slice(name)
             for key, value in state["state"].get(name, {}).items():
-                full = whole.whole_dtensor(key, value, model._engine) if isinstance(value, DTensor) else value
+                full = full_state.whole_dtensor(key, value, model._engine) if isinstance(value, DTensor) else value
                 if key not in mine or part is None:
                     continue
                 if isinstance(mine[key], Tensor) and "cut" in described[name]["state"][key]:
@@ -191,7 +191,7 @@ def _asked(options: StateDictOptions | None, call: str, *, but: str = "", also: 
 
 
 def _whole(key: str, value: Any, model: FullyShardedDataParallel) -> Any:
-    return whole.whole_dtensor(key, value, model._engine) if isinstance(value, DTensor) else value
+    return full_state.whole_dtensor(key, value, model._engine) if isinstance(value, DTensor) else value
 
 
 def _moved(found: dict[str, Any], asked: StateDictOptions) -> dict[str, Any]:
@@ -305,7 +305,7 @@ def _gather_state(
         value = None if record.main is None else optimizer.state.get(record.main, {}).get(key)
         if isinstance(value, Tensor) and value.dtype == dtype:
             parts.local(record.name).copy_(value)
-    return stream.cut.view_of(whole.whole_of(stream, flat, model._engine))
+    return stream.cut.view_of(full_state.whole_of(stream, flat, model._engine))
 
 
 def _groups(optimizer: torch.optim.Optimizer, described: Described) -> list[dict[str, Any]]:

@@ -1,6 +1,6 @@
 """The group of a wrap that was given none: all ranks, where torch.distributed is initialised.
 
-    process_group="world" --> given (this file) --> setup/options.py
+    process_group="world" --> resolve_group (this file) --> setup/options.py
 
 The one file of this package that asks for the default group. Under torchrun a wrap without a group once trained every
 rank alone, without a word.
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from sixfold.fsdp.errors import FsdpError
 
 
-def given(process_group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | None:
+def resolve_group(process_group: dist.ProcessGroup | str | None) -> dist.ProcessGroup | None:
     """The group that is meant: None is one process, ``"world"`` all ranks (one process where there are none).
 
     Raises:

@@ -21,7 +21,7 @@ from sixfold.fsdp.buffers.flat_buffer import ParamRecord
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.engine.call_state import CallContext, accumulates
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.torch_private import asked_for
+from sixfold.fsdp.torch_private import backward_inputs
 
 
 @dataclass(slots=True, eq=False)
@@ -31,13 +31,13 @@ class Backward:
     Attributes:
         opened: units whose backward has begun and is not done, each with the call that it counts down.
         makes_gradients: False while ``autograd.grad`` of inputs runs, which accumulates nothing.
-        asked: ``id`` of each of the inputs that it was given; None: it was given none.
+        inputs: ``id`` of each of the inputs that it was given; None: it was given none.
         joint: it runs through several root calls (loss1 + loss2).
     """
 
     opened: list[tuple[Unit, CallContext | None]] = field(default_factory=list)
     makes_gradients: bool = True
-    asked: frozenset[int] | None = None
+    inputs: frozenset[int] | None = None
     joint: bool = False
     _call: CallContext | None = None  # the first that it came to
     _task: int = -1  # of autograd, the last one that was asked
@@ -47,7 +47,7 @@ class Backward:
         if task != self._task:
             self._task = task
             self.makes_gradients = driven or accumulates(records)
-            self.asked = None if driven else asked_for()
+            self.inputs = None if driven else backward_inputs()
 
     def came_to(self, context: CallContext) -> None:
         """A unit of ``context`` is next."""
@@ -81,10 +81,10 @@ class Backward:
 
         ``touched``: ``unit`` has a sum from before.
         """
-        if self.asked is None and not touched:
+        if self.inputs is None and not touched:
             return  # as nearly always; nothing is left out of a unit that no sum is held for
         for record in unit.records:
-            asked = self.asked is None or id(record.parameter) in self.asked
+            asked = self.inputs is None or id(record.parameter) in self.inputs
             record.left_out = not asked and (record.left_out or not touched)
 
     def done_before(self, unit: Unit, waits: Callable[[Unit, CallContext], bool]) -> list[Unit]:

@@ -31,7 +31,7 @@ from sixfold.fsdp.faults.waiting import Waiting
 from sixfold.fsdp.parameter_access.guard import UnitGuard, guard_of, written_in_place
 from sixfold.fsdp.parameter_access.main_parameters import MainParameter, MainParameters
 from sixfold.fsdp.parameter_access.saved_weights import SavedWeights
-from sixfold.fsdp.parameter_access.view_guard import LeftViews, SavedViews
+from sixfold.fsdp.parameter_access.view_guard import EscapedViews, SavedViews
 from sixfold.fsdp.torch_private import calling_frame, in_backward
 
 
@@ -96,7 +96,7 @@ class Engine:
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose steps are ours
         self.guards: list[UnitGuard] = []  # by unit, once its start values are there
         self._saved_views = SavedViews()
-        self._views = [LeftViews(unit, self._saved_views) for unit in units]
+        self._views = [EscapedViews(unit, self._saved_views) for unit in units]
         self._saved = [SavedWeights(unit, self._saved_needed, self._old_graph, self._saved_views) for unit in units]
         self._saving: list[SavedWeights] = []  # of calls that run, the innermost last
 

@@ -24,8 +24,7 @@ from sixfold.fsdp.collectives.streams import make_stream
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.hooks.wrapped_module import refuse_changed_parameters
-from sixfold.fsdp.optimizers import chunked_step as chunked
-from sixfold.fsdp.optimizers import state_offload as offload
+from sixfold.fsdp.optimizers import chunked_step, state_offload
 from sixfold.fsdp.optimizers.muon import PieceMuon
 from sixfold.fsdp.optimizers.state_offload import HostState
 from sixfold.fsdp.torch_private import functions_of
@@ -103,7 +102,7 @@ def shard_optimizer(
     exchanged = {record for _, record in pieces}
     _refuse_unfit(optimizer, [record for _, record in numbered], exchanged=exchanged, own_meshes=engine.own_meshes)
     if attached.offload:
-        offload.refuse_unfit(optimizer, in_pieces=bool(pieces))
+        state_offload.refuse_unfit(optimizer, in_pieces=bool(pieces))
     _move_first_state(optimizer, records)
     for group, held in zip(optimizer.param_groups, groups, strict=True):
         group["params"][:] = held  # in place: LBFGS keeps the list
@@ -131,7 +130,7 @@ def _step_in_chunks(optimizer: torch.optim.Optimizer, engine: Engine, attached: 
     for record in engine.numbered:
         if record.buffer.trainable and record.main is not None:  # all: groups may be added
             chunks.setdefault(record.buffer, []).append(record.main)
-    visitors: list[chunked.Visitor] = []
+    visitors: list[chunked_step.Visitor] = []
     device, number, marked = engine.units[0].device, id(optimizer), attached.materializing
     if attached.offload:
         pinned = device.type == "cuda"
@@ -140,12 +139,12 @@ def _step_in_chunks(optimizer: torch.optim.Optimizer, engine: Engine, attached: 
         attached.hosts.add(host)
         visitors.append(host)
     mains = [stream.gradients.main for stream in chunks]
-    alone = chunked.steps_alone(optimizer) and chunked.replaced_step(optimizer) is None
+    alone = chunked_step.steps_alone(optimizer) and chunked_step.replaced_step(optimizer) is None
     widens = any(one.narrow_at_rest for one in mains) and not in_pieces and alone
     if widens:
-        visitors.append(chunked.Widened(mains))
+        visitors.append(chunked_step.Widened(mains))
     if visitors:
-        chunked.install(optimizer, [*chunks.values()], visitors, plain=lambda: number in marked)
+        chunked_step.install(optimizer, [*chunks.values()], visitors, plain=lambda: number in marked)
     return widens
 
 

@@ -1,6 +1,6 @@
 """Views of weights that a unit's call leaves behind: in an attribute, a list, a closure.
 
-    engine.py begins and ends calls --> LeftViews (this file) --> guard.py's LentView, which asks before it is read
+    engine.py begins and ends calls --> EscapedViews (this file) --> guard.py's LentView, which asks before it is read
 
 [Note: views left behind] A view of a parameter is a plain tensor: nobody asks it whose weights it shows, and after the
 call they may be another unit's. Every tensor object counts in its storage. So in a unit's first calls, with a graph and
@@ -54,7 +54,7 @@ class SavedViews:
         self._held.clear()
 
 
-class LeftViews:
+class EscapedViews:
     """Of one unit's calls. [Note: views left behind]"""
 
     def __init__(self, unit: Unit, saved: SavedViews) -> None:

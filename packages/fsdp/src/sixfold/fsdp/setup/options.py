@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from sixfold.fsdp.buffers.unit_buffer import Granularity
-from sixfold.fsdp.collectives.default_group import given
+from sixfold.fsdp.collectives.default_group import resolve_group
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy, one_of
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.setup.meta_device import InitFn
@@ -56,7 +56,7 @@ class Options:
         object.__setattr__(self, "strategy", ShardingStrategy(one_of("strategy", self.strategy, names)))
         if self.mesh is not None and self.process_group not in (None, "world"):
             raise FsdpError("mesh and process_group are both given; give one, or neither for all ranks")
-        object.__setattr__(self, "process_group", None if self.mesh is not None else given(self.process_group))
+        object.__setattr__(self, "process_group", None if self.mesh is not None else resolve_group(self.process_group))
         if self.mesh is not None and self.mesh.ndim not in (1, 2):
             raise FsdpError(f"mesh has {self.mesh.ndim} dimensions; it is 1-D (shard) or 2-D (replicate, shard)")
         if isinstance(self.fsdp_unit_modules, (str, type)):  # a text would be taken apart into letters

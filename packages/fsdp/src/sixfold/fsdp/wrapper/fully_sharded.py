@@ -20,24 +20,19 @@ from sixfold.fsdp.buffers.unit_buffer import Granularity
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
 from sixfold.fsdp.engine.call_state import StageState
 from sixfold.fsdp.errors import FsdpError, MissingError
-from sixfold.fsdp.hooks import forward_backward as hooks
-from sixfold.fsdp.hooks import wrapped_module as inner
-from sixfold.fsdp.optimizers import gradient_norms as norms
-from sixfold.fsdp.optimizers import initial_state as ahead
-from sixfold.fsdp.optimizers import sharded_optimizer as optim
+from sixfold.fsdp.hooks import forward_backward, wrapped_module
+from sixfold.fsdp.optimizers import gradient_norms, initial_state, sharded_optimizer
 from sixfold.fsdp.placement.residency import Action
 from sixfold.fsdp.report import memory_timeline as memory
-from sixfold.fsdp.report import model_report as report
-from sixfold.fsdp.setup import build
-from sixfold.fsdp.setup import start_values as initial
+from sixfold.fsdp.report import model_report
+from sixfold.fsdp.setup import build, start_values
 from sixfold.fsdp.setup.meta_device import InitFn
 from sixfold.fsdp.setup.options import Options
 from sixfold.fsdp.setup.unit_selection import Selector
-from sixfold.fsdp.state import full_state as whole
+from sixfold.fsdp.state import full_state, records
 from sixfold.fsdp.state import load_full_state as streamed
-from sixfold.fsdp.state import records
 from sixfold.fsdp.state.records import StateRecord
-from sixfold.fsdp.wrapper.missing_members import ELSEWHERE, OPTIONS, of_the_module
+from sixfold.fsdp.wrapper.missing_members import MEMBERS, OPTIONS, module_member_remedy
 from sixfold.fsdp.wrapper.pipeline_stage import StageHandle
 
 
@@ -110,10 +105,10 @@ class FullyShardedDataParallel(nn.Module):
         self._engine = engine = made.engine
         self._fp8 = made.fp8
         self._communicators = made.communicators
-        self._optimizers = optim.Attached(offload=buffers.offload)
+        self._optimizers = sharded_optimizer.Attached(offload=buffers.offload)
         self._cast_to = mixed_precision.param_dtype if mixed_precision.cast_inputs else None
-        own, self._everywhere = inner.install(engine, module, self._cast_to, self._optimizers.sharded)
-        own += hooks.install(engine)
+        own, self._everywhere = wrapped_module.install(engine, module, self._cast_to, self._optimizers.sharded)
+        own += forward_backward.install(engine)
         self._end = weakref.finalize(self, build.close, engine, [*own, *self._everywhere])
         self._tidy = build.tidy_with(self, engine)
 
@@ -131,7 +126,7 @@ class FullyShardedDataParallel(nn.Module):
     def _run(
         self, child: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], stage: StageState | None
     ) -> Any:
-        return hooks.run_root(self._engine, child, args, kwargs, self._cast_to, stage)
+        return forward_backward.run_root(self._engine, child, args, kwargs, self._cast_to, stage)
 
     def entry(self, child: nn.Module, *, method: str | None = None) -> Callable[..., Any]:
         """A callable that runs ``child`` (the wrapped module or one inside it) as if it were the root.
@@ -252,17 +247,17 @@ class FullyShardedDataParallel(nn.Module):
     def grad_square_sum(self, include: Callable[[str], bool] = lambda name: True) -> Tensor:
         """Float64 scalar: squares of main gradients of the included names, each element once, over the main mesh."""
         self.finish_grad_sync()
-        return norms.square_sum(self._engine, include)
+        return gradient_norms.square_sum(self._engine, include)
 
     def scale_gradients(self, factor: float | Tensor) -> None:
         """Multiply all main gradients."""
         self.finish_grad_sync()
-        norms.scale(self._engine, factor)
+        gradient_norms.scale(self._engine, factor)
 
     def divide_gradients(self, count: float | Tensor) -> None:
         """Divide all main gradients: one true division each."""
         self.finish_grad_sync()
-        norms.divide(self._engine, count)
+        gradient_norms.divide(self._engine, count)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Main gradients to None (or zero); local sums that were not reduced are dropped."""
@@ -281,7 +276,7 @@ class FullyShardedDataParallel(nn.Module):
         """
         self._engine.alive()
         wait = self._engine.wait.for_control(None, "load")
-        initial.broadcast_buffers(self.module, self._engine.ranks, wait)
+        start_values.broadcast_buffers(self.module, self._engine.ranks, wait)
 
     # ---- main weights and state
 
@@ -302,7 +297,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def materialize_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the optimizer's state tensors as its first step would (zero), without a step."""
-        ahead.materialize(optimizer, self._engine.records, self._optimizers)
+        initial_state.materialize(optimizer, self._engine.records, self._optimizers)
 
     def state_records(self, optimizer: torch.optim.Optimizer | None = None) -> list[StateRecord]:
         """Live aliases of everything to save that lies here. No communication."""
@@ -318,7 +313,7 @@ class FullyShardedDataParallel(nn.Module):
         On every rank, or on ``rank`` alone (an empty dict on the others); on ``device``, or where the weights are.
         """
         where = None if device is None else torch.device(device)
-        return whole.full_state_dict(self.module, self._engine, rank, where)
+        return full_state.full_state_dict(self.module, self._engine, rank, where)
 
     def stream_full_state(self, consume: Callable[[str, Tensor], None] | None) -> None:
         """Collective: ``consume(name, tensor)`` for all that ``full_state_dict`` holds, one unit in memory at a time.
@@ -326,7 +321,7 @@ class FullyShardedDataParallel(nn.Module):
         The tensor is a view that is gone when ``consume`` returns; ranks that want nothing give None. If a consumer
         raises, so does this, on all ranks.
         """
-        whole.stream(self.module, self._engine, consume)
+        full_state.stream(self.module, self._engine, consume)
 
     def load_full_state_dict(self, source: streamed.Source, *, strict: bool = True) -> streamed.IncompatibleKeys:
         """Collective: main weights and buffers become those of ``source``, under the names of ``full_state_dict``.
@@ -375,10 +370,10 @@ class FullyShardedDataParallel(nn.Module):
         raise FsdpError("to(), cuda(), half() ... would move parameters out of their buffers; convert before wrapping")
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise FsdpError(hooks.COPY)
+        raise FsdpError(forward_backward.COPY)
 
     def __getattr__(self, name: str) -> Any:
-        instead = ELSEWHERE.get(name)
+        instead = MEMBERS.get(name)
         if instead is not None:
             raise MissingError(f"FullyShardedDataParallel has no {name}, which torch's has; {instead}")
         try:
@@ -388,7 +383,7 @@ class FullyShardedDataParallel(nn.Module):
             if module is None or name.startswith("_") or not hasattr(module, name):
                 raise
         raise MissingError(
-            f"FullyShardedDataParallel has no {name}, the wrapped {type(module).__name__} has; {of_the_module(name)}"
+            f"FullyShardedDataParallel has no {name}, the wrapped {type(module).__name__} has; {module_member_remedy(name)}"
         )
 
     def report(self) -> dict[str, Any]:
@@ -443,7 +438,7 @@ class FullyShardedDataParallel(nn.Module):
         | ``muon[].imbalance`` | ratio | work of the busiest rank over the mean |
         | ``offload[].host_bytes`` ``offload[].device_bytes`` | bytes | of one optimizer's state; of its slots |
         """
-        stated = report.report(self._engine, self._options, self._fp8, self._communicators)
+        stated = model_report.report(self._engine, self._options, self._fp8, self._communicators)
         return self._optimizers.add_to(stated)
 
     @contextmanager
@@ -460,7 +455,7 @@ class FullyShardedDataParallel(nn.Module):
     # ---- for fully_shard_optimizer
 
     def _shard_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        return optim.shard_optimizer(optimizer, self._engine, self._engine.records, self._optimizers)
+        return sharded_optimizer.shard_optimizer(optimizer, self._engine, self._engine.records, self._optimizers)
 
 
 def fully_shard(module: nn.Module, **options: Any) -> FullyShardedDataParallel:

@@ -1,6 +1,6 @@
 """Members that torch's FSDP2 and FSDP1 have and this wrapper has not, and what does the same here.
 
-fully_sharded.py's __getattr__ --> ELSEWHERE (this file) --> MissingError's text
+fully_sharded.py's __getattr__ --> MEMBERS (this file) --> MissingError's text
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ _BY_ORDER = "gathers follow the recorded order of uses, one unit ahead (BufferCo
 _STATE = "use state_records(optimizer) (live aliases) and full_state_dict()"
 _RESHARD = "choose by strategy ('optim_grads' keeps weights, 'optim_grads_params' frees them) or gathered_bytes"
 _DIVISOR = "give grad_divisor when wrapping, or call divide_gradients(n)"
-ELSEWHERE = {
+MEMBERS = {
     "set_requires_gradient_sync": _NO_SYNC,
     "set_requires_all_reduce": _NO_SYNC,
     "set_is_last_backward": "use `with model.microbatch(last=...):`",
@@ -58,7 +58,7 @@ OPTIONS = {
 }
 
 
-def of_the_module(name: str) -> str:
+def module_member_remedy(name: str) -> str:
     """What to write for a member of the wrapped module that was looked for on the wrapper."""
     if name == "save_pretrained":
         return (

@@ -6,10 +6,10 @@ import threading
 
 import torch
 
-from sixfold.fsdp.torch_private import asked_for
+from sixfold.fsdp.torch_private import backward_inputs
 
 
-def seen(start, look=asked_for):
+def seen(start, look=backward_inputs):
     """What ``look`` says in a backward that ``start(loss, weights)`` starts; the weights."""
     weights = [torch.ones(2, requires_grad=True) for _ in range(2)]
     middle = weights[0] * weights[1]
@@ -22,7 +22,7 @@ def seen(start, look=asked_for):
 def from_another_thread():
     """As a CUDA device's thread sees it."""
     found = []
-    thread = threading.Thread(target=lambda: found.append(asked_for()))
+    thread = threading.Thread(target=lambda: found.append(backward_inputs()))
     thread.start()
     thread.join()
     return found[0]
@@ -53,7 +53,7 @@ def beside_another_backward():
 
 
 def test_inputs_are_seen_on_the_thread_of_the_backward_and_from_a_devices_thread():
-    for look in (asked_for, from_another_thread):
+    for look in (backward_inputs, from_another_thread):
         assert seen(lambda loss, weights: loss.backward(), look)[0] is None
         found, weights = seen(lambda loss, weights: loss.backward(inputs=weights[:1]), look)
         assert found == {id(weights[0])}
@@ -64,4 +64,4 @@ def test_inputs_are_seen_on_the_thread_of_the_backward_and_from_a_devices_thread
 def test_nothing_is_guessed_beside_another_backward_and_outside():
     found, _ = seen(lambda loss, weights: loss.backward(inputs=weights[:1]), beside_another_backward)
     assert found is None
-    assert asked_for() is None
+    assert backward_inputs() is None

@@ -423,7 +423,7 @@ def test_models_that_leave_no_view_are_never_searched_for_one(monkeypatch):
     """Linear, attention, norms, dropout and a frozen unit, with a graph and without."""
     from sixfold.fsdp.parameter_access import view_guard as views
 
-    monkeypatch.setattr(views.LeftViews, "_find", lambda self: pytest.fail(f"{self._unit.name} was searched"))
+    monkeypatch.setattr(views.EscapedViews, "_find", lambda self: pytest.fail(f"{self._unit.name} was searched"))
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.TransformerEncoderLayer(WIDTH, 2, 16, batch_first=True) for _ in range(3)))
     net[1].requires_grad_(False)

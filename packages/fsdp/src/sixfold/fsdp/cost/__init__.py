@@ -1,4 +1,4 @@
 """What a strategy costs, from formulas: no torch, no processes.
 
-From outside: command, formulas.
+From outside: command, formulas, terms.
 """

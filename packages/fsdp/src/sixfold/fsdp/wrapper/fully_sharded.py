@@ -32,7 +32,7 @@ from sixfold.fsdp.setup.unit_selection import Selector
 from sixfold.fsdp.state import full_state, records
 from sixfold.fsdp.state import load_full_state as streamed
 from sixfold.fsdp.state.records import StateRecord
-from sixfold.fsdp.wrapper.missing_members import MEMBERS, OPTIONS, module_member_remedy
+from sixfold.fsdp.wrapper.missing_members import MEMBERS, OPTIONS, module_member
 from sixfold.fsdp.wrapper.pipeline_stage import StageHandle
 
 
@@ -383,7 +383,7 @@ class FullyShardedDataParallel(nn.Module):
             if module is None or name.startswith("_") or not hasattr(module, name):
                 raise
         raise MissingError(
-            f"FullyShardedDataParallel has no {name}, the wrapped {type(module).__name__} has; {module_member_remedy(name)}"
+            f"FullyShardedDataParallel has no {name}, the wrapped {type(module).__name__} has; {module_member(name)}"
         )
 
     def report(self) -> dict[str, Any]:

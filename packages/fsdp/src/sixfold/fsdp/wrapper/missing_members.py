@@ -58,7 +58,7 @@ OPTIONS = {
 }
 
 
-def module_member_remedy(name: str) -> str:
+def module_member(name: str) -> str:
     """What to write for a member of the wrapped module that was looked for on the wrapper."""
     if name == "save_pretrained":
         return (

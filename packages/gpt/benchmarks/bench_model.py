@@ -137,14 +137,14 @@ def sixfold_update(config: GPTConfig, b: int, sharding: str, tokens: Tensor, *ov
     return lambda: train_step(rank, batch, 1e-4)
 
 
-def plain_update(config: GPTConfig, tokens: Tensor) -> Callable[[], object]:
-    """The same by hand: autocast, clip_grad_norm_, fused AdamW."""
+def plain_update(config: GPTConfig, tokens: Tensor, precision: str = "bf16") -> Callable[[], object]:
+    """The same by hand: autocast (none for ``fp32``), clip_grad_norm_, fused AdamW."""
     model = Plain(config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     labels = tokens.roll(-1, 1)
 
     def update() -> None:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             loss = model(tokens, labels) / tokens.numel()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -31,7 +31,7 @@ from sixfold.pipeline import (
     simulate,
     verify,
 )
-from sixfold.pipeline.memory import with_rounding
+from sixfold.pipeline.simulation.memory import with_rounding
 
 __all__ = ["answer", "export", "menu", "reply", "table"]
 

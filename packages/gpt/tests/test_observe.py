@@ -13,7 +13,7 @@ from sixfold.gpt.observe.metrics import FIELDS, MetricsWriter, describe
 from sixfold.gpt.observe.tensorboard import Board, check_board
 from sixfold.gpt.observe.timeline import Keeper, kept, show
 from sixfold.pipeline import Action, PipelineRunner, one_f_one_b
-from sixfold.pipeline.simulate import measured
+from sixfold.pipeline.simulation.simulate import measured
 
 STEP = dict.fromkeys(FIELDS["step"], 1.0) | {"mfu": None, "loss_by_dataset": {"wiki": 2.0, "code": None}}
 

@@ -14,7 +14,7 @@ from sixfold.gpt.files.run_dir import check_run_dir, write_config
 from sixfold.gpt.observe import timeline
 from sixfold.indexed_data import IndexedDataError
 from sixfold.pipeline import Costs, one_f_one_b, simulate
-from sixfold.pipeline.trace import write_trace
+from sixfold.pipeline.drawing.trace import write_trace
 
 
 def files_of(folder):

@@ -18,8 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 from sixfold.pipeline import Costs, Program, schedules, simulate, v_half, v_min
-from sixfold.pipeline.placement import vee
 from sixfold.pipeline.plan import Plan, plan, search
+from sixfold.pipeline.program.placement import vee
 
 RANKS, MICROBATCHES = 4, 8
 EQUAL, MEASURED = (1.0, 1.0, 1.0, 0.0), (1.0, 1.6, 0.6, 0.1)  # F, I, W of a rank's share; hop

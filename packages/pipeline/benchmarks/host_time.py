@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.pipeline import PipelineRunner, Program, Stage, dualpipe_v, one_f_one_b, zb_v
-from sixfold.pipeline.action import COMPUTE
+from sixfold.pipeline.program.action import COMPUTE
 
 WIDTH, ROWS, M, STEPS = 64, 4, 32, 4
 PROGRAMS = (one_f_one_b(2, M), zb_v(2, M), dualpipe_v(2, M))

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from sixfold.pipeline import PipelineRunner, Program, Stage, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
-from sixfold.pipeline.action import COMPUTE, Kind
-from sixfold.pipeline.store import GradientStore
+from sixfold.pipeline.program.action import COMPUTE, Kind
+from sixfold.pipeline.split_backward.weight_gradients import GradientStore
 
 WIDTH, ROWS, M, STEPS = 64, 4, 32, 4
 

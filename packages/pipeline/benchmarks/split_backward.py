@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from sixfold.pipeline import Stage
-from sixfold.pipeline.store import GradientStore
+from sixfold.pipeline.split_backward.weight_gradients import GradientStore
 
 
 class Layer(nn.Module):

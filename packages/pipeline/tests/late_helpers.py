@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from sixfold.pipeline import Action
+from sixfold.pipeline.failures.deadlines import StreamWait
 from sixfold.pipeline.transport import Links, Receipt, Transport, Values
-from sixfold.pipeline.watchdog import StreamWait
 
 
 class Late:

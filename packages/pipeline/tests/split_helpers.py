@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from sixfold.pipeline import Stage
-from sixfold.pipeline.store import GradientStore
+from sixfold.pipeline.split_backward.weight_gradients import GradientStore
 
 Run = Callable[[nn.Module, Any], Tensor]
 

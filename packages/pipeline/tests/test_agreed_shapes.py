@@ -12,7 +12,7 @@ from thread_helpers import on_threads, values_or_raise
 from torch import Tensor, nn
 
 from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, one_f_one_b
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.transport import Transport
 
 M = 3

@@ -24,12 +24,12 @@ from sixfold.pipeline import (
     zb_h1,
     zb_v,
 )
-from sixfold.pipeline.action import Kind
-from sixfold.pipeline.arguments import check_program
-from sixfold.pipeline.messages import GroupLane
-from sixfold.pipeline.transport.batched import Batched
-from sixfold.pipeline.transport.groups import Incoming, Outgoing, _Lane
-from sixfold.pipeline.watchdog import HostWait, PeerLost, StreamWait
+from sixfold.pipeline.executor.arguments import check_program
+from sixfold.pipeline.failures.deadlines import HostWait, PeerLost, StreamWait
+from sixfold.pipeline.program.action import Kind
+from sixfold.pipeline.transport.messages import GroupLane
+from sixfold.pipeline.transport.one_communicator import Batched
+from sixfold.pipeline.transport.process_groups import Incoming, Outgoing, _Lane
 
 PROGRAMS = [gpipe(2, 3), one_f_one_b(3, 5), interleaved(2, 4), zb_h1(3, 5), zb_v(2, 4)]
 

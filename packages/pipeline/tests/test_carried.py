@@ -25,7 +25,7 @@ from sixfold.pipeline import (
     pipedream_2bw,
 )
 from sixfold.pipeline.passes import lower, optimizer_step, recompute, split_backward, strip
-from sixfold.pipeline.periods import endless
+from sixfold.pipeline.proof.endless import endless
 
 
 def runner_of(program: Program, modules: list[nn.Module], group: Any = None, make: str = "adamw", **options: Any):

@@ -11,9 +11,9 @@ from queue import SimpleQueue
 import pytest
 
 from sixfold.pipeline import Costs, ScheduleError, simulate, zb_v
-from sixfold.pipeline.clock import clock_offset
-from sixfold.pipeline.measure import gathered
-from sixfold.pipeline.simulate import measured
+from sixfold.pipeline.measured.all_ranks import gathered
+from sixfold.pipeline.measured.clock_offset import clock_offset
+from sixfold.pipeline.simulation.simulate import measured
 
 
 class Paper:

@@ -23,9 +23,9 @@ from sixfold.pipeline import (
     zb_interleaved,
     zb_v,
 )
-from sixfold.pipeline.draw import draw_png
+from sixfold.pipeline.drawing.draw import draw_png
+from sixfold.pipeline.drawing.trace import read_trace
 from sixfold.pipeline.passes import lower, unshard
-from sixfold.pipeline.trace import read_trace
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -13,7 +13,7 @@ from schedule_helpers import FLUSH, SCHEDULES
 from sixfold.pipeline import Action, Costs, Kind, ScheduleError, interleaved, one_f_one_b, simulate, zb_h1, zb_v
 from sixfold.pipeline.fit import fit
 from sixfold.pipeline.passes import optimizer_step, reduce_grad, unshard
-from sixfold.pipeline.simulate import measured
+from sixfold.pipeline.simulation.simulate import measured
 
 
 def some_costs(rng, stages, hop):

@@ -14,13 +14,13 @@ from sixfold.pipeline import (
     Program,
     ScheduleError,
     Stage,
-    graphs,
     one_f_one_b,
     passes,
     pipedream_2bw,
     zb_h1,
     zb_v,
 )
+from sixfold.pipeline.compiler import cuda_graphs as graphs
 
 STEPS, M = 6, 4
 

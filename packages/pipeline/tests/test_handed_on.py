@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from sixfold.pipeline import Action, Kind, dualpipe_v
-from sixfold.pipeline.compile import handed_on
+from sixfold.pipeline.compiler.compile import handed_on
+from sixfold.pipeline.compiler.wiring import Call
 from sixfold.pipeline.passes import lower, post_ahead, split_backward
-from sixfold.pipeline.wiring import Call
 
 
 def calls_of(entries: list[Action]) -> list[list[Call]]:

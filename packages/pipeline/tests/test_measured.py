@@ -24,9 +24,9 @@ from sixfold.pipeline import (
     simulate,
 )
 from sixfold.pipeline.cli import main
+from sixfold.pipeline.drawing.trace import read_trace, write_trace
 from sixfold.pipeline.passes import lower, optimizer_step, recompute, unshard
-from sixfold.pipeline.simulate import measured
-from sixfold.pipeline.trace import read_trace, write_trace
+from sixfold.pipeline.simulation.simulate import measured
 
 NO_WORK = ("SEND", "RECV", "SHARD", "REDUCE")
 

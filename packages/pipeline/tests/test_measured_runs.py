@@ -25,7 +25,7 @@ from sixfold.pipeline import (
     simulate,
     zb_v,
 )
-from sixfold.pipeline.action import WORK
+from sixfold.pipeline.program.action import WORK
 from sixfold.pipeline.transport import threads
 
 MAKERS = (Kind.F, Kind.B, Kind.I)

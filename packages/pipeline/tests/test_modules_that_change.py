@@ -12,7 +12,7 @@ from pipeline_helpers import batch, square_loss
 from torch import Tensor, nn
 
 from sixfold.pipeline import PipelineRunner, Stage, gpipe, passes, zb_h1
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.program import Program
 
 M = 4
 

@@ -19,9 +19,9 @@ from sixfold.pipeline import (
     pipedream_2bw,
     verify,
 )
-from sixfold.pipeline.action import MESSAGES
 from sixfold.pipeline.passes import lower, optimizer_step, reduce_grad, split_backward
-from sixfold.pipeline.periods import Endless, endless
+from sixfold.pipeline.program.action import MESSAGES
+from sixfold.pipeline.proof.endless import Endless, endless
 
 SIZES = [(p, m) for p in range(1, 7) for m in sorted({max(1, p - 1), p, p + 1, 2 * p, 3 * p})]
 

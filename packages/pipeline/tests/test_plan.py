@@ -10,15 +10,15 @@ from types import SimpleNamespace
 import pytest
 
 from sixfold.pipeline import Action, Costs, Program, ScheduleError, schedules, simulate, verify
-from sixfold.pipeline.placement import looped, wave
+from sixfold.pipeline.job_shop.dispatch_rules import greedy_order, left_shifted
+from sixfold.pipeline.job_shop.job_shop import Shop
+from sixfold.pipeline.job_shop.list_scheduling import in_pattern
+from sixfold.pipeline.job_shop.pattern_search import even_pattern
+from sixfold.pipeline.job_shop.patterns import pattern_order
+from sixfold.pipeline.job_shop.tabu_search import improved
 from sixfold.pipeline.plan import plan, plan_over, search
 from sixfold.pipeline.plan.bound import least_memory, lower_bound, lower_bound_of_any
-from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
-from sixfold.pipeline.plan.patterns import pattern_order
-from sixfold.pipeline.plan.repeated import even_pattern
-from sixfold.pipeline.plan.tabu import improved
-from sixfold.pipeline.schedules.list_scheduling import in_pattern
-from sixfold.pipeline.shop import Shop
+from sixfold.pipeline.program.placement import looped, wave
 
 
 def random_costs(rng, stages):

@@ -22,11 +22,11 @@ from sixfold.pipeline import (
     gpipe,
     one_f_one_b,
     pipedream_2bw,
-    recorder,
     zb_h1,
     zb_v,
 )
-from sixfold.pipeline import compile as compiling
+from sixfold.pipeline.compiler import compile as compiling
+from sixfold.pipeline.measured import action_times as recorder
 from sixfold.pipeline.passes import lower
 
 

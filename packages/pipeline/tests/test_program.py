@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from schedule_helpers import FLUSH, SCHEDULES
 
 from sixfold.pipeline import Action, Kind, Program, ScheduleError, gpipe, one_f_one_b
-from sixfold.pipeline.action import PER_STAGE
 from sixfold.pipeline.passes import lower, reduce_grad, strip, unshard
+from sixfold.pipeline.program.action import PER_STAGE
 
 NUMBERED = [kind for kind in Kind if kind not in PER_STAGE and kind is not Kind.OVERLAP_F_B]
 numbers = st.integers(0, 300)

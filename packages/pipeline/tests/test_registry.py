@@ -12,7 +12,7 @@ import pytest
 
 import sixfold.pipeline
 from sixfold.pipeline import Kind, Program, ScheduleError, Weights, one_f_one_b, schedules
-from sixfold.pipeline.placement import looped
+from sixfold.pipeline.program.placement import looped
 from sixfold.pipeline.schedules.registry import collected, schedule
 
 
@@ -68,7 +68,7 @@ def test_a_file_has_the_schedules_that_it_defines_and_two_may_not_have_one_name(
 
 
 MINE = """
-from sixfold.pipeline.placement import looped
+from sixfold.pipeline.program.placement import looped
 from sixfold.pipeline.schedules.one_f_one_b import one_f_one_b
 from sixfold.pipeline.schedules.registry import schedule
 
@@ -102,17 +102,16 @@ def test_a_file_in_the_folder_is_all_that_a_schedule_takes(tmp_path):
 
 # What runs programs, from the list of a rank to the bytes on an edge.
 RUNS = (
-    "run",
-    "compile",
-    "wiring",
-    "stage_run",
-    "slots",
-    "store",
-    "layers",
-    "carried",
-    "versions",
-    "messages",
-    "periods",
+    "executor/runner",
+    "compiler/compile",
+    "compiler/wiring",
+    "stage/compute",
+    "proof/unit_rules",
+    "split_backward/weight_gradients",
+    "split_backward/layers",
+    "compiler/endless",
+    "stage/weight_versions",
+    "proof/endless",
 )
 
 

@@ -18,7 +18,7 @@ from sixfold.pipeline import (
     verify,
     zb_v,
 )
-from sixfold.pipeline.replan import replan
+from sixfold.pipeline.plan.replan import replan
 
 UNEVEN = Costs([1.0, 1.0, 1.0, 1.6], [1.6, 1.6, 1.6, 2.2], [0.6, 0.6, 0.6, 1.0], hop=0.1, activation=[0.5] * 4)
 

@@ -15,12 +15,12 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from sixfold.pipeline import Action, Kind, one_f_one_b
-from sixfold.pipeline.messages import GroupLane
+from sixfold.pipeline.failures.deadlines import HostWait, PeerLost
 from sixfold.pipeline.passes import lower
-from sixfold.pipeline.transport.groups import Incoming, Outgoing
-from sixfold.pipeline.transport.proofs import proofs
+from sixfold.pipeline.transport.acknowledgements import proofs
+from sixfold.pipeline.transport.messages import GroupLane
+from sixfold.pipeline.transport.process_groups import Incoming, Outgoing
 from sixfold.pipeline.transport.specs import pack_specs, specs_of
-from sixfold.pipeline.watchdog import HostWait, PeerLost
 
 TIMEOUT_S, M = 7.0, 3
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from sixfold.pipeline import Action, ScheduleError
+from sixfold.pipeline.failures.deadlines import PeerLost
 from sixfold.pipeline.transport import shared_memory
 from sixfold.pipeline.transport.alarm import LOOK_S
-from sixfold.pipeline.transport.groups import _deliver
+from sixfold.pipeline.transport.process_groups import _deliver
 from sixfold.pipeline.transport.routes import Route
 from sixfold.pipeline.transport.shared_memory import SharedIncoming, SharedOutgoing, accept, can_share, connect, listen
-from sixfold.pipeline.watchdog import PeerLost
 
 SEND, RECEIVE = Action.parse("0SEND_F0"), Action.parse("1RECV_F0")
 FORWARD, BACKWARD = Route(0, True, 0), Route(0, False, 0)

@@ -27,7 +27,7 @@ from sixfold.pipeline import (
     pipedream_2bw,
 )
 from sixfold.pipeline.passes import optimizer_step
-from sixfold.pipeline.periods import endless
+from sixfold.pipeline.proof.endless import endless
 
 
 def through_a_file(state: Any) -> Any:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from sixfold.pipeline import Stage
-from sixfold.pipeline import store as stores
-from sixfold.pipeline.store import GradientStore
+from sixfold.pipeline.split_backward import weight_gradients as stores
+from sixfold.pipeline.split_backward.weight_gradients import GradientStore
 
 N = 3
 

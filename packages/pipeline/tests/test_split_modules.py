@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as hooks
 
 from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, defer_weight_grad, zb_h1
-from sixfold.pipeline.store import GradientStore
+from sixfold.pipeline.split_backward.weight_gradients import GradientStore
 
 N = 3
 

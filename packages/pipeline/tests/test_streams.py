@@ -11,9 +11,9 @@ from thread_helpers import on_threads, values_or_raise
 from torch import nn
 
 from sixfold.pipeline import Action, Kind, PipelineRunner, Program, ScheduleError, Stage, dualpipe_v
-from sixfold.pipeline import compile as compiling
+from sixfold.pipeline.compiler import compile as compiling
+from sixfold.pipeline.compiler.overlap_streams import on_the_side
 from sixfold.pipeline.passes import lower, merge_backward, split_backward
-from sixfold.pipeline.streams import on_the_side
 
 
 class Noting:

@@ -14,7 +14,7 @@ from transport_helpers import Altered
 from version_helpers import OPTIMIZERS, delayed, made_batches, reads_of, same_weights, stashed
 
 from sixfold.pipeline import PipelineRunner, Program, Stage, pipedream, pipedream_2bw
-from sixfold.pipeline.periods import endless
+from sixfold.pipeline.proof.endless import endless
 from sixfold.pipeline.schedules import registered
 from sixfold.pipeline.transport import threads
 

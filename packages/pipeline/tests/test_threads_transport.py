@@ -22,8 +22,8 @@ from sixfold.pipeline import (
     one_f_one_b,
     transport,
 )
+from sixfold.pipeline.failures.deadlines import PeerLost
 from sixfold.pipeline.transport import Transport, one_thread, threads
-from sixfold.pipeline.watchdog import PeerLost
 
 CPU = torch.device("cpu")
 SEND, RECEIVE = Action.parse("0SEND_F0"), Action.parse("1RECV_F0")

@@ -20,7 +20,7 @@ from sixfold.pipeline import (
     zb_h2,
 )
 from sixfold.pipeline.passes import lower, optimizer_step, recompute, unshard
-from sixfold.pipeline.slots import check_steps
+from sixfold.pipeline.proof.unit_rules import check_steps
 
 
 def test_the_shortest_cycle_of_crossing_messages_has_two_links():

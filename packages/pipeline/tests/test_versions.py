@@ -15,9 +15,9 @@ from version_helpers import OPTIMIZERS, delayed, made_batches, reads_of, same_we
 
 from sixfold.pipeline import Program, ScheduleError, Stage, one_f_one_b, pipedream, pipedream_2bw
 from sixfold.pipeline.passes import optimizer_step
-from sixfold.pipeline.periods import endless
-from sixfold.pipeline.program import Weights
-from sixfold.pipeline.versions import Versions
+from sixfold.pipeline.program.program import Weights
+from sixfold.pipeline.proof.endless import endless
+from sixfold.pipeline.stage.weight_versions import Versions
 
 
 class Drive:

@@ -29,11 +29,11 @@ from sixfold.pipeline import (
     defer_weight_grad,
     interleaved,
     pipedream_2bw,
-    recorder,
     replan,
     schedules,
     simulate,
 )
+from sixfold.pipeline.measured import action_times as recorder
 from sixfold.pipeline.passes import recompute
 from sixfold.pipeline.transport import threads
 

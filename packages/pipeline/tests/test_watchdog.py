@@ -8,7 +8,7 @@ import time
 import pytest
 
 from sixfold.pipeline import Action
-from sixfold.pipeline.watchdog import PeerLost, StreamWait
+from sixfold.pipeline.failures.deadlines import PeerLost, StreamWait
 
 
 class FakeWork:

@@ -21,6 +21,7 @@ from sixfold.pipeline import (
     simulate,
     verify,
 )
+from sixfold.pipeline.drawing.trace import read_trace
 from sixfold.pipeline.passes import (
     lower,
     merge_backward,
@@ -31,7 +32,6 @@ from sixfold.pipeline.passes import (
     strip,
     unshard,
 )
-from sixfold.pipeline.trace import read_trace
 
 KEEP = (lower, merge_backward, recompute, reduce_grad, split_backward, unshard)  # passes that leave STEPs alone
 

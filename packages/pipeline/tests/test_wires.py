@@ -12,7 +12,7 @@ from thread_helpers import on_threads, values_or_raise
 from wire_helpers import WireTransport, wires
 
 from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, gpipe, interleaved, one_f_one_b, zb_v
-from sixfold.pipeline.transport import on_device
+from sixfold.pipeline.transport import devices
 from sixfold.pipeline.transport.routes import in_rounds
 
 STEPS = 5
@@ -139,4 +139,4 @@ def test_a_chain_of_ranks_connects_in_as_many_rounds_as_a_rank_has_edges(ranks):
 
 def test_nccls_own_watchdog_comes_behind_ours(monkeypatch):
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=SimpleNamespace), raising=False)
-    assert timedelta(seconds=12) < on_device.nccl_options(12.0)._timeout <= timedelta(seconds=60)
+    assert timedelta(seconds=12) < devices.nccl_options(12.0)._timeout <= timedelta(seconds=60)

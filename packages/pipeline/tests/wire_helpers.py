@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sixfold.pipeline.messages import GroupLane
-from sixfold.pipeline.transport.groups import Incoming, Outgoing
-from sixfold.pipeline.watchdog import StreamWait
+from sixfold.pipeline.failures.deadlines import StreamWait
+from sixfold.pipeline.transport.messages import GroupLane
+from sixfold.pipeline.transport.process_groups import Incoming, Outgoing
 
 DEADLINE_S = 3.0
 

@@ -20,7 +20,7 @@ from sixfold.gpt.model.decoder import GPTModel
 from sixfold.gpt.parallel import tensor_parallel
 from sixfold.gpt.parallel.axes import Axes, Axis
 from sixfold.gpt.parallel.weight_sharding import summed_over_tp
-from sixfold.pipeline.store import GradientStore
+from sixfold.pipeline.split_backward.weight_gradients import GradientStore
 
 TOKENS = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(2))
 LABELS = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(3))

@@ -12,7 +12,7 @@ from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, s
 
 from ranktest import run_ranks
 from sixfold.pipeline import PipelineRunner, PipelineTimeout, Program, Stage, one_f_one_b, zb_v
-from sixfold.pipeline.transport.groups import Outgoing
+from sixfold.pipeline.transport.process_groups import Outgoing
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import torch
 from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
 
 from sixfold.pipeline import Costs, Kind, PipelineRunner, Stage, gpipe, interleaved, one_f_one_b, zb_v
-from sixfold.pipeline.action import WORK
+from sixfold.pipeline.program.action import WORK
 
 MAKERS = (Kind.F, Kind.B, Kind.I)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ranktest import run_ranks
 from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, interleaved, looped_bfs, one_f_one_b
 from sixfold.pipeline.passes import lower
-from sixfold.pipeline.transport.on_device import Landing, wants_host_memory
+from sixfold.pipeline.transport.devices import Landing, wants_host_memory
 
 
 def two_stages(rank: int, modules: list[nn.Module], **options: Any) -> PipelineRunner:

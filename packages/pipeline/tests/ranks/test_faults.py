@@ -21,7 +21,7 @@ from transport_helpers import Altered
 from ranktest import run_ranks, store
 from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, gpipe, one_f_one_b
 from sixfold.pipeline.transport import over
-from sixfold.pipeline.transport.groups import Outgoing
+from sixfold.pipeline.transport.process_groups import Outgoing
 
 TIMEOUT_S = 3.0
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from ranktest import run_ranks, store
 from sixfold.pipeline import gpipe, one_f_one_b
-from sixfold.pipeline.tokens import TokenCount
-from sixfold.pipeline.transport.groups import GroupControl, GroupLinks, Outgoing
+from sixfold.pipeline.compiler.token_scaling import TokenCount
+from sixfold.pipeline.transport.process_groups import GroupControl, GroupLinks, Outgoing
 from sixfold.pipeline.transport.shared_memory import SharedOutgoing
 
 TIMEOUT_S = 0.5

@@ -11,24 +11,24 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from sixfold.pipeline import passes, schedules
-from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.costs import Costs
-from sixfold.pipeline.draw import draw
+from sixfold.pipeline.drawing.draw import draw
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
 from sixfold.pipeline.plan import LayerProfile, Plan, Plan2BW, partition, plan, plan_2bw, plan_over
-from sixfold.pipeline.program import Program, Weights
-from sixfold.pipeline.replan import Replan, replan
+from sixfold.pipeline.plan.replan import Replan, replan
+from sixfold.pipeline.program.action import Action, Kind
+from sixfold.pipeline.program.program import Program, Weights
+from sixfold.pipeline.proof.verify import Report, verify
 from sixfold.pipeline.schedules import *  # noqa: F403 - whatever schedules there are; its stub names them
-from sixfold.pipeline.simulate import Timeline, simulate
-from sixfold.pipeline.verify import Report, verify
+from sixfold.pipeline.simulation.costs import Costs
+from sixfold.pipeline.simulation.simulate import Timeline, simulate
 
 if TYPE_CHECKING:
-    from sixfold.pipeline.auxiliary import add_loss
-    from sixfold.pipeline.cut_model import stages_of_causal_lm, stages_of_sequential
-    from sixfold.pipeline.defer import defer_weight_grad, made_again
+    from sixfold.pipeline.cut_model.stages import stages_of_causal_lm, stages_of_sequential
+    from sixfold.pipeline.executor.runner import PipelineRunner, StepResult
     from sixfold.pipeline.from_torch import TorchSchedule, program_of
-    from sixfold.pipeline.run import PipelineRunner, StepResult
-    from sixfold.pipeline.stage import Stage
+    from sixfold.pipeline.split_backward.user_operators import defer_weight_grad, made_again
+    from sixfold.pipeline.stage.auxiliary_loss import add_loss
+    from sixfold.pipeline.stage.stage import Stage
 
 __all__ = [
     "Action",
@@ -67,16 +67,16 @@ __all__ = [
 ]
 
 _NEED_TORCH = {
-    "PipelineRunner": "run",
-    "Stage": "stage",
-    "StepResult": "run",
+    "PipelineRunner": "executor.runner",
+    "Stage": "stage.stage",
+    "StepResult": "executor.runner",
     "TorchSchedule": "from_torch",
-    "add_loss": "auxiliary",
-    "defer_weight_grad": "defer",
-    "made_again": "defer",
+    "add_loss": "stage.auxiliary_loss",
+    "defer_weight_grad": "split_backward.user_operators",
+    "made_again": "split_backward.user_operators",
     "program_of": "from_torch",
-    "stages_of_causal_lm": "cut_model",
-    "stages_of_sequential": "cut_model",
+    "stages_of_causal_lm": "cut_model.stages",
+    "stages_of_sequential": "cut_model.stages",
 }
 
 

@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import Any
 
 from sixfold.pipeline import passes, schedules
-from sixfold.pipeline.costs import Costs
-from sixfold.pipeline.draw import draw, draw_png
+from sixfold.pipeline.drawing.draw import draw, draw_png
+from sixfold.pipeline.drawing.trace import read_trace
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.plan import plan_over
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.program import Program
+from sixfold.pipeline.proof.verify import verify
 from sixfold.pipeline.schedules import Schedule
-from sixfold.pipeline.simulate import Timeline, simulate
-from sixfold.pipeline.trace import read_trace
-from sixfold.pipeline.verify import verify
+from sixfold.pipeline.simulation.costs import Costs
+from sixfold.pipeline.simulation.simulate import Timeline, simulate
 
 __all__ = ["main"]
 

@@ -13,7 +13,7 @@ from operator import index
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from sixfold.pipeline.action import Action
+    from sixfold.pipeline.program.action import Action
 
 __all__ = ["PipelineTimeout", "ScheduleError", "number", "whole"]
 

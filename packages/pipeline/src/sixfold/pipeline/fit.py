@@ -23,8 +23,8 @@ from math import inf
 from statistics import median
 from typing import Protocol
 
-from sixfold.pipeline.action import MESSAGES, WORK, Action, Kind
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.program.action import MESSAGES, WORK, Action, Kind
 
 __all__ = ["Fit", "Measured", "fit"]
 

@@ -19,12 +19,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sixfold.pipeline.errors import ScheduleError, whole
-from sixfold.pipeline.meet import group_of, refuse, transport_of
-from sixfold.pipeline.program import Program
-from sixfold.pipeline.run import PipelineRunner
+from sixfold.pipeline.executor.connect import group_of, refuse, transport_of
+from sixfold.pipeline.executor.runner import PipelineRunner
+from sixfold.pipeline.microbatches.cut_batch import cut, joined
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules import by_name
-from sixfold.pipeline.split import cut, joined
-from sixfold.pipeline.stage import Stage
+from sixfold.pipeline.stage.stage import Stage
 
 __all__ = ["TorchSchedule", "program_of"]
 

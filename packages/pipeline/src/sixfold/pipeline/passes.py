@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
-from sixfold.pipeline.action import BACKWARD_ENDS, COMPUTE, Action, Kind
 from sixfold.pipeline.errors import ScheduleError, whole
-from sixfold.pipeline.lowering import lower, post_ahead, reduce_grad
-from sixfold.pipeline.placement import at_least_one
-from sixfold.pipeline.program import Program, Weights
+from sixfold.pipeline.program.action import BACKWARD_ENDS, COMPUTE, Action, Kind
+from sixfold.pipeline.program.lowering import lower, post_ahead, reduce_grad
+from sixfold.pipeline.program.placement import at_least_one
+from sixfold.pipeline.program.program import Program, Weights
 
 __all__ = [
     "lower",

@@ -30,7 +30,7 @@ from sixfold.gpt.engine.optimizer import Optimizers, build_optimizer
 from sixfold.gpt.errors import NoTargetsError, TrainError
 from sixfold.gpt.parallel.lost_ranks import among
 from sixfold.pipeline import ScheduleError
-from sixfold.pipeline.periods import endless
+from sixfold.pipeline.proof.endless import endless
 
 if TYPE_CHECKING:
     from sixfold.gpt.config.train_config import TrainConfig

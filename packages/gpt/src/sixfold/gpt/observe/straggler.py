@@ -26,7 +26,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from sixfold.gpt.parallel.agreement import gather
-from sixfold.pipeline.action import MESSAGES
+from sixfold.pipeline.program.action import MESSAGES
 
 if TYPE_CHECKING:
     from sixfold.gpt.config.train_config import LogConfig

@@ -18,9 +18,9 @@ from typing import Any
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.files.output_files import marked, refuse_foreign
 from sixfold.pipeline import Costs, Program, Timeline, draw, simulate
-from sixfold.pipeline.draw import draw_png
+from sixfold.pipeline.drawing.draw import draw_png
+from sixfold.pipeline.drawing.trace import read_trace, write_trace
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.trace import read_trace, write_trace
 
 FORMATS = {".svg": "svg", ".json": "trace", ".txt": "text"}
 

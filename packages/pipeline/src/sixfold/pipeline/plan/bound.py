@@ -43,8 +43,8 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
 
-from sixfold.pipeline.costs import Costs
-from sixfold.pipeline.memory import with_rounding
+from sixfold.pipeline.simulation.costs import Costs
+from sixfold.pipeline.simulation.memory import with_rounding
 
 __all__ = ["least_memory", "lower_bound", "lower_bound_of_any"]
 

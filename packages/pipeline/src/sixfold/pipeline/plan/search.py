@@ -31,22 +31,22 @@ from random import Random
 from typing import Any, NamedTuple
 
 from sixfold.pipeline import schedules
-from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.costs import Costs
 from sixfold.pipeline.errors import ScheduleError, number, whole
-from sixfold.pipeline.memory import with_rounding
+from sixfold.pipeline.job_shop.dispatch_rules import greedy_order, left_shifted
+from sixfold.pipeline.job_shop.job_shop import Order, Shop
+from sixfold.pipeline.job_shop.list_scheduling import in_pattern
+from sixfold.pipeline.job_shop.pattern_search import even_pattern, few_microbatches, repeated_orders
+from sixfold.pipeline.job_shop.patterns import pattern_order
+from sixfold.pipeline.job_shop.tabu_search import improved
 from sixfold.pipeline.plan.bound import lower_bound, lower_bound_of_any
-from sixfold.pipeline.plan.dispatch import greedy_order, left_shifted
-from sixfold.pipeline.plan.overlap import overlapped
-from sixfold.pipeline.plan.patterns import pattern_order
-from sixfold.pipeline.plan.placing import placements_of
-from sixfold.pipeline.plan.repeated import even_pattern, few_microbatches, repeated_orders
-from sixfold.pipeline.plan.tabu import improved
-from sixfold.pipeline.program import Program
-from sixfold.pipeline.schedules.list_scheduling import in_pattern
+from sixfold.pipeline.plan.overlaps import overlapped
+from sixfold.pipeline.plan.placements import placements_of
+from sixfold.pipeline.program.action import Action, Kind
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.registry import Schedule
-from sixfold.pipeline.shop import Order, Shop
-from sixfold.pipeline.simulate import Timeline, simulate
+from sixfold.pipeline.simulation.costs import Costs
+from sixfold.pipeline.simulation.memory import with_rounding
+from sixfold.pipeline.simulation.simulate import Timeline, simulate
 
 __all__ = ["Plan", "plan", "plan_over"]
 

@@ -17,8 +17,8 @@ p + 1/2 microbatches are held; messages are 4 m (p - 1).
 
 from __future__ import annotations
 
-from sixfold.pipeline.placement import at_least_one, vee, wave
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.placement import at_least_one, vee, wave
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.phases import numbered
 from sixfold.pipeline.schedules.registry import schedule
 

@@ -15,9 +15,9 @@ microbatches. Source: arXiv 2211.05322.
 
 from __future__ import annotations
 
-from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, linear, looped
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.action import Action, Kind
+from sixfold.pipeline.program.placement import at_least_one, linear, looped
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.one_f_one_b import alternate
 from sixfold.pipeline.schedules.registry import schedule
 

@@ -12,9 +12,9 @@ bubble_over_ideal is (p - 1) / m; every rank holds m microbatches.
 
 from __future__ import annotations
 
-from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, linear, looped
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.action import Action, Kind
+from sixfold.pipeline.program.placement import at_least_one, linear, looped
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["gpipe"]

@@ -19,12 +19,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from sixfold.pipeline.costs import Costs
-from sixfold.pipeline.placement import at_least_one, wave
-from sixfold.pipeline.program import Program
-from sixfold.pipeline.schedules.list_scheduling import Pattern, in_pattern, room_for_one
+from sixfold.pipeline.job_shop.job_shop import Order, Shop
+from sixfold.pipeline.job_shop.list_scheduling import Pattern, in_pattern, room_for_one
+from sixfold.pipeline.program.placement import at_least_one, wave
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.registry import schedule
-from sixfold.pipeline.shop import Order, Shop
+from sixfold.pipeline.simulation.costs import Costs
 
 __all__ = ["hanayo"]
 

@@ -18,10 +18,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from sixfold.pipeline.action import Action, Kind
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.placement import at_least_one, looped
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.action import Action, Kind
+from sixfold.pipeline.program.placement import at_least_one, looped
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.one_f_one_b import alternate
 from sixfold.pipeline.schedules.registry import schedule
 

@@ -15,9 +15,9 @@ goes back through the microbatches in reverse, which changes the sums of gradien
 
 from __future__ import annotations
 
-from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, looped
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.action import Action, Kind
+from sixfold.pipeline.program.placement import at_least_one, looped
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["looped_bfs"]

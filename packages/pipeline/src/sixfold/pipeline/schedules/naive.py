@@ -13,9 +13,9 @@ that derive GPipe's formula for it are wrong); at most one microbatch is held.
 
 from __future__ import annotations
 
-from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, linear, looped
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.action import Action, Kind
+from sixfold.pipeline.program.placement import at_least_one, linear, looped
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["naive"]

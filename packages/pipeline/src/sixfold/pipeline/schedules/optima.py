@@ -8,8 +8,8 @@ A rank's order is a word: F, I, W are of its first chunk, f, i, w of its second,
 
 from __future__ import annotations
 
-from sixfold.pipeline.placement import vee
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.placement import vee
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.phases import numbered
 
 __all__ = ["OPTIMA", "optimum"]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.program.action import Action, Kind
 
 __all__ = ["numbered"]
 

@@ -18,8 +18,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from sixfold.pipeline.passes import optimizer_step
-from sixfold.pipeline.placement import looped
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.placement import looped
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.one_f_one_b import one_f_one_b
 from sixfold.pipeline.schedules.registry import schedule
 

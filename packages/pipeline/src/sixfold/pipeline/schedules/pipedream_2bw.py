@@ -20,8 +20,8 @@ from dataclasses import replace
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.passes import optimizer_step
-from sixfold.pipeline.placement import at_least_one, looped
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.placement import at_least_one, looped
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.one_f_one_b import one_f_one_b
 from sixfold.pipeline.schedules.registry import schedule
 

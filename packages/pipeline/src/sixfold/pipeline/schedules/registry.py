@@ -15,7 +15,7 @@ from types import MappingProxyType, ModuleType
 from typing import TypeVar
 
 from sixfold.pipeline.errors import ScheduleError, whole
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.program import Program
 
 __all__ = ["Placement", "Schedule", "called", "collected", "schedule", "unknown"]
 

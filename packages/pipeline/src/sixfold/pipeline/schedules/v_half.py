@@ -21,9 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sixfold.pipeline.placement import at_least_one, wave
-from sixfold.pipeline.program import Program
-from sixfold.pipeline.schedules.list_scheduling import best_v
+from sixfold.pipeline.job_shop.list_scheduling import best_v
+from sixfold.pipeline.program.placement import at_least_one, wave
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.registry import schedule
 
 __all__ = ["v_half"]

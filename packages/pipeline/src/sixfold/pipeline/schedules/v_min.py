@@ -22,13 +22,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from sixfold.pipeline.costs import Costs
-from sixfold.pipeline.placement import at_least_one, wave
-from sixfold.pipeline.program import Program
-from sixfold.pipeline.schedules.list_scheduling import best_v
+from sixfold.pipeline.job_shop.list_scheduling import best_v
+from sixfold.pipeline.program.placement import at_least_one, wave
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.optima import optimum
 from sixfold.pipeline.schedules.registry import schedule
-from sixfold.pipeline.simulate import simulate
+from sixfold.pipeline.simulation.costs import Costs
+from sixfold.pipeline.simulation.simulate import simulate
 
 __all__ = ["v_min"]
 

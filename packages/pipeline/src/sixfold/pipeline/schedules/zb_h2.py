@@ -15,8 +15,8 @@ At most 2 p - 1 microbatches are held.
 
 from __future__ import annotations
 
-from sixfold.pipeline.placement import at_least_one, linear, looped
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.placement import at_least_one, linear, looped
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.registry import schedule
 from sixfold.pipeline.schedules.zb_h1 import with_late_weights
 

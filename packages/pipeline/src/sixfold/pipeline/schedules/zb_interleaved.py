@@ -15,9 +15,9 @@ p microbatches on any rank if p divides m. Messages are 2 m (p v - 1).
 
 from __future__ import annotations
 
-from sixfold.pipeline.action import Action, Kind
-from sixfold.pipeline.placement import at_least_one, looped
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.action import Action, Kind
+from sixfold.pipeline.program.placement import at_least_one, looped
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.interleaved import near_equal
 from sixfold.pipeline.schedules.one_f_one_b import alternate
 from sixfold.pipeline.schedules.registry import schedule

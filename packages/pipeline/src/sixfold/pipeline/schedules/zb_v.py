@@ -15,8 +15,8 @@ messages are 4 m (p - 1), since the turn of the V stays within a rank.
 
 from __future__ import annotations
 
-from sixfold.pipeline.placement import at_least_one, vee, wave
-from sixfold.pipeline.program import Program
+from sixfold.pipeline.program.placement import at_least_one, vee, wave
+from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.schedules.phases import numbered
 from sixfold.pipeline.schedules.registry import schedule
 

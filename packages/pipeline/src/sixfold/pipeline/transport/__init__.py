@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from sixfold.pipeline.action import Action
-from sixfold.pipeline.faults import Store
+from sixfold.pipeline.failures.records import Store
+from sixfold.pipeline.program.action import Action
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -168,7 +168,7 @@ def over(
     debug_memory: bool = False,
 ) -> Transport:
     """The transport over a process group; ``edges`` and ``debug_memory`` as in PipelineRunner."""
-    from sixfold.pipeline.transport.groups import GroupTransport
+    from sixfold.pipeline.transport.process_groups import GroupTransport
 
     return GroupTransport(group, edges, debug_memory=debug_memory)
 
@@ -178,7 +178,7 @@ def threads(ranks: int) -> list[Transport]:
 
     Tensors are handed over as they are, without a copy.
     """
-    from sixfold.pipeline.transport.meeting import Meeting, ThreadTransport
+    from sixfold.pipeline.transport.thread_queues import Meeting, ThreadTransport
 
     meeting = Meeting(ranks)
     return [ThreadTransport(meeting, rank) for rank in range(ranks)]
@@ -186,7 +186,7 @@ def threads(ranks: int) -> list[Transport]:
 
 def one_thread(ranks: int) -> list[Transport]:
     """One transport per rank, for ranks whose calls one thread makes, in an order in which every input is there."""
-    from sixfold.pipeline.transport.shelf import Shelf, ShelfTransport
+    from sixfold.pipeline.transport.same_thread import Shelf, ShelfTransport
 
     shelf = Shelf(ranks)
     return [ShelfTransport(shelf, rank) for rank in range(ranks)]

@@ -12,7 +12,7 @@ import os
 import socket
 from struct import Struct
 
-from sixfold.pipeline.transport.calls import Calls
+from sixfold.pipeline.transport.call_count import Calls
 
 __all__ = ["LOOK_S", "Alarm"]
 

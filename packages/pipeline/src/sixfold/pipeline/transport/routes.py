@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
-from sixfold.pipeline.action import Action, Kind
+from sixfold.pipeline.program.action import Action, Kind
 
 __all__ = ["Edge", "Route", "forward_edges", "in_rounds", "route_of", "window_of"]
 

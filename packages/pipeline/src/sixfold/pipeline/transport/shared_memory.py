@@ -32,13 +32,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from sixfold.pipeline.action import Action
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.messages import other_call
+from sixfold.pipeline.failures.deadlines import PeerLost
+from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.transport.alarm import LOOK_S, Alarm
+from sixfold.pipeline.transport.messages import other_call
 from sixfold.pipeline.transport.routes import Route
 from sixfold.pipeline.transport.specs import Plain, Specs, pack_specs, specs_of, unpack_specs
-from sixfold.pipeline.watchdog import PeerLost
 
 __all__ = ["SharedIncoming", "SharedOutgoing", "accept", "can_share", "connect", "listen"]
 

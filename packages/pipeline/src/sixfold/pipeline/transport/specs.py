@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sixfold.pipeline.action import Action
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.program.action import Action
 
 __all__ = ["Plain", "Specs", "TensorSpec", "pack_specs", "specs_of", "unpack_specs", "words_of"]
 

@@ -1,0 +1,66 @@
+"""What a step that failed leaves in gradients: nothing, or a mark that the next step refuses.
+
+    step begins: which parameters have a gradient --> it fails --> dropped, or marked (this file) --> the next step
+
+[Note: partial sums] A gradient that was not there before the step is dropped. One that was there is added to in place,
+since a copy of all gradients for each step would be their memory once more; what it holds behind a failure is neither
+the old sum nor the new one. It is marked, and a step of any runner that finds the mark is refused until the gradient
+was zeroed or dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.stage.distributed_data_parallel import Replicas
+from sixfold.pipeline.stage.stage import Stage
+
+__all__ = ["StepGradients"]
+
+_PARTIAL = "_sixfold_pipeline_partial"  # in the __dict__ of a gradient: its version when the step failed
+
+
+class StepGradients:
+    """Gradients of the stages of one process, as the step that runs found them."""
+
+    def __init__(self) -> None:
+        self._none: list[Tensor] = []
+        self._there: list[tuple[Tensor, Tensor, int]] = []
+
+    def begin(self, stages: Iterable[Stage]) -> None:
+        """Look at the parameters that the stages have now.
+
+        Raises:
+            ScheduleError: a gradient holds a part of a step that failed.
+        """
+        self.end()
+        for stage in stages:
+            if stage.data_parallel is None or isinstance(stage.data_parallel, Replicas):
+                for parameter in stage.parameters():
+                    gradient = parameter.grad
+                    if gradient is None:
+                        self._none.append(parameter)
+                        continue
+                    if gradient.__dict__.get(_PARTIAL) == gradient._version:
+                        self.end()
+                        raise ScheduleError(
+                            f"a gradient of stage {stage.index} holds a part of a step that failed; call zero_grad() "
+                            "on its optimizer and repeat all steps that were to be added up"
+                        )
+                    self._there.append((parameter, gradient, gradient._version))
+
+    def end(self) -> None:
+        """The step went through."""
+        self._none, self._there = [], []
+
+    def failed(self) -> None:
+        """Drop what the step made; mark what it cannot be taken out of."""
+        for parameter in self._none:
+            parameter.grad = None
+        for parameter, gradient, version in self._there:
+            if parameter.grad is gradient and gradient._version != version:
+                gradient.__dict__[_PARTIAL] = gradient._version
+        self.end()

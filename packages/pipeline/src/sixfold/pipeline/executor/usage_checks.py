@@ -1,0 +1,102 @@
+"""What a caller forgot or cannot see: eval() before an evaluation, STEPs for optimizers, a W with nothing to do.
+
+stages --> run: evaluate leaves buffers as they are, a warning where optimizers never step (this file)
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from sixfold.pipeline.stage.stage import Stage, check_made
+
+__all__ = ["BufferGuard", "OptimizerCheck", "tell_of_empty_w"]
+
+_LEAST = 0.5  # of a stage's trainable numbers that W makes the gradients of, below which a split does little
+
+
+def tell_of_empty_w(shares: Mapping[int, float]) -> None:
+    """Warn where W makes few of a stage's gradients: the bubble is then not that of W's full time."""
+    few = {index: share for index, share in shares.items() if share < _LEAST}
+    if few:
+        told = ", ".join(f"{share:.0%} of stage {index}" for index, share in sorted(few.items()))
+        warnings.warn(
+            f"W makes the gradients of {told}; the others are made in I, and the split saves less than simulate says. "
+            "simulate(program, costs.deferring(runner.deferred)) counts it; nn.Linear, nn.Embedding and "
+            "defer_weight_grad wait for W",
+            stacklevel=4,
+        )
+
+
+class BufferGuard:
+    """Buffers of modules in training mode, which an evaluation puts back: a batch norm's statistics move.
+
+    Modules in eval() are not looked at.
+    """
+
+    def __init__(self) -> None:
+        self._told = False
+
+    @contextmanager
+    def around(self, stages: Iterable[Stage], call: str) -> Iterator[None]:
+        """Around an ``evaluate`` or ``forward``."""
+        held: list[tuple[int, str, dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        for stage in stages:
+            for path, module in stage.module.named_modules() if stage.module is not None else ():
+                for name, buffer in module._buffers.items() if module.training else ():
+                    if buffer is not None:
+                        check_made(module, f"stage {stage.index}")
+                        where = f"{path}.{name}" if path else name
+                        held.append((stage.index, where, module._buffers, name, buffer, buffer.detach().clone()))
+        try:
+            yield
+        finally:
+            moved = ""
+            for index, where, buffers, name, buffer, was in held:
+                # A batch norm's kernel moves its statistics without a new version: only the values tell.
+                if buffers.get(name) is not buffer or not torch.equal(buffer, was):
+                    moved = moved or f"{where} of stage {index}"
+                    buffers[name] = buffer
+                    with torch.no_grad():
+                        buffer.copy_(was)
+        if moved and not self._told:
+            self._told = True
+            warnings.warn(
+                f"{call} ran with modules in training mode, and {moved} moved; buffers were put back. Call eval() on "
+                "the stages' modules before it, and train() behind it",
+                stacklevel=5,
+            )
+
+
+class OptimizerCheck:
+    """Warns once where a stage's optimizer has not stepped between two steps of a program without STEPs."""
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self._watched = {
+            stage.index: stage.optimizer for stage in stages if isinstance(stage.optimizer, torch.optim.Optimizer)
+        }
+        self._before: dict[int, int] = {}
+
+    def look(self, *, steps: bool) -> None:
+        """A step begins, of a program that ``steps`` optimizers or does not."""
+        if steps or not self._watched:
+            return
+        now = {}
+        for index, optimizer in self._watched.items():
+            trained = (p for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+            if (first := next(trained, None)) is not None:
+                now[index] = first._version
+        still = [index for index, version in now.items() if self._before.get(index) == version]
+        if self._before:
+            self._watched = {}
+        self._before = now
+        if still:
+            warnings.warn(
+                f"stage {still[0]} has an optimizer, the program has no STEP, and the optimizer has not stepped "
+                "between two steps; run passes.optimizer_step(program), or call optimizer.step() behind step()",
+                stacklevel=5,
+            )

@@ -1,0 +1,47 @@
+"""Stages under torch's ``fully_shard``: shards as parameters behind a call, casts of its own for each forward.
+
+    runner's call begins, is over --> parts that forwards left gathered are sharded (this file) --> run
+    forward under autocast --> without the casts of others (this file) --> wiring
+
+A root of FSDP2 stays gathered behind a forward, for the backward that follows; behind an evaluation none does. Its
+parameters would then be gathered copies that no optimizer knows: without gradients, and of the weights before its step.
+
+[Note: late casts] FSDP2 reduces a part's gradients when the gradient of the part's input is there. Autograd runs nodes
+that were made early late: a cast of a weight that an earlier microbatch's forward made, and autocast remembers, brings
+its gradient behind that, and the microbatch's part of it would be reduced with the next one, or never. Another object
+that shards a stage (``Stage(data_parallel=)``) may count on the same order.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from sixfold.pipeline.stage.stage import Stage
+
+__all__ = ["of_own_casts", "shard_again"]
+
+
+def shard_again(stages: Iterable[Stage]) -> None:
+    """Give every part of the stages that is under ``fully_shard`` its shards as parameters; nothing is sent."""
+    for stage in stages:
+        for part in _sharded(stage.module):
+            part.reshard()
+
+
+def of_own_casts(stage: Stage, call: Callable[..., Any], *inputs: Any, **kwargs: Any) -> Any:
+    """``call``, which runs ``stage`` under autocast ([Note: late casts])."""
+    if stage.data_parallel is not None or next(_sharded(stage.module), None) is not None:
+        torch.clear_autocast_cache()
+    return call(*inputs, **kwargs)
+
+
+def _sharded(module: nn.Module | None) -> Iterator[Any]:
+    """The parts that are under ``fully_shard`` now."""
+    kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", None)
+    if kind is not None and module is not None:  # else nobody has loaded it
+        yield from (part for part in module.modules() if isinstance(part, kind))

@@ -1,0 +1,227 @@
+"""A stage: a piece of the model with its place in the pipeline.
+
+nn.Module, index --> Stage (this file) --> PipelineRunner
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint as checkpointed_call
+
+from sixfold.pipeline.errors import ScheduleError, whole
+from sixfold.pipeline.stage.distributed_data_parallel import replicas
+
+__all__ = ["DataParallel", "Stage", "check_made"]
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+Around = Callable[[Mapping[str, Any]], Contexts]
+
+
+class DataParallel(Protocol):
+    """What shards or replicates a stage; the program drives it.
+
+    Optional besides: ``call(*args, **kwargs)``, used in F instead of the module;
+    ``accumulate(parameter, gradient)``, called with each weight gradient that a W made; and
+    ``after_backward(microbatch)``, called when a microbatch is done on the stage.
+    """
+
+    def unshard(self) -> object:
+        """Gather the stage's parameters; called at UNSHARD."""
+
+    def reshard(self) -> object:
+        """Free them again; called at RESHARD."""
+
+    def before_last_backward(self) -> object:
+        """Called once per step, before the stage's last B or W."""
+
+    def reduce_grad(self) -> object:
+        """Start the reduction of the stage's gradients; called once, at REDUCE_GRAD."""
+
+
+class Stage:
+    """One stage of the model.
+
+    Args:
+        module: takes and returns a tensor, or a tuple of tensors with None, ints, floats and truth values beside them;
+            None passes its input on. A DistributedDataParallel is run as the module inside of it, whose gradients are
+            averaged over DDP's process group once, at REDUCE_GRAD.
+        index: its place, 0 first.
+        optimizer: steps at the STEPs of a program that has them; its parameters are the stage's.
+        tied: parameters that several stages hold a copy of, by a name of all of them. A runner gives each the value of
+            the lowest stage, and after a step all of them the sum of their gradients.
+        checkpoint: hold the stage's inputs alone, and run its forward again in the backward
+            (``torch.utils.checkpoint``, non-reentrant); what the forward changes, it changes once.
+        data_parallel: see ``DataParallel``.
+        cuda_graphs: from a slot's fourth step on its F, I and W (or B) are replays of CUDA graphs, of one set of
+            shapes. For a module of tensors alone, without hooks, whose work does not depend on what its Python sees;
+            each microbatch holds its activations for good.
+    Raises:
+        ScheduleError: the module is none, holds a DistributedDataParallel deeper inside, or is one that reduces in a
+            way of its own (communication hooks, mixed precision, sparse gradients); ``index`` is no place, or an
+            argument is of another type.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module | None,
+        index: int,
+        *,
+        optimizer: torch.optim.Optimizer | None = None,
+        tied: Mapping[str, Tensor] | None = None,
+        checkpoint: bool = False,
+        data_parallel: DataParallel | None = None,
+        cuda_graphs: bool = False,
+    ) -> None:
+        index = whole("index", index, least=0)
+        if module is not None and not isinstance(module, nn.Module):
+            raise ScheduleError(f"stage {index} is a {type(module).__name__}; it is an nn.Module, or None to pass on")
+        if isinstance(module, DistributedDataParallel):
+            if data_parallel is not None:
+                raise ScheduleError(
+                    f"stage {index} is a {type(module).__name__} and has data_parallel; give one of them"
+                )
+            data_parallel = replicas(module, index)
+            module = module.module
+        for part in module.modules() if module is not None else ():
+            if isinstance(part, DistributedDataParallel):
+                raise ScheduleError(
+                    f"stage {index} holds a {type(part).__name__}, which reduces in every backward or not at all; "
+                    "wrap the whole stage, or give what reduces its gradients as data_parallel"
+                )
+        if optimizer is not None and not callable(getattr(optimizer, "step", None)):
+            raise ScheduleError(f"stage {index}: optimizer is a {type(optimizer).__name__}; it is a torch.optim one")
+        if checkpoint not in (True, False):
+            raise ScheduleError(f"stage {index}: checkpoint is {checkpoint!r}; it is True or False")
+        if cuda_graphs and (module is None or checkpoint or data_parallel is not None or tied):
+            raise ScheduleError(
+                f"stage {index} has cuda_graphs, which hold a module's whole work; give them without checkpoint, "
+                "data_parallel and tied"
+            )
+        self.module = module
+        self.cuda_graphs = bool(cuda_graphs)
+        self.index = index
+        self.optimizer = optimizer
+        self._tied = _tied(index, tied, module)
+        self.checkpoint = bool(checkpoint)
+        self.data_parallel = data_parallel
+        if self._tied and data_parallel is not None:
+            raise ScheduleError(
+                f"stage {index} has tied parameters and data_parallel, which owns their gradients; add those there"
+            )
+
+    @classmethod
+    def from_torch(cls, stage: Any, **options: Any) -> Stage:
+        """The stage that a ``torch.distributed.pipelining.PipelineStage`` is; its module is shared, not copied.
+
+        Args:
+            options: of ``Stage``.
+        Raises:
+            ScheduleError: it is none, or has a ``dw_builder``.
+        """
+        module, index = getattr(stage, "submod", None), getattr(stage, "stage_index", None)
+        if module is None or index is None:
+            raise ScheduleError(f"a {type(stage).__name__} is no PipelineStage: it has no submod and stage_index")
+        if getattr(stage, "dw_builder", None) is not None:
+            raise ScheduleError(
+                f"stage {index} has a dw_builder, which runs weight gradients its own way; make the stage without it: "
+                "a program with I and W needs none here"
+            )
+        return cls(module, index, **options)
+
+    @property
+    def call(self) -> Callable[..., Any]:
+        """What F runs: ``data_parallel.call``, else the module, else the identity; checkpointed if asked for."""
+        return self.called(_nothing_around)
+
+    def called(self, contexts: Around) -> Callable[..., Any]:
+        """``call``; where it is checkpointed, ``contexts(kwargs)`` are what its forward runs in, and runs again in."""
+        if (call := getattr(self.data_parallel, "call", None)) is not None:
+            return self.checkpointed(call, contexts)
+        return _pass_on if self.module is None else self.checkpointed(self.module, contexts)
+
+    def checkpointed(self, call: Callable[..., Any], contexts: Around | None = None) -> Callable[..., Any]:
+        """``call`` as this stage runs it: itself, or with its activations made again in the backward."""
+        around = contexts or _nothing_around
+        if not self.checkpoint:
+            return call
+
+        def again_in_backward(*arguments: Any, **kwargs: Any) -> Any:
+            run, context_fn = partial(call, **kwargs), partial(around, kwargs)
+            return checkpointed_call(run, *arguments, use_reentrant=False, context_fn=context_fn)
+
+        return again_in_backward
+
+    @property
+    def tied(self) -> dict[str, nn.Parameter]:
+        """The tied parameters that the module has now: ``load_state_dict(assign=True)`` puts others in their places."""
+        return {name: self._parameter(name, path) for name, path in self._tied.items()}
+
+    def _parameter(self, name: str, path: str) -> nn.Parameter:
+        assert self.module is not None, "a stage without a module has no tied parameters"
+        try:
+            return self.module.get_parameter(path)
+        except AttributeError:
+            raise ScheduleError(
+                f"stage {self.index}: tied[{name!r}] was {path}, which its module has no more; make the stage anew"
+            ) from None
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The module's."""
+        return iter(()) if self.module is None else self.module.parameters()
+
+    @property
+    def device(self) -> torch.device | None:
+        """Device of the stage's first parameter or buffer, None if it has none, or none yet: a meta device's."""
+        if self.module is None:
+            return None
+        first = next(chain(self.module.parameters(), self.module.buffers()), None)
+        return None if first is None or first.device.type == "meta" else first.device
+
+
+def check_made(module: nn.Module, what: str) -> None:
+    """Every parameter and buffer has its shape.
+
+    Raises:
+        ScheduleError: a lazy layer has not run yet.
+    """
+    for name, value in chain(module.named_parameters(), module.named_buffers()):
+        if is_lazy(value):
+            raise ScheduleError(
+                f"{what}: {name} gets its shape in its first forward (a lazy layer); run the model once on a batch "
+                "before it is used here"
+            )
+
+
+def _tied(index: int, tied: Mapping[str, Tensor] | None, module: nn.Module | None) -> dict[str, str]:
+    """Where in the module each tied parameter is."""
+    if tied is None:
+        return {}
+    if not isinstance(tied, Mapping):
+        raise ScheduleError(f"stage {index}: tied is a {type(tied).__name__}; it maps names to the stage's parameters")
+    if module is not None and tied:
+        check_made(module, f"stage {index}")
+    own = {} if module is None else {id(p): path for path, p in module.named_parameters()}
+    found: dict[str, str] = {}
+    for name, parameter in tied.items():
+        if not isinstance(name, str) or id(parameter) not in own:
+            raise ScheduleError(f"stage {index}: tied[{name!r}] is no parameter of its module, under a name in text")
+        found[name] = own[id(parameter)]
+    return found
+
+
+def _nothing_around(_: Mapping[str, Any]) -> Contexts:
+    return nullcontext(), nullcontext()
+
+
+def _pass_on(*arguments: Tensor, **_: Any) -> Tensor | tuple[Tensor, ...]:
+    """The empty stage."""
+    return arguments[0] if len(arguments) == 1 and isinstance(arguments[0], Tensor) else arguments

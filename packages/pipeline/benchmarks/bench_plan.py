@@ -18,7 +18,8 @@ from types import SimpleNamespace
 import pytest
 
 from sixfold.pipeline import Costs, Program, schedules, simulate, v_half, v_min
-from sixfold.pipeline.plan import Plan, plan, search
+from sixfold.pipeline.plan import search
+from sixfold.pipeline.plan.search import Plan, plan
 from sixfold.pipeline.program.placement import vee
 
 RANKS, MICROBATCHES = 4, 8

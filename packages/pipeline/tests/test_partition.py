@@ -6,7 +6,8 @@ import random
 import pytest
 
 from sixfold.pipeline import ScheduleError
-from sixfold.pipeline.plan import LayerProfile, partition, plan_2bw
+from sixfold.pipeline.plan.partition import partition
+from sixfold.pipeline.plan.two_bw import LayerProfile, plan_2bw
 
 
 def piece_costs(layer_costs, sizes, first, last):

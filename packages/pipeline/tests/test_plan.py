@@ -16,8 +16,9 @@ from sixfold.pipeline.job_shop.list_scheduling import in_pattern
 from sixfold.pipeline.job_shop.pattern_search import even_pattern
 from sixfold.pipeline.job_shop.patterns import pattern_order
 from sixfold.pipeline.job_shop.tabu_search import improved
-from sixfold.pipeline.plan import plan, plan_over, search
+from sixfold.pipeline.plan import search
 from sixfold.pipeline.plan.bound import least_memory, lower_bound, lower_bound_of_any
+from sixfold.pipeline.plan.search import plan, plan_over
 from sixfold.pipeline.program.placement import looped, wave
 
 

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any
 from sixfold.pipeline import passes, schedules
 from sixfold.pipeline.drawing.draw import draw
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
-from sixfold.pipeline.plan import LayerProfile, Plan, Plan2BW, partition, plan, plan_2bw, plan_over
+from sixfold.pipeline.plan.partition import partition
 from sixfold.pipeline.plan.replan import Replan, replan
+from sixfold.pipeline.plan.search import Plan, plan, plan_over
+from sixfold.pipeline.plan.two_bw import LayerProfile, Plan2BW, plan_2bw
 from sixfold.pipeline.program.action import Action, Kind
 from sixfold.pipeline.program.program import Program, Weights
 from sixfold.pipeline.proof.verify import Report, verify

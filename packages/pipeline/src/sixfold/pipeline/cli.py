@@ -22,7 +22,7 @@ from sixfold.pipeline import passes, schedules
 from sixfold.pipeline.drawing.draw import draw, draw_png
 from sixfold.pipeline.drawing.trace import read_trace
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.plan import plan_over
+from sixfold.pipeline.plan.search import plan_over
 from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.proof.verify import verify
 from sixfold.pipeline.schedules import Schedule

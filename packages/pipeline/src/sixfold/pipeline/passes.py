@@ -1,6 +1,6 @@
 """Passes: from a program to a program.
 
-    schedules/*, text, CSV --> lower, split_backward, recompute, unshard, ... (this file) --> verify, simulate, run
+    schedules/*, text, CSV --> lower, split_backward, recompute, unshard, ... (this file) --> verify, simulate, runner
 
 Torch-free, and none changes its argument. Each takes a compute-only program or a lowered one,
 except ``lower`` itself, and looks at every action once.

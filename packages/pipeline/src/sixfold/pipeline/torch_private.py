@@ -1,6 +1,6 @@
 """What this package uses of torch that is private: all names, looked at before the first of them is used.
 
-    first use of a name that needs torch --> all private names are there (this file) --> run, stage, from_torch, ...
+    first use of a name that needs torch --> all private names are there (this file) --> executor, stage, ...
 
 A torch without one of them is refused with one sentence, and not by an AttributeError in the midst of a step.
 """

@@ -1,6 +1,6 @@
 """From a program to the calls of this process, once per program.
 
-    Program, stages, links --> Compiled (this file) --> run
+    Program, stages, links --> Compiled (this file) --> runner
 
 A rank's list is compiled alone, over a lane of its links. Where several ranks are in this thread (no group),
 their calls are merged in an order in which every message is there.
@@ -30,8 +30,8 @@ from sixfold.pipeline.simulation.simulate import Event, Timeline, measured
 from sixfold.pipeline.stage.compute import StageRun, Store, WholeBackward
 from sixfold.pipeline.stage.distributed_data_parallel import Replicas
 from sixfold.pipeline.stage.stage import Stage
-from sixfold.pipeline.transport import Lane, Links
 from sixfold.pipeline.transport.acknowledgements import proofs
+from sixfold.pipeline.transport.protocol import Lane, Links
 
 __all__ = ["Compiled", "StepResult", "signature", "step_device"]
 

@@ -1,6 +1,6 @@
 """A program without end, as this process runs it: a list per batch, and what stays in flight between two of them.
 
-    Endless, stages, links --> a ring of slots, calls of each piece (this file) --> run
+    Endless, stages, links --> a ring of slots, calls of each piece (this file) --> runner
 
 The same wiring as of a program that ends. Batch b has ring b modulo the batches that are ever in flight; a piece of
 the program (a first, second, ... and every later step; a tail) is bound once per ring in which it can begin. Between
@@ -28,7 +28,7 @@ from sixfold.pipeline.stage.output_memory import kept
 from sixfold.pipeline.stage.random_state import RandomState
 from sixfold.pipeline.stage.stage import Stage
 from sixfold.pipeline.stage.weight_versions import Versions
-from sixfold.pipeline.transport import Lane, Links
+from sixfold.pipeline.transport.protocol import Lane, Links
 
 __all__ = ["Carried"]
 
@@ -120,7 +120,7 @@ class Carried:
         """Fill the slots of a batch, and choose its list.
 
         What backwards in later steps read is copied: the caller may fill its batch again.
-        [Note: memory that changes hands] in ``owned.py``.
+        [Note: memory that changes hands] in ``output_memory.py``.
         """
         inputs, targets, kwargs = kept(inputs), kept(targets), kept(kwargs)
         self._now = batch = self.batch

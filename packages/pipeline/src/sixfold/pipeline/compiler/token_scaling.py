@@ -21,7 +21,7 @@ from sixfold.pipeline.stage.compute import StageRun
 from sixfold.pipeline.stage.loss import LossTail
 
 if TYPE_CHECKING:
-    from sixfold.pipeline.transport import Control
+    from sixfold.pipeline.transport.protocol import Control
 
 __all__ = ["SetAside", "TokenCount", "leaves_below", "leaves_in"]
 

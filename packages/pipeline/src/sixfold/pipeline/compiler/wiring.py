@@ -26,7 +26,7 @@ from sixfold.pipeline.stage.fully_shard import of_own_casts
 from sixfold.pipeline.stage.loss import LossTail
 from sixfold.pipeline.stage.stage import Stage
 from sixfold.pipeline.stage.weight_versions import Versions
-from sixfold.pipeline.transport import Lane, Receipt
+from sixfold.pipeline.transport.protocol import Lane, Receipt
 
 __all__ = ["Call", "Facts", "Goal", "Wiring"]
 

@@ -1,6 +1,6 @@
 """What a runner is given: every argument that cannot work is refused when the runner is made.
 
-    program, stages, options --> checks (this file) --> run
+    program, stages, options --> checks (this file) --> runner
 
 No process group here; ranks are numbers. What is wrong on one rank is told to all, so nothing is raised before ranks
 are connected: ``refusal`` returns its error.

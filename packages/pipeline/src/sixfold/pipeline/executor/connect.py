@@ -1,6 +1,6 @@
 """All ranks make their runner together; a rank that cannot make its own tells the others why.
 
-group or Transport, arguments --> Links and Faults, or one error on all ranks (this file) --> run, from_torch
+group or Transport, arguments --> Links and Faults, or one error on all ranks (this file) --> runner, from_torch
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
 from sixfold.pipeline.failures.records import Store
 from sixfold.pipeline.failures.report import Faults
-from sixfold.pipeline.transport import EdgeFactory, Links, Transport, over
+from sixfold.pipeline.transport.back_ends import over
+from sixfold.pipeline.transport.protocol import EdgeFactory, Links, Transport
 
 __all__ = ["connect", "group_of", "refuse", "transport_of"]
 

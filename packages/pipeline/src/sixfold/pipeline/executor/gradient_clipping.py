@@ -1,6 +1,6 @@
 """Clipping by the norm of all stages' gradients, as of one model in one process.
 
-gradients of a rank's stages --> one number per rank --> the norm, on all ranks (this file) --> run
+gradients of a rank's stages --> one number per rank --> the norm, on all ranks (this file) --> runner
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The compiled programs of one runner.
 
-Program, call --> all ranks have the same? --> Compiled, Carried, once (this file) --> run
+Program, call --> all ranks have the same? --> Compiled, Carried, once (this file) --> runner
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from sixfold.pipeline.proof.endless import Endless, endless
 from sixfold.pipeline.split_backward.weight_gradients import GradientStore
 from sixfold.pipeline.stage.stage import Stage
 from sixfold.pipeline.stage.weight_versions import Versions
-from sixfold.pipeline.transport import Links, one_thread
 from sixfold.pipeline.transport.agreement import all_know
+from sixfold.pipeline.transport.back_ends import one_thread
+from sixfold.pipeline.transport.protocol import Links
 
 __all__ = ["Programs", "one_process"]
 

@@ -1,6 +1,6 @@
 """The executor: runs any program of forwards, backwards, messages and slots, whoever made it.
 
-    Program, Stages, group --> compile --> calls, in order (this file) --> gradients, losses
+    Program, Stages, group --> compiler --> calls, in order (this file) --> gradients, losses
 
 The interpreter is one loop over bound calls. What is around it: microbatches in,
 results out, and one error or time-out on every rank when something fails.
@@ -47,8 +47,8 @@ from sixfold.pipeline.simulation.simulate import Timeline, measured
 from sixfold.pipeline.stage.distributed_data_parallel import Replicas
 from sixfold.pipeline.stage.fully_shard import shard_again
 from sixfold.pipeline.stage.stage import Stage
-from sixfold.pipeline.transport import Links, Transport
 from sixfold.pipeline.transport.agreement import broadcast
+from sixfold.pipeline.transport.protocol import Links, Transport
 
 __all__ = ["PipelineRunner", "StepResult"]
 

@@ -23,8 +23,8 @@ from sixfold.pipeline.failures.deadlines import PeerLost
 from sixfold.pipeline.program.action import Action, Kind
 from sixfold.pipeline.stage.side_effects import differs, part_of
 from sixfold.pipeline.stage.stage import Stage
-from sixfold.pipeline.transport import Control, Lane, Links, Receipt
 from sixfold.pipeline.transport.agreement import all_know
+from sixfold.pipeline.transport.protocol import Control, Lane, Links, Receipt
 
 __all__ = ["Ties", "tie"]
 

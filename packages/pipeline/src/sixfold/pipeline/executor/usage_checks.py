@@ -1,6 +1,6 @@
 """What a caller forgot or cannot see: eval() before an evaluation, STEPs for optimizers, a W with nothing to do.
 
-stages --> run: evaluate leaves buffers as they are, a warning where optimizers never step (this file)
+stages --> runner: evaluate leaves buffers as they are, a warning where optimizers never step (this file)
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from sixfold.pipeline.failures.records import Record, Records, Store, report
 if TYPE_CHECKING:
     from sixfold.pipeline.compiler.compile import Compiled
     from sixfold.pipeline.compiler.endless import Carried
-    from sixfold.pipeline.transport import Links
+    from sixfold.pipeline.transport.protocol import Links
 
 __all__ = ["Faults"]
 

@@ -1,6 +1,6 @@
 """Orders made by running a step: each rank takes what one of two rules favours among what can run.
 
-    Shop, an order or random numbers --> order (this file) --> tabu
+    Shop, an order or random numbers --> order (this file) --> tabu_search
 
 Torch-free.
 """

@@ -1,6 +1,6 @@
 """Orders that repeat one microbatch's pattern, as the controllable-memory schedules do.
 
-    Shop, random numbers --> pattern --> its order (this file) --> dispatch, tabu
+    Shop, random numbers --> pattern --> its order (this file) --> dispatch_rules, tabu_search
 
 Torch-free. [Note: patterns] In the steady state every microbatch runs like the one before it, one period
 later. So the operations of one microbatch are laid into a table of one period per rank, first the chain

@@ -1,1 +1,4 @@
-"""measured."""
+"""What a step took: begin and end of each action, all ranks' on one clock.
+
+From outside: action_times, all_ranks.
+"""

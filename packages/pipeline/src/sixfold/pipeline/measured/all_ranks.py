@@ -1,6 +1,6 @@
 """The events of all ranks on one clock.
 
-    each rank's events, control channel --> offsets of the clocks --> events on rank 0's clock (this file) --> measured
+    each rank's events, control channel --> offsets of the clocks --> events on rank 0's clock (this file) --> Timeline
 
 Torch-free: the channel and the clock come in. Rank 0 asks every other rank for its time (``clock``), then for what it
 saw; nothing of it runs in a step. Clocks drift apart by some 10 us in a second, so the offsets are of this gathering.

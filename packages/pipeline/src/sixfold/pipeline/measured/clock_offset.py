@@ -1,6 +1,6 @@
 """How far another machine's clock is from ours, from round trips.
 
-    exchange() --> ClockOffset (this file) --> measure.py
+    exchange() --> ClockOffset (this file) --> all_ranks.py
 
 Torch-free, and no clock of its own: both come in, so that a test can give clocks that it knows.
 """

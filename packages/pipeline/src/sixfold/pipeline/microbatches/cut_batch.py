@@ -1,6 +1,6 @@
 """From a batch to microbatches.
 
-inputs, targets, kwargs --> lists of m (this file) --> run
+inputs, targets, kwargs --> lists of m (this file) --> runner
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from sixfold.pipeline.errors import ScheduleError, number
-from sixfold.pipeline.plan import plan
+from sixfold.pipeline.plan.search import plan
 from sixfold.pipeline.program.action import Kind
 from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.simulation.costs import Costs

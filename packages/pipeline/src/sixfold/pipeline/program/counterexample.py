@@ -1,23 +1,21 @@
-"""What is wrong with a program, as a reader can see it: one action and its rule, or the cycle of waits, and the grid.
+"""What is wrong with a program, as a reader can see it: one action, its rule and the grid around it.
 
-    rank, position, rule --> ScheduleError (this file) --> verify, slots
+    rank, position, rule --> ScheduleError (this file) --> verify, unit_rules, memory, lowering
 
-Torch-free. A report has at most 60 lines: ``_LINKS`` of a cycle, and a grid of ``_RANKS``
-lines and ``_CELLS`` cells around the wrong one, which is marked ``>>1B0<<``.
+Torch-free. A grid has ``_RANKS`` lines and ``_CELLS`` cells around the wrong one, which is marked ``>>1B0<<``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program.action import Action, Kind
 from sixfold.pipeline.program.program import Program
-from sixfold.pipeline.proof.deadlock import Wait
 
-__all__ = ["broken", "check_size", "deadlock", "grid", "missing"]
+__all__ = ["broken", "check_size", "grid", "missing"]
 
-_LINKS, _RANKS, _CELLS = 24, 24, 11
+_RANKS, _CELLS = 24, 11
 
 
 def broken(program: Program, rank: int, position: int, action: Action, rule: str) -> ScheduleError:
@@ -58,22 +56,6 @@ def check_size(program: Program) -> None:
     raise missing(program, program.placement[stage], Action(stage, Kind.F, k))
 
 
-def deadlock(program: Program, links: Sequence[tuple[int, Wait]], *, rendezvous: bool) -> ScheduleError:
-    """``links`` wait for each other: (rank, wait) in the order in which each waits for the next.
-
-    Args:
-        rendezvous: whether a wait ends at the entry behind the one that it needs done; see [Note: waits].
-    """
-    cycle = [(rank, wait[0], program.ranks[rank][wait[0]]) for rank, wait in links]
-    lines = (
-        "deadlock: each of these waits for the next, the last for the first",
-        *_chain(program, links, int(rendezvous)),
-        *grid(program, {(rank, position) for rank, position, _ in cycle}),
-    )
-    rank, position, action = cycle[0]
-    return ScheduleError("\n".join(lines), rank=rank, position=position, action=action, cycle=cycle)
-
-
 def grid(program: Program, marks: Collection[tuple[int, int]], absent: str = "") -> Iterator[str]:
     """A line per rank, those around the marked ones, each with the cells around its mark.
 
@@ -97,12 +79,3 @@ def grid(program: Program, marks: Collection[tuple[int, int]], absent: str = "")
             cells.append(f">>no {absent}<<")
         dots = ("... " if start else "", " ..." if start + _CELLS < len(row) else "")
         yield f"    {rank} [{start}]: {dots[0]}{' '.join(cells)}{dots[1]}"
-
-
-def _chain(program: Program, links: Sequence[tuple[int, Wait]], behind: int) -> Iterator[str]:
-    for rank, (position, peer, need) in links[:_LINKS]:
-        action = program.ranks[rank][position]
-        at = need + behind
-        yield f"  rank {rank} [{position}] {action} waits for rank {peer} [{at}] {program.ranks[peer][at]}"
-    if len(links) > _LINKS:
-        yield f"  and {len(links) - _LINKS} more"

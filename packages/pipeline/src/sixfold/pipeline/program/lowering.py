@@ -1,6 +1,6 @@
 """Lowering: from compute actions to compute, messages and reductions.
 
-    schedules/*, text, CSV --> lower, reduce_grad (this file) --> passes, verify, run
+    schedules/*, text, CSV --> lower, reduce_grad (this file) --> passes, verify, compiler
 
 Torch-free. Each tensor that goes from one rank to another gets a SEND directly after the
 action that makes it, and a RECV in its consumer's list.

@@ -1,6 +1,6 @@
 """A program: one list of actions per rank, with its text and CSV forms.
 
-    schedules/*, text, CSV <--> Program (this file) --> passes, verify, simulate, draw, run
+    schedules/*, text, CSV <--> Program (this file) --> passes, verify, simulate, draw, runner
 
 Torch-free. Nothing here says whether a program is right; that is ``verify``.
 """

@@ -1,7 +1,7 @@
 """Who waits for whom: the core of the deadlock proof.
 
     who gives and takes what --> stuck ranks (this file) --> verify
-    waits of every rank --> shortest cycle (this file)   --> counterexample
+    waits of every rank --> shortest cycle, as a reader can see it (this file) --> ScheduleError
 
 Torch-free. [Note: waits] A wait is ``(position, peer, need)`` in a rank's list:
 the rank cannot pass ``position`` before ``peer`` has done its entries 0..need.
@@ -14,8 +14,15 @@ and rendezvous, and a program is free of deadlock iff every rank gets through.
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Iterator, Sequence
 
-__all__ = ["Wait", "meet", "shortest_cycle"]
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.program.counterexample import grid
+from sixfold.pipeline.program.program import Program
+
+__all__ = ["Wait", "deadlock", "meet", "shortest_cycle"]
+
+_LINKS = 24  # of a cycle that a report shows; with the grid it has at most 60 lines
 
 Wait = tuple[int, int, int]  # position, peer, need
 
@@ -114,3 +121,28 @@ def _cycle_through(rank: int, wait: Wait, furthest: list[_Furthest], limit: int)
         needed.update(after)
         frontier = list(after)
     return []
+
+
+def deadlock(program: Program, links: Sequence[tuple[int, Wait]], *, rendezvous: bool) -> ScheduleError:
+    """``links`` wait for each other: (rank, wait) in the order in which each waits for the next.
+
+    Args:
+        rendezvous: whether a wait ends at the entry behind the one that it needs done; see [Note: waits].
+    """
+    cycle = [(rank, wait[0], program.ranks[rank][wait[0]]) for rank, wait in links]
+    lines = (
+        "deadlock: each of these waits for the next, the last for the first",
+        *_chain(program, links, int(rendezvous)),
+        *grid(program, {(rank, position) for rank, position, _ in cycle}),
+    )
+    rank, position, action = cycle[0]
+    return ScheduleError("\n".join(lines), rank=rank, position=position, action=action, cycle=cycle)
+
+
+def _chain(program: Program, links: Sequence[tuple[int, Wait]], behind: int) -> Iterator[str]:
+    for rank, (position, peer, need) in links[:_LINKS]:
+        action = program.ranks[rank][position]
+        at = need + behind
+        yield f"  rank {rank} [{position}] {action} waits for rank {peer} [{at}] {program.ranks[peer][at]}"
+    if len(links) > _LINKS:
+        yield f"  and {len(links) - _LINKS} more"

@@ -1,6 +1,6 @@
 """Programs without end: what each further batch adds to the list of every rank.
 
-    Program of S batches --> verify --> Endless: the lists of every further batch (this file) --> compile, run
+    Program of S batches --> verify --> Endless: the lists of every further batch (this file) --> compiler
 
 Torch-free. [Note: steps] Where weights are kept in versions a batch begins before the one before it has ended. A rank's
 list is cut in front of its first F of each batch: what stands between two cuts is what it does when the caller brings a

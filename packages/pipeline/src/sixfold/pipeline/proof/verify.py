@@ -1,6 +1,6 @@
 """The proof that a program is right and cannot hang.
 
-    Program --> positions, rules (this file) --> slots, waits --> Report, or ScheduleError with a counter-example
+    Program --> positions, rules (this file) --> unit_rules, deadlock --> Report, or ScheduleError and a picture
 
 Torch-free. [Note: rendezvous] A SEND and its RECV are treated as one event at
 which both ranks arrive. That is the strictest transport there is: what gets
@@ -18,9 +18,9 @@ from operator import le, lt, ne
 
 from sixfold.pipeline.errors import ScheduleError, number
 from sixfold.pipeline.program.action import MESSAGES, PER_STAGE, Action, Kind
-from sixfold.pipeline.program.counterexample import broken, check_size, deadlock, grid, missing
+from sixfold.pipeline.program.counterexample import broken, check_size, grid, missing
 from sixfold.pipeline.program.program import Program, Weights, program_given
-from sixfold.pipeline.proof.deadlock import Wait, meet, shortest_cycle
+from sixfold.pipeline.proof.deadlock import Wait, deadlock, meet, shortest_cycle
 from sixfold.pipeline.proof.unit_rules import check_gathers, check_one_reduction, check_reductions, check_steps
 from sixfold.pipeline.simulation.costs import Costs
 from sixfold.pipeline.simulation.memory import activation_share, peak_activations, weight_versions

@@ -2,7 +2,7 @@
 
     @schedule(...) in a schedule's file --> Schedule (this file) --> command, gallery, plan, gpt, tests
 
-Torch-free. The decorator writes on the function and nowhere else; ``schedules/__init__`` reads the files of its
+Torch-free. The decorator writes on the function and nowhere else; ``catalogue.py`` reads the files of its
 folder. So a schedule is one file, and no list has to be kept.
 """
 

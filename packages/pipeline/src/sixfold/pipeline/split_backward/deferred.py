@@ -1,6 +1,6 @@
 """What layers leave to W: entries in a slot, by operators that defer all of their parameters or none.
 
-linear.py, layers.py, defer.py --> Slot, Operator, Cast (this file) --> nested.py, store.py
+linear.py, layers.py, user_operators.py --> Slot, Operator, Cast (this file) --> nested_backward.py, weight_gradients.py
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Layers that leave their weight gradient to W.
 
-    nn.Linear, nn.Embedding of a stage --> entries (this file) --> store.py
+    nn.Linear, nn.Embedding of a stage --> entries (this file) --> weight_gradients.py
 
 A deferring layer runs torch's operator on detached parameters, or an autograd Function in its place with the operator's
 own formulas ([Note: two forms] in ``linear.py``), so that bits are autograd's; a test holds both against each other.

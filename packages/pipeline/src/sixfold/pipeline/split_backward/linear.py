@@ -1,6 +1,6 @@
 """``nn.Linear`` as a layer that leaves its weight gradient to W.
 
-    input --> linear (this file) --> output; in I an entry for store.py
+    input --> linear (this file) --> output; in I an entry for weight_gradients.py
 
 [Note: two forms] Torch's own operator runs on detached parameters, and a hook of its node takes the output's gradient:
 4 us more than the operator, and its formulas are autograd's. Where somebody looks after saved tensors (a checkpoint,

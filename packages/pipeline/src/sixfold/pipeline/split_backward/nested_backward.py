@@ -1,6 +1,6 @@
 """Whose backward reaches a layer: the I that a runner runs, or one that somebody runs inside of it or of the forward.
 
-    a node of autograd --> the frame that entered autograd (this file) --> store.py
+    a node of autograd --> the frame that entered autograd (this file) --> weight_gradients.py
 
 [Note: a pass inside of a pass] A hook, a Function's backward or a forward may run a backward of its own through layers
 whose weight gradients wait for W (an implicit layer's solver, an attack, a reentrant checkpoint). Autograd's number of

@@ -1,6 +1,6 @@
 """Operators of users that leave their weight gradient to W.
 
-    defer_weight_grad --> entries (this file) --> store.py
+    defer_weight_grad --> entries (this file) --> weight_gradients.py
     made_again --> an input that layers need not hold (this file) --> layers.py
 
 [Note: torch's thread locals] ``defer_weight_grad`` finds the open store where torch keeps what belongs to a thread and

@@ -334,7 +334,7 @@ class StageRun:
 class Onward:
     """The end of a stage that is not the last: its outputs go to the next one, in memory of their own.
 
-    [Note: memory that changes hands] in ``owned.py``.
+    [Note: memory that changes hands] in ``output_memory.py``.
     """
 
     def __init__(self, run: StageRun, hand_on: Callable[[int, Values], None]) -> None:

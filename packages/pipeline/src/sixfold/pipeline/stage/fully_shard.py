@@ -1,6 +1,6 @@
 """Stages under torch's ``fully_shard``: shards as parameters behind a call, casts of its own for each forward.
 
-    runner's call begins, is over --> parts that forwards left gathered are sharded (this file) --> run
+    runner's call begins, is over --> parts that forwards left gathered are sharded (this file) --> runner
     forward under autocast --> without the casts of others (this file) --> wiring
 
 A root of FSDP2 stays gathered behind a forward, for the backward that follows; behind an evaluation none does. Its

@@ -1,6 +1,6 @@
 """Whether a stage's output has memory of its own: what others may still change is copied before it is handed on.
 
-    output of F --> alone, or a copy (this file) --> stage_run hands it on
+    output of F --> alone, or a copy (this file) --> compute hands it on
 
 [Note: memory that changes hands] A message is read later than its F: a peer asks late, gloo and NCCL send behind the
 host's back, a stage of this rank runs when its turn comes. By then a batch buffer is filled again, a running statistic

@@ -1,6 +1,6 @@
 """What a message that comes says about one that was sent: its sender has taken it.
 
-    all ranks' lists --> (RECV here, SEND_B here) --> groups.py (this file says which)
+    all ranks' lists --> (RECV here, SEND_B here) --> process_groups.py (this file says which)
 
 gloo tells of no send that it is done. But a rank makes its list in order: a message that it sends behind the backward
 that took our gradients says that they came. Torch-free.

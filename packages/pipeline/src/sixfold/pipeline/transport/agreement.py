@@ -1,6 +1,6 @@
 """One rank's program, on all ranks; and the last word before ranks refuse what they were told.
 
-    program of the rank that decides --> control channel (this file) --> run
+    program of the rank that decides --> control channel (this file) --> runner
 
 Torch-free.
 """
@@ -17,7 +17,7 @@ from sixfold.pipeline.failures.deadlines import PeerLost
 from sixfold.pipeline.program.program import Program
 
 if TYPE_CHECKING:
-    from sixfold.pipeline.transport import Control, Links
+    from sixfold.pipeline.transport.protocol import Control, Links
 
 __all__ = ["all_know", "broadcast"]
 

@@ -44,7 +44,7 @@ class Alarm:
         self._tell(b"!")
 
     def bring(self) -> None:
-        """Tell all ranks of this host that this call is about something new (calls.py)."""
+        """Tell all ranks of this host that this call is about something new (call_count.py)."""
         self._tell(_NEW.pack(self._rank, self.calls.made))
 
     def _tell(self, what: bytes) -> None:

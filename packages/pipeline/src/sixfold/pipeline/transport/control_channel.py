@@ -1,6 +1,6 @@
 """The control channel of process groups: small things between CPU hosts, over gloo whatever the group is.
 
-flags, headers, counts, reports --> notes (this file) --> groups.py
+flags, headers, counts, reports --> notes (this file) --> process_groups.py
 """
 
 from __future__ import annotations

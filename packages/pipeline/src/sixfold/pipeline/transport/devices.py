@@ -1,6 +1,6 @@
 """What edges need where tensors are on a device: NCCL's deadline, marks on streams, and the way over host memory.
 
-    groups.py --> a work of NCCL, or gloo's and a copy (this file) --> watchdog.py waits for it
+    process_groups.py --> a work of NCCL, or gloo's and a copy (this file) --> deadlines.py waits for it
 
 [Note: over host memory] gloo moves CPU tensors, and torch does not look where a tensor is that it hands to gloo. Ranks
 that share a device, which NCCL refuses, or have no NCCL, send copies: the host waits for the device at each SEND, and

@@ -1,6 +1,6 @@
 """One communicator for all edges of a rank: messages that stand beside each other in a list start together.
 
-    messages of a list --> begin, sends and receives, end --> one batch on the group (this file) --> groups.py
+    messages of a list --> begin, sends and receives, end --> one batch on the group (this file) --> process_groups.py
 
 [Note: one communicator] What one NCCL communicator is given runs in order, so a receive that is asked for ahead of its
 place can hold up a send that its own sender waits for. Hence nothing is posted ahead here, a receive stands at its

@@ -19,7 +19,7 @@ share one device, that is one thread that moves bytes.
 for it only in its next one. A tensor is kept until it was sent. NCCL tells, and is asked at each
 SEND. gloo does not (``is_completed`` stays False until ``wait``), but a message that the peer
 makes of it does: gradients say that their output is there, and what it sends behind a backward that the
-gradients are which that backward took (``proofs.py``), at the latest the next input of their slot.
+gradients are which that backward took (``acknowledgements.py``), at the latest the next input of their slot.
 That message alone is then waited for, at once: older ones may be under way (gloo has an order per
 tag). Where nothing comes back (no gradients, an evaluation) the oldest of more than a batch in
 flight is waited for.
@@ -185,7 +185,7 @@ class GroupTransport:
         edges: makes the group of the edge (source, destination), group ranks; called on both
             ranks of each edge, in one order on all ranks. None makes an edge of shared memory where both ranks
             have CPU tensors and are on one host, else a communicator of two; "groups" always the latter; "one" a
-            single communicator for all edges (batched.py); "host" gloo's, for tensors of
+            single communicator for all edges (one_communicator.py); "host" gloo's, for tensors of
             any device. [Note: over host memory]
         debug_memory: free receive buffers and slots are NaN. [Note: free memory is NaN]
     """
@@ -490,7 +490,7 @@ def _send_output(
     send: Callable[..., None], outputs: Outputs, number: int, route: Route, action: Action, values: Values
 ) -> None:
     specs = specs_of(values)
-    outputs.look((route.stage, route.slot), specs, action)  # [Note: one rule] in agreed.py
+    outputs.look((route.stage, route.slot), specs, action)  # [Note: one rule] in shape_agreement.py
     send(number, route, outputs.open, values, action, specs)
 
 

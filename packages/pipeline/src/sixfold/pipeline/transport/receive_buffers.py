@@ -1,6 +1,6 @@
 """Receive buffers that are used again and again: fixed addresses, and no allocation once a step has run.
 
-    shape, dtype --> a buffer that nobody holds (this file) --> groups.py
+    shape, dtype --> a buffer that nobody holds (this file) --> process_groups.py
 
 [Note: held memory] What is received lies in the buffer as long as anybody needs it: a graph that saved it, a send that
 is on its way, a module that keeps its input. Each of them holds the memory, and the memory counts who does. So a

@@ -395,7 +395,7 @@ def _give_back(lease: Any) -> None:
     held[0] -= len(lease)
     if os.getpid() == process:  # a fork, such as a worker that loads data, has the tensor and not the slot
         if debug_memory:
-            ctypes.memset(lease, 255, len(lease))  # [Note: free memory is NaN] in ring.py
+            ctypes.memset(lease, 255, len(lease))  # [Note: free memory is NaN] in receive_buffers.py
         page[at] = 0
 
 

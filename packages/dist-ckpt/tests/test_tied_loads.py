@@ -1,5 +1,7 @@
 """Loads into tied weights: two names of one memory, of a checkpoint where the two are equal or not."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -104,3 +106,28 @@ def test_the_door_takes_equal_values_into_one_tensor_and_refuses_unlike_ones(tmp
     (failure,) = (error for error, _ in told.value.failures.values())
     assert isinstance(failure, MismatchError)
     assert failure.args[0].startswith("m.head.weight: ")
+
+
+def warm_up(steps):
+    """As torch's compiled optimizers want it: the learning rate a tensor. Two schedulers that follow on each other."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter], torch.tensor(0.1))
+    warm = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3)
+    rest = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    schedule = torch.optim.lr_scheduler.SequentialLR(optimizer, [warm, rest], milestones=[3])
+    for _ in range(steps):
+        optimizer.step()
+        schedule.step()
+    return schedule
+
+
+@pytest.mark.parametrize("form", ["object", "dict"])
+def test_rates_of_a_schedule_that_a_new_one_holds_as_one_tensor_come_back_each(tmp_path, form):
+    saved, new = warm_up(5), warm_up(0)
+    want = copy.deepcopy(saved.state_dict())
+    dist_ckpt.save({"schedule": saved if form == "object" else saved.state_dict()}, tmp_path)
+    assert new._last_lr[0] is new._schedulers[0]._last_lr[0]
+    loaded = dist_ckpt.load({"schedule": new if form == "object" else new.state_dict()}, tmp_path)
+    if form == "dict":
+        new.load_state_dict(loaded["schedule"])
+    assert new.state_dict() == want

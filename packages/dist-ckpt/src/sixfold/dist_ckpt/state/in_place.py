@@ -11,7 +11,8 @@ log tells.
 
 [Note: tied weights] One tensor under two names, as a tied embedding and head, takes one value. Where the checkpoint
 holds two that differ, one would be lost; threads that fill both at a time would mix them. So the second name is read
-into memory of its own and compared.
+into memory of its own and compared. Numbers in lists are no weights: of a schedule with milestones whose learning rate
+is a tensor, a new one holds the rates of its parts as one tensor. Each comes back as it was saved.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def fill_plain(asked: Any, result: Any, is_first: bool) -> None:
 
     See [Note: plain tensors are filled too]. ``is_first``: this rank writes the log.
     """
-    left = list[str]()
+    left, numbers = list[str](), dict[Any, torch.Tensor]()
     for path, target in tree.leaves(asked):
         if type(target) not in (torch.Tensor, torch.nn.Parameter) or target.is_meta:  # which ``assign=True`` replaces
             continue
@@ -58,6 +59,8 @@ def fill_plain(asked: Any, result: Any, is_first: bool) -> None:
         if not isinstance(found, torch.Tensor) or _share_memory(found, target):
             continue
         if found.shape == target.shape and found.dtype == target.dtype and _is_writable(target) and has_values(found):
+            if _is_number(asked, path, target) and not same_bits(numbers.setdefault(_memory_of(target), found), found):
+                continue  # [Note: tied weights]
             own = target.detach()
             own.copy_(found)
             tree.put(result, path, own)
@@ -119,13 +122,18 @@ def unlike_plain(expanded: Any, common: Any) -> list[str]:
         found, memory = tree.get(common, path), _memory_of(leaf)
         if memory is None or not isinstance(found, torch.Tensor) or not has_values(found):
             continue
-        if (found.shape, found.dtype) != (leaf.shape, leaf.dtype):
+        if (found.shape, found.dtype) != (leaf.shape, leaf.dtype) or _is_number(expanded, path, leaf):
             continue
         name = tree.key_text(path)
         first, value = firsts.setdefault(memory, (name, found))
         if not same_bits(value, found):
             problems.append(two_values(name, first))
     return problems
+
+
+def _is_number(state: Any, path: tree.KeyPath, leaf: torch.Tensor) -> bool:
+    """Whether this is one number in a list, such as a learning rate. See [Note: tied weights]."""
+    return leaf.dim() == 0 and type(tree.get(state, path[:-1])) is list
 
 
 def two_values(second: str, first: str) -> str:

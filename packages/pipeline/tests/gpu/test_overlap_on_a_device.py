@@ -6,8 +6,8 @@ import copy
 
 import pytest
 import torch
+from overlapping_batches_helpers import runner_of
 from pipeline_helpers import layers
-from test_carried import runner_of
 from torch import nn
 from version_helpers import OPTIMIZERS, delayed, made_batches, same_weights
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from pipeline_helpers import equal_bits, gradients, layers, plain_loop
-from test_threads_random import Slow, nap, random_program, train
+from random_program_helpers import Slow, nap, random_program, train
 from transport_helpers import Altered
 
 from ranktest import run_ranks

@@ -8,45 +8,20 @@ from typing import Any
 
 import pytest
 import torch
+from overlapping_batches_helpers import PROGRAMS, runner_of, train
 from pipeline_helpers import layers, square_loss
 from thread_helpers import on_threads, values_or_raise
 from torch import nn
-from version_helpers import OPTIMIZERS, Batches, delayed, made_batches, reads_of, same_weights, stashed
+from version_helpers import OPTIMIZERS, delayed, made_batches, reads_of, same_weights, stashed
 
 from sixfold.pipeline import (
-    PipelineRunner,
     Program,
     ScheduleError,
-    Stage,
-    gpipe,
-    interleaved,
-    one_f_one_b,
     pipedream,
     pipedream_2bw,
 )
-from sixfold.pipeline.passes import lower, optimizer_step, recompute, split_backward, strip
+from sixfold.pipeline.passes import strip
 from sixfold.pipeline.proof.endless import endless
-
-
-def runner_of(program: Program, modules: list[nn.Module], group: Any = None, make: str = "adamw", **options: Any):
-    """Of one rank, or of all."""
-    mine = range(program.stages) if group is None else program.stages_of(group.rank)
-    stages = [Stage(modules[s], s, optimizer=OPTIMIZERS[make](list(modules[s].parameters()))) for s in mine]
-    return PipelineRunner(program, stages, group, square_loss, **options)
-
-
-def train(
-    group: Any, program: Program, modules: list[nn.Module], batches: Batches, drains: Any = (), make: str = "adamw"
-) -> list[Any]:
-    """Losses of every step; a drain behind those named, and at the end."""
-    runner = runner_of(program, modules, group, make, timeout_s=30.0)
-    losses = []
-    for t, (inputs, targets) in enumerate(batches):
-        losses.append(runner.step(list(inputs), list(targets)).losses)
-        if t in drains:
-            runner.drain()
-    runner.drain()
-    return losses
 
 
 def check(program: Program, drains: Any = (), steps: int = 5, make: str = "adamw", threads: bool = False) -> None:
@@ -82,17 +57,6 @@ def test_2bw_is_the_delayed_recurrence_whatever_drains_happen(p, m, threads):
 @pytest.mark.parametrize("p", [1, 2, 4])
 def test_pipedream_reads_what_it_read_at_the_forward(p, threads):
     check(pipedream(p, max(2, p)), steps=7, threads=threads)
-
-
-PROGRAMS = {
-    "split": split_backward(pipedream_2bw(3, 4)),
-    "lowered": lower(pipedream_2bw(3, 3)),
-    "recomputed": recompute(pipedream_2bw(3, 3)),
-    "split and recomputed": recompute(split_backward(pipedream_2bw(2, 3))),
-    "gpipe": optimizer_step(gpipe(3, 6), when="2bw", steps=2),
-    "two stages a rank": optimizer_step(interleaved(2, 8, 2), when="2bw", steps=2),
-    "pipedream in batches": optimizer_step(one_f_one_b(3, 9), when="pipedream", steps=3),
-}
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["one", "threads"])

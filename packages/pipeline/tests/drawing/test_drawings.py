@@ -7,7 +7,7 @@ import pytest
 
 from sixfold.pipeline import schedules
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 spec = importlib.util.spec_from_file_location("make_drawings", GOLDEN / "make_drawings.py")
 make_drawings = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(make_drawings)

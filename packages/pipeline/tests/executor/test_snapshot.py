@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from overlapping_batches_helpers import PROGRAMS, runner_of
 from pipeline_helpers import layers, square_loss
-from test_carried import PROGRAMS, runner_of
 from thread_helpers import on_threads, values_or_raise
 from torch import Tensor, nn
 from version_helpers import Batches, made_batches, same_weights

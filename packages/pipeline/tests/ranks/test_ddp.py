@@ -241,6 +241,34 @@ def check_evaluations_around_shards(rank: int, ranks: int) -> None:
                 optimizer.zero_grad()
 
 
+def counted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Of the rows whose target is none of -100."""
+    kept = (target[:, 0] != -100).to(output.dtype)
+    return (((output - target) ** 2).mean(1) * kept).sum(), kept.sum()
+
+
+def check_tokens_of_shards(rank: int, ranks: int) -> None:
+    """Ranks whose batches have other numbers of tokens have the gradient of the mean over all tokens."""
+    torch.manual_seed(5)
+    plain = [nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(2)]
+    theirs = nn.Sequential(*copy.deepcopy(plain))
+    ours = [fully_shard(module) for module in plain]
+    batches = [batch(other, 0) for other in range(ranks)]
+    for other, (_, targets) in enumerate(batches):
+        for y in targets[: len(targets) - 1 if other else 0]:
+            y[:] = -100.0
+    runner = PipelineRunner(
+        one_f_one_b(2, M), [Stage(m, s) for s, m in enumerate(ours)], None, counted_loss, scale="token"
+    )
+    sums, counts = zip(*(counted_loss(theirs(torch.cat(x)), torch.cat(y)) for x, y in batches), strict=True)
+    (sum(sums) / sum(counts)).backward()
+    for _ in range(2):
+        runner.step(*batches[rank])
+        for a, b in zip((p for m in ours for p in m.parameters()), theirs.parameters(), strict=True):
+            assert torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-6)
+            a.grad = None
+
+
 def check_autocast_around_shards(rank: int, ranks: int) -> None:
     """Autocast remembers its casts of weights through a step; each microbatch's gradients are reduced with it still."""
     torch.manual_seed(5)
@@ -303,6 +331,7 @@ def check_everything(rank: int, ranks: int) -> None:
     check_refused(rank, ranks)
     check_fully_shard(rank, ranks)
     check_evaluations_around_shards(rank, ranks)
+    check_tokens_of_shards(rank, ranks)
     check_autocast_around_shards(rank, ranks)
     check_tied_shards(rank, ranks)
     check_deadline(rank, ranks)

@@ -4,6 +4,7 @@
 
 The total is known once the last stage has run all forwards of a batch, which is before
 any stage is done with its backwards; it is sent at that moment, on the control channel.
+A stage under ``fully_shard`` has the shards of a mean over ranks of other batches: its divisor is the mean of theirs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.stage.compute import StageRun
+from sixfold.pipeline.stage.fully_shard import mean_over, mesh_of_shards
 from sixfold.pipeline.stage.loss import LossTail
 
 if TYPE_CHECKING:
@@ -138,6 +140,8 @@ class TokenCount:
         self._divided: dict[Tensor, Tensor] = {}  # gradients of those
         self._before = SetAside()
         self._totals: dict[int, float] = {}
+        self._meshes: dict[int, Any] = {}  # of stages under fully_shard
+        self._means: dict[tuple[int, Any], float] = {}  # by batch and mesh
 
     def order(self, stages: Iterable[int]) -> None:
         """The order in which stages reduce, which says which of them is the last to hold a parameter."""
@@ -150,6 +154,8 @@ class TokenCount:
             given: inputs and keyword arguments, in which tensors may ask for a gradient.
         """
         self._totals.clear()
+        self._means.clear()
+        self._meshes = {stage: mesh_of_shards(self._runs[stage].stage) for stage in self._stages}
         self._divided.clear()
         taken: set[int] = set()
         for stage in reversed(self._stages):
@@ -197,6 +203,10 @@ class TokenCount:
         """REDUCE_GRAD of ``stage``: divide its gradients in place."""
         if (total := self._totals.get(batch)) is None:
             total = self._totals[batch] = self._receive(action)
+        if (mesh := self._meshes[stage]) is not None:
+            if (batch, mesh) not in self._means:
+                self._means[batch, mesh] = mean_over(mesh, total)
+            total = self._means[batch, mesh]
         for parameter in self._parameters[stage]:
             if parameter.grad is not None:
                 parameter.grad.div_(total)

@@ -2,6 +2,7 @@
 
     runner's call begins, is over --> parts that forwards left gathered are sharded (this file) --> runner
     forward under autocast --> without the casts of others (this file) --> wiring
+    a batch's count of tokens --> its mean over the ranks of the shards (this file) --> tokens
 
 A root of FSDP2 stays gathered behind a forward, for the backward that follows; behind an evaluation none does. Its
 parameters would then be gathered copies that no optimizer knows: without gradients, and of the weights before its step.
@@ -19,11 +20,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from sixfold.pipeline.stage.stage import Stage
 
-__all__ = ["of_own_casts", "shard_again"]
+__all__ = ["mean_over", "mesh_of_shards", "of_own_casts", "shard_again"]
 
 
 def shard_again(stages: Iterable[Stage]) -> None:
@@ -38,6 +40,21 @@ def of_own_casts(stage: Stage, call: Callable[..., Any], *inputs: Any, **kwargs:
     if stage.data_parallel is not None or next(_sharded(stage.module), None) is not None:
         torch.clear_autocast_cache()
     return call(*inputs, **kwargs)
+
+
+def mesh_of_shards(stage: Stage) -> Any:
+    """The mesh over whose ranks ``stage`` is sharded by FSDP2, or None."""
+    if next(_sharded(stage.module), None) is None:
+        return None
+    return next((p.device_mesh for p in stage.parameters() if hasattr(p, "device_mesh")), None)
+
+
+def mean_over(mesh: Any, number: float) -> float:
+    """Over all ranks of ``mesh``, which call this together: the deadline is that of its groups."""
+    total = torch.tensor(number, dtype=torch.float64, device=mesh.device_type)
+    for dimension in range(mesh.ndim):
+        dist.all_reduce(total, group=mesh.get_group(dimension))
+    return total.item() / int(mesh.size())
 
 
 def _sharded(module: nn.Module | None) -> Iterator[Any]:

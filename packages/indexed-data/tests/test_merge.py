@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 from indexed_data_helpers import pair_bytes, write_pair
 
-from sixfold.indexed_data import IndexedDataError, IndexedDataset, IndexedDatasetBuilder, disk, merge
+from sixfold.indexed_data import IndexedDataError, IndexedDataset, IndexedDatasetBuilder, merge
+from sixfold.indexed_data import atomic_files as disk
 
 PARTS = [[[[1, 2], [3]], []], [], [[[4]]]]
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from indexed_data_helpers import write_pair
 
-from sixfold.indexed_data import IndexedDataError, IndexedDataset, IndexedDatasetBuilder, build, disk, verify
+from sixfold.indexed_data import IndexedDataError, IndexedDataset, IndexedDatasetBuilder, build, verify
+from sixfold.indexed_data import atomic_files as disk
 from sixfold.indexed_data.text import workers
 
 STOPS = """

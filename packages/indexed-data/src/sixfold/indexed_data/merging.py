@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from sixfold.indexed_data.disk import files_of
+from sixfold.indexed_data.atomic_files import files_of
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.paths import AnyPath, output_prefix, path_text
 from sixfold.indexed_data.reader import IndexedDataset

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError, Problem
-from sixfold.indexed_data.ids import whole_number
 from sixfold.indexed_data.index import Index, all_problems
 from sixfold.indexed_data.paths import AnyPath, input_prefix
 from sixfold.indexed_data.storage import map_file
+from sixfold.indexed_data.token_ids import whole_number
 
 _CHUNK = 1 << 20  # ids per step when .bin is read
 

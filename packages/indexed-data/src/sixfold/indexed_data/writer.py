@@ -18,14 +18,14 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.indexed_data.disk import Temporary, copy, publish
+from sixfold.indexed_data.atomic_files import Temporary, copy, publish
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType, Header
-from sixfold.indexed_data.ids import IdRange, as_row, checked_ids, whole_number
 from sixfold.indexed_data.index import BLOCK
 from sixfold.indexed_data.paths import AnyPath, anchored, input_prefix, output_file
 from sixfold.indexed_data.reader import IndexedDataset
 from sixfold.indexed_data.storage import file_identity, identity_of
+from sixfold.indexed_data.token_ids import IdRange, as_row, checked_ids, whole_number
 from sixfold.indexed_data.verifying import ids_outside
 
 LONGEST_SEQUENCE = 2**31 - 1  # lengths are int32

@@ -18,17 +18,17 @@ from typing import Any
 
 import numpy as np
 
-from sixfold.indexed_data.disk import publish
+from sixfold.indexed_data.atomic_files import publish
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType
-from sixfold.indexed_data.ids import whole_number
 from sixfold.indexed_data.paths import AnyPath, output_prefix
+from sixfold.indexed_data.text.building_folder import BadInput, part_prefix, workshop
 from sixfold.indexed_data.text.fingerprints import VARIES, fingerprint
 from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut, refuse_unnamed_jsonl
 from sixfold.indexed_data.text.parts import LISTED_ERRORS, Job, PartReport, encodes_alike
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
 from sixfold.indexed_data.text.workers import part_name, refuse_bootstrap, run_parts
-from sixfold.indexed_data.text.workshop import BadInput, part_prefix, workshop
+from sixfold.indexed_data.token_ids import whole_number
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
 PART_BYTES = 64 * 2**20

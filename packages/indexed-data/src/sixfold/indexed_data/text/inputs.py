@@ -17,7 +17,7 @@ from typing import IO, Any
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.paths import AnyPath, local_path
-from sixfold.indexed_data.text.kinds import HEAD_BYTES, what_it_is
+from sixfold.indexed_data.text.input_kinds import HEAD_BYTES, what_it_is
 
 FORMATS = ("auto", "jsonl", "text")
 TEXT_DOCUMENTS = ("file", "paragraph", "line")

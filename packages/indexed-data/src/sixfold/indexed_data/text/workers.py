@@ -14,11 +14,11 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.text.building_folder import part_prefix
 from sixfold.indexed_data.text.fingerprints import differences, fingerprint
 from sixfold.indexed_data.text.inputs import Slice
 from sixfold.indexed_data.text.parts import Job, PartReport, build_part, read_report
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
-from sixfold.indexed_data.text.workshop import part_prefix
 
 if TYPE_CHECKING:  # most builds are small, and no reader of pairs needs processes
     from concurrent.futures import Future

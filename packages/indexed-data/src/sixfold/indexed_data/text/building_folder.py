@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from sixfold.indexed_data.disk import files_of
+from sixfold.indexed_data.atomic_files import files_of
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.parts import read_report
 

@@ -73,7 +73,7 @@ def test_time_in_which_the_build_was_stopped_too_is_no_deadline(monkeypatch):
     part = Future()
     threading.Timer(0.1, stopped_s.__setitem__, (0, 3600.0)).start()
     threading.Timer(0.3, part.set_result, ("done",)).start()
-    assert workers._Crew([], timeout_s=0.8).result(part, "input part a") == "done"
+    assert workers._WorkerProcesses([], timeout_s=0.8).result(part, "input part a") == "done"
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def verify(path_prefix: AnyPath, *, multimodal: bool = False, vocab_size: int | 
 def ids_outside(index: Index, ids: npt.NDArray[Any], vocab_size: int) -> Iterator[Problem]:
     """The first of all ``ids`` of a pair that is not in 0..vocab_size-1."""
     dtype = ids.dtype
-    # One maximum for both ends, see the note in ids.py. No id of a signed dtype lies above its own largest.
+    # One maximum for both ends, see the note in token_ids.py. No id of a signed dtype lies above its own largest.
     unsigned = None if dtype.kind == "f" else ids.view(f"u{dtype.itemsize}")
     limit = vocab_size if dtype.kind != "i" else min(vocab_size, int(np.iinfo(dtype).max) + 1)
     for begin in range(0, ids.size, _CHUNK):

@@ -1,8 +1,8 @@
 """Writing a pair: temporary files first, then both names at once.
 
-    ids.py --> IndexedDatasetBuilder (this file) --> disk.py --> PREFIX.bin, PREFIX.idx
+    token_ids.py --> IndexedDatasetBuilder (this file) --> atomic_files.py --> PREFIX.bin, PREFIX.idx
 
-What a crash leaves is told by two notes in disk.py: whole or absent, and a killed writer.
+What a crash leaves is told by two notes in atomic_files.py: whole or absent, and a killed writer.
 """
 
 from __future__ import annotations

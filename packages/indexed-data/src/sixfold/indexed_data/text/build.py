@@ -2,8 +2,8 @@
 
     inputs --> cut --> parts.py in workers --> PREFIX.building/part-* --> join --> publish (this file)
 
-Everything before ``publish`` lies in PREFIX.building, see the note in workshop.py. The bytes do not depend on the
-number of workers.
+Everything before ``publish`` lies in PREFIX.building, see the note in building_folder.py. The bytes do not depend on
+the number of workers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sixfold.indexed_data.atomic_files import publish
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType
 from sixfold.indexed_data.paths import AnyPath, output_prefix
-from sixfold.indexed_data.text.building_folder import BadInput, part_prefix, workshop
+from sixfold.indexed_data.text.building_folder import BadInput, building_folder, part_prefix
 from sixfold.indexed_data.text.fingerprints import VARIES, fingerprint
 from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut, refuse_unnamed_jsonl
 from sixfold.indexed_data.text.parts import LISTED_ERRORS, Job, PartReport, encodes_alike
@@ -133,7 +133,7 @@ def build(
     def alike(number: int, folder: str) -> bool:
         return job.encoding.probe == VARIES or encodes_alike(parts[number], part_prefix(folder, number), job, loaded)
 
-    with workshop(prefix, _plan(sources, job, part_bytes), overwrite, alike) as (folder, dropped):
+    with building_folder(prefix, _plan(sources, job, part_bytes), overwrite, alike) as (folder, dropped):
         notes = (*loaded.notes, *dropped)
         for note in notes:
             warnings.warn(note, BuildNote, stacklevel=2)

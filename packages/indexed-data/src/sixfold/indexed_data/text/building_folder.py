@@ -29,7 +29,7 @@ class BadInput(IndexedDataError):
 
 
 @contextmanager
-def workshop(
+def building_folder(
     prefix: str, plan: dict[str, Any], overwrite: bool, alike: Callable[[int, str], bool]
 ) -> Iterator[tuple[str, list[str]]]:
     """The folder, locked, holding only the plan and its finished parts; and notes on parts that were dropped.

@@ -67,7 +67,7 @@ def _run_side_by_side(
 
     # spawn: the caller may run threads (torch does), and a fork would copy their locks as they stand.
     context: Any = _Recording(multiprocessing.get_context("spawn"))
-    crew = _Crew(context.processes, timeout_s)
+    processes = _WorkerProcesses(context.processes, timeout_s)
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare_worker) as pool:
         futures = {n: pool.submit(_make_in_worker, parts[n], part_prefix(folder, n), job) for n in missing}
         try:
@@ -78,9 +78,9 @@ def _run_side_by_side(
                     yield report
                     continue
                 try:
-                    yield crew.result(futures[number], part_name(slices))
+                    yield processes.result(futures[number], part_name(slices))
                 except BrokenProcessPool as error:
-                    if crew.ended_by_themselves():
+                    if processes.ended_by_themselves():
                         raise IndexedDataError(
                             f"a worker ended by itself before {part_name(slices)} was done; its own error is printed "
                             "above. Each worker runs the calling script once more: what calls build stands below "
@@ -93,7 +93,7 @@ def _run_side_by_side(
                     ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            crew.leave()
+            processes.leave()
 
 
 class _Recording:
@@ -112,7 +112,7 @@ class _Recording:
         return process
 
 
-class _Crew:
+class _WorkerProcesses:
     """The worker processes of one build, and how long one waits for them.
 
     [Note: a deadline on doing nothing] A part may take hours, so its time has no limit. What has one is the time in

@@ -13,7 +13,7 @@ from typing import Any, Self
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
-from sixfold.blending.dataset.base import Samples
+from sixfold.blending.dataset.stream import Samples
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import Positions, whole_number
 

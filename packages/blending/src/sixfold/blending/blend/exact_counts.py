@@ -16,7 +16,7 @@ from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.greedy import BlendIndices
 from sixfold.blending.numbers.checks import whole_number
-from sixfold.blending.numbers.permutation import I64
+from sixfold.blending.numbers.kernels import I64
 
 _STRETCH_BITS = 16  # 65,536 stretches at most
 _CHUNK = 2**16  # positions at a time: temporaries that stay in the cache

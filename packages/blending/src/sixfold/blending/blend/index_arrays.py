@@ -15,7 +15,7 @@ import numpy.typing as npt
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.greedy import BlendIndices, exhaustive, greedy, running
 from sixfold.blending.numbers.checks import whole_number
-from sixfold.blending.numbers.permutation import I64
+from sixfold.blending.numbers.kernels import I64
 
 Arrays = dict[str, npt.NDArray[Any]]
 BLEND_INDICES = ("dataset_index", "dataset_sample_index")

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.numbers.permutation import I64, order_key, permute, permute_back, permute_range
+from sixfold.blending.numbers.kernels import I64
+from sixfold.blending.numbers.permutation import order_key, permute, permute_back, permute_range
 
 _DEADLINE_S = 600.0  # of the thread that makes a table; 2^32 positions take it half a minute
 

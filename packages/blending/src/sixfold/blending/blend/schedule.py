@@ -18,7 +18,7 @@ from sixfold.blending.config.config import BlendChange
 from sixfold.blending.config.prefixes import Prefix, text_of
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import whole_number
-from sixfold.blending.numbers.permutation import I64
+from sixfold.blending.numbers.kernels import I64
 from sixfold.blending.numbers.weights import Weights
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 from sixfold.blending.documents.source import DocumentSource, pointers_of
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import whole_numbers
-from sixfold.blending.numbers.permutation import I64
+from sixfold.blending.numbers.kernels import I64
 
 _FINGERPRINT_STRIDE = 256
 _RUNS, _RUN = 128, 1024  # pointers that a fingerprint reads

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.numbers.permutation import I64
+from sixfold.blending.numbers.kernels import I64
 
 
 @runtime_checkable

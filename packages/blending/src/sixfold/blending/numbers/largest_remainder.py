@@ -8,7 +8,7 @@ Python's integers: no rounding takes part, and every machine finds the same shar
 import numpy as np
 
 from sixfold.blending.numbers.checks import whole_number
-from sixfold.blending.numbers.permutation import I64
+from sixfold.blending.numbers.kernels import I64
 from sixfold.blending.numbers.weights import Weights, exact_weights
 
 

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import whole_numbers
-from sixfold.blending.numbers.kernels import I64 as I64  # for the rest of the package
-from sixfold.blending.numbers.kernels import U64, Kernels, kernels
+from sixfold.blending.numbers.kernels import I64, U64, Kernels, kernels
 
 ORDER_VERSION = "sixfold-order-1"
 ROUNDS = 6

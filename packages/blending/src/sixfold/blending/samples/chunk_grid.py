@@ -19,8 +19,8 @@ from itertools import pairwise
 import numpy as np
 
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.numbers.kernels import Kernels
-from sixfold.blending.numbers.permutation import I64, permute
+from sixfold.blending.numbers.kernels import I64, Kernels
+from sixfold.blending.numbers.permutation import permute
 from sixfold.blending.samples.token_line import Ranges, TokenLine
 
 WINDOW = 65_536

@@ -269,6 +269,23 @@ def check_tokens_of_shards(rank: int, ranks: int) -> None:
             a.grad = None
 
 
+def check_norm_beside_shards(rank: int, ranks: int) -> None:
+    """One stage of a process is sharded, the other is whole."""
+    torch.manual_seed(5)
+    plain = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    theirs = nn.Sequential(*copy.deepcopy(plain))
+    ours = [fully_shard(plain[0]), plain[1]]
+    runner = PipelineRunner(one_f_one_b(2, M), [Stage(m, s) for s, m in enumerate(ours)], None, square_loss)
+    runner.step(*batch(0, 0))  # of all ranks the same
+    x, y = map(torch.cat, batch(0, 0))
+    square_loss(theirs(x), y).backward()
+    norm = nn.utils.clip_grad_norm_(theirs.parameters(), 0.1)
+    assert torch.allclose(runner.clip_grad_norm_(0.1), norm, atol=1e-6)
+    for a, b in zip((p for m in ours for p in m.parameters()), theirs.parameters(), strict=True):
+        gradient = a.grad.full_tensor() if hasattr(a.grad, "full_tensor") else a.grad
+        assert torch.allclose(gradient, b.grad, atol=1e-6)
+
+
 def check_autocast_around_shards(rank: int, ranks: int) -> None:
     """Autocast remembers its casts of weights through a step; each microbatch's gradients are reduced with it still."""
     torch.manual_seed(5)
@@ -332,6 +349,7 @@ def check_everything(rank: int, ranks: int) -> None:
     check_fully_shard(rank, ranks)
     check_evaluations_around_shards(rank, ranks)
     check_tokens_of_shards(rank, ranks)
+    check_norm_beside_shards(rank, ranks)
     check_autocast_around_shards(rank, ranks)
     check_tied_shards(rank, ranks)
     check_deadline(rank, ranks)

@@ -45,18 +45,30 @@ def clip(
         the norm as it was.
     """
     gradients = [p.grad for p in counted if p.grad is not None]
-    mine = float(torch.nn.utils.get_total_norm(gradients, norm_type)) if gradients else 0.0
+    found_here = [float(torch.nn.utils.get_total_norm(part, norm_type)) for part in _by_mesh(gradients)]
+    mine = found_here[0] if len(found_here) == 1 else _total(found_here, norm_type)
     norms = [mine]
     if gather is not None:
         norms = [unpack("<d", pack("<q", bits))[0] for bits in gather(unpack("<q", pack("<d", mine))[0])]
-    if math.isinf(norm_type):
-        total = max(norms) if not any(map(math.isnan, norms)) else math.nan
-    else:
-        total = (
-            math.fsum(norm**norm_type for norm in norms) ** (1.0 / norm_type) if max(norms) < math.inf else max(norms)
-        )
-    found = torch.tensor(total)
-    all_ = list(parameters)
-    if any(p.grad is not None for p in all_):
-        torch.nn.utils.clip_grads_with_norm_(all_, max_norm, found)
+    found = torch.tensor(_total(norms, norm_type))
+    for part in _by_mesh([p for p in parameters if p.grad is not None]):
+        torch.nn.utils.clip_grads_with_norm_(part, max_norm, found)
     return found
+
+
+def _by_mesh(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """Apart by the mesh over which they are sharded; torch's functions take one sort at a time."""
+    parts: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        parts.setdefault(getattr(tensor, "device_mesh", None), []).append(tensor)
+    return list(parts.values())
+
+
+def _total(norms: Sequence[float], norm_type: float) -> float:
+    if any(map(math.isnan, norms)):
+        return math.nan
+    largest = max(norms, default=0.0)
+    if math.isinf(norm_type) or largest == math.inf:
+        return largest
+    total: float = math.fsum(norm**norm_type for norm in norms) ** (1.0 / norm_type)
+    return total

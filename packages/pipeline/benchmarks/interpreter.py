@@ -23,7 +23,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from sixfold.pipeline import PipelineRunner, Program, Stage, gpipe, interleaved, one_f_one_b, zb_h1, zb_v
 from sixfold.pipeline.program.action import COMPUTE, Kind
-from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
 WIDTH, ROWS, M, STEPS = 64, 4, 32, 4
 
@@ -71,7 +71,7 @@ def bare(stages: int, backward: Callable[[Tensor, Tensor], object]) -> Callable[
 def bare_split(stages: int) -> Callable[[], object]:
     """The same with every backward in two, through stores: I of all stages, then W of all."""
     net = modules(stages)
-    stores = [GradientStore(Stage(module, index)) for index, module in enumerate(net)]
+    stores = [WeightGradientStore(Stage(module, index)) for index, module in enumerate(net)]
     x, y = torch.randn(M, ROWS, WIDTH), torch.randn(M, ROWS, WIDTH)
     share = torch.tensor(1 / M)
 
@@ -91,7 +91,7 @@ def bare_split(stages: int) -> Callable[[], object]:
                 stores[number].backward(k, (get_gradient_edge(root),), (gradient,))
                 gradient = leaf.grad
             for store in stores:
-                store.weigh(k)
+                store.backward_weight(k)
 
     return step
 

@@ -24,7 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 from sixfold.pipeline import Stage
-from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
 
 class Layer(nn.Module):
@@ -70,13 +70,13 @@ class Ours:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._store = GradientStore(Stage(model, 0))
+        self._store = WeightGradientStore(Stage(model, 0))
 
     def __call__(self, x: Tensor, g: Tensor, times: Times) -> None:
         """One microbatch."""
         y = timed(times, "F deferring", lambda: self._store.forward(0, self._model, (x,), {}))
         timed(times, "I", lambda: self._store.backward(0, (get_gradient_edge(y),), (g,)))
-        timed(times, "W", lambda: self._store.weigh(0))
+        timed(times, "W", lambda: self._store.backward_weight(0))
         times.setdefault("I + W", []).append(times["I"][-1] + times["W"][-1])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from sixfold.pipeline import Stage
-from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
 Run = Callable[[nn.Module, Any], Tensor]
 
@@ -65,7 +65,7 @@ def split(
     module: nn.Module, xs: Sequence[Any], order: str, run: Run = call, store: Any = None
 ) -> tuple[list[Any], int]:
     """F, I and W in ``order`` ("F0F1I0I1W0W1"); returns the gradients of the inputs, and how many waited for a W."""
-    store = store or GradientStore(Stage(module, 0))
+    store = store or WeightGradientStore(Stage(module, 0))
     leaves, outputs, found, waited = {}, {}, {}, 0
     for action in (order[i : i + 2] for i in range(0, len(order), 2)):
         k = int(action[1])
@@ -79,7 +79,7 @@ def split(
             found[k] = [one.grad for one in (x if isinstance(x, tuple) else (x,))]
         elif action[0] == "W":
             waited += len(store._slots[k].entries)
-            store.weigh(k)
+            store.backward_weight(k)
         else:
             x = leaf(xs[k])
             output = run(module, x)

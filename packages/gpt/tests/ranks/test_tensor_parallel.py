@@ -20,7 +20,7 @@ from sixfold.gpt.model.decoder import GPTModel
 from sixfold.gpt.parallel import tensor_parallel
 from sixfold.gpt.parallel.axes import Axes, Axis
 from sixfold.gpt.parallel.weight_sharding import summed_over_tp
-from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
 TOKENS = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(2))
 LABELS = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(3))
@@ -180,19 +180,19 @@ def split_and_whole(rank: int, ranks: int, recompute: str) -> tuple[bool, list[i
         runner = pipeline.PipelineRunner(
             program, [pipeline.Stage(model, 0)], None, lambda losses, rows: losses.sum(), scale="sum"
         )
-        weigh = GradientStore.weigh
+        weigh = WeightGradientStore.backward_weight
         with Watched() as watched:
 
-            def counted(store: GradientStore, k: int) -> None:
+            def counted(store: WeightGradientStore, k: int) -> None:
                 alive.append(watched.alive)
                 weigh(store, k)  # noqa: B023
 
-            GradientStore.weigh = counted
+            WeightGradientStore.backward_weight = counted
             try:
                 kwargs = [{"labels": LABELS, "cu_seqlens": PACKED}, {"labels": TOKENS}]
                 runner.step([TOKENS, LABELS], None, kwargs=kwargs)
             finally:
-                GradientStore.weigh = weigh
+                WeightGradientStore.backward_weight = weigh
         gradients.append([p.grad for p in model.parameters()])
     return all(torch.equal(a, b) for a, b in zip(*gradients, strict=True)), alive
 

@@ -12,7 +12,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from sixfold.pipeline import Stage
 from sixfold.pipeline.split_backward import weight_gradients as stores
-from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
 N = 3
 
@@ -42,7 +42,7 @@ def delivered(monkeypatch) -> list[int]:
 def both(watch: Any = None, before: Any = None) -> tuple[nn.Module, nn.Module]:
     """A model after a split backward, and one after plain ones, each behind one without anybody who looks."""
     mine, oracle = model(), model()
-    store = GradientStore(Stage(mine, 0))
+    store = WeightGradientStore(Stage(mine, 0))
     for module in (mine, oracle):
         for parameter in module.parameters():
             parameter.grad = None if before is None else before(parameter)
@@ -70,7 +70,7 @@ def test_a_first_gradient_is_the_parameters_alone_and_the_next_is_added_to_it():
     memory = {p.grad.untyped_storage().data_ptr() for p in mine.parameters()}
     assert len(memory) == len(list(mine.parameters())) and all(p.grad.is_contiguous() for p in mine.parameters())
     kept = [p.grad for p in mine.parameters()]
-    split(mine, XS, ORDERS[1], store=GradientStore(Stage(mine, 0)))
+    split(mine, XS, ORDERS[1], store=WeightGradientStore(Stage(mine, 0)))
     assert all(p.grad is g for p, g in zip(mine.parameters(), kept, strict=True))
 
 
@@ -122,7 +122,7 @@ def test_parameters_that_share_a_gradient_add_to_it_one_after_another(monkeypatc
         shared = torch.ones(4, 4)
         for layer in module:
             layer.weight.grad = shared.view(4, 4) if views else shared
-    split(mine, xs, ORDERS[0], store=GradientStore(Stage(mine, 0)))
+    split(mine, xs, ORDERS[0], store=WeightGradientStore(Stage(mine, 0)))
     plain(oracle, xs)
     assert (mine[0].weight.grad is mine[1].weight.grad) is not views and same(mine, oracle)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from sixfold.pipeline import ScheduleError, Stage
-from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
 Call = Callable[[nn.Module, Tensor], Tensor]
 
@@ -32,7 +32,7 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 8), nn.ReLU(inplace=True), nn.Linear(8, 5), nn.Linear(5, 3, bias=False))
 
 
-def split(store: GradientStore, module: nn.Module, x: Tensor, call: Call, k: int = 0) -> None:
+def split(store: WeightGradientStore, module: nn.Module, x: Tensor, call: Call, k: int = 0) -> None:
     """F and I of a microbatch."""
     y = store.forward(k, call, (module, x), {})
     store.backward(k, (get_gradient_edge(y),), (seeded(*y.shape),))
@@ -41,11 +41,11 @@ def split(store: GradientStore, module: nn.Module, x: Tensor, call: Call, k: int
 def both(call: Call, x: Tensor, microbatches: int = 3) -> None:
     """The bits of inputs' and parameters' gradients over some microbatches; the first goes through watched layers."""
     ours, plain = model(), model()
-    store = GradientStore(Stage(ours, 0))
+    store = WeightGradientStore(Stage(ours, 0))
     for k in range(microbatches):
         mine, theirs = (x.detach().clone().requires_grad_(x.requires_grad) for _ in range(2))
         split(store, ours, mine, call, k)
-        store.weigh(k)
+        store.backward_weight(k)
         y = call(plain, theirs)
         y.backward(seeded(*y.shape))
         assert equal_bits([mine.grad], [theirs.grad])
@@ -73,7 +73,7 @@ def test_both_forms_have_the_bits_of_a_plain_backward(call, shape, wants):
 
 def test_torchs_own_operator_runs_where_the_input_or_the_bias_wants_a_gradient():
     layer = nn.Linear(4, 4)
-    store = GradientStore(Stage(layer, 0))
+    store = WeightGradientStore(Stage(layer, 0))
     names = []
     for wants in (True, False):
         output = store.forward(0, layer, (seeded(2, 4).requires_grad_(wants),), {})
@@ -83,7 +83,7 @@ def test_torchs_own_operator_runs_where_the_input_or_the_bias_wants_a_gradient()
 
 def test_who_looks_after_saved_tensors_sees_the_input():
     layer, x = nn.Linear(4, 4), seeded(2, 4).requires_grad_()
-    store = GradientStore(Stage(layer, 0))
+    store = WeightGradientStore(Stage(layer, 0))
     seen: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: seen.append(tensor) or tensor, lambda tensor: tensor):
         store.forward(0, layer, (x,), {})
@@ -92,16 +92,16 @@ def test_who_looks_after_saved_tensors_sees_the_input():
 
 def test_a_parameter_that_lies_elsewhere_in_the_same_step_is_read_there():
     ours = model()
-    store = GradientStore(Stage(ours, 0))
+    store = WeightGradientStore(Stage(ours, 0))
     for k in range(2):
         split(store, ours, seeded(4, 6).requires_grad_(), as_it_is, k)
-        store.weigh(k)
+        store.backward_weight(k)
     ours[0].weight.data = ours[0].weight.data * 2
     plain = copy.deepcopy(ours)
     for module in (ours, plain):
         module.zero_grad()
     split(store, ours, seeded(4, 6).requires_grad_(), as_it_is)
-    store.weigh(0)
+    store.backward_weight(0)
     y = plain(seeded(4, 6).requires_grad_())
     y.backward(seeded(*y.shape))
     assert equal_bits(gradients(ours), gradients(plain))
@@ -127,14 +127,14 @@ def test_a_parameter_that_is_given_other_data_within_a_step_is_read_as_it_then_i
     torch.manual_seed(0)
     ours = nn.Linear(8, 8)
     plain = copy.deepcopy(ours)
-    store = GradientStore(Stage(ours, 0))
+    store = WeightGradientStore(Stage(ours, 0))
     for k in range(3):
         for module in (ours, plain):
             if k == 2:
                 module.zero_grad()
                 module.weight.data, module.bias.data = moved(module.weight.data), moved(module.bias.data)
         split(store, ours, seeded(3, 8).requires_grad_(wants), call, k)
-        store.weigh(k)
+        store.backward_weight(k)
         y = call(plain, seeded(3, 8).requires_grad_(wants))
         y.backward(seeded(*y.shape))
         del y  # autograd's node of a parameter, which knows its shape, lives as long as a graph
@@ -146,7 +146,7 @@ def test_a_backward_reads_the_weight_that_its_forward_read(looks):
     ours = nn.Linear(8, 8)
     plain = copy.deepcopy(ours)
     found = []
-    store = GradientStore(Stage(ours, 0))
+    store = WeightGradientStore(Stage(ours, 0))
     for module in (ours, plain):
         x = seeded(3, 8).requires_grad_()
         with torch.autograd.graph.saved_tensors_hooks(*[lambda t: t] * 2) if looks else contextlib.nullcontext():
@@ -154,7 +154,7 @@ def test_a_backward_reads_the_weight_that_its_forward_read(looks):
         module.weight.data = module.weight.data * 3
         if module is ours:
             store.backward(0, (get_gradient_edge(y),), (seeded(3, 8),))
-            store.weigh(0)
+            store.backward_weight(0)
         else:
             y.backward(seeded(3, 8))
         found.append([x.grad, *gradients(module)])
@@ -207,7 +207,7 @@ def test_layers_are_in_place_in_i_only_where_a_forward_may_run_again():
     found = {}
     for again in (False, True):
         ours = model()
-        store = GradientStore(Stage(ours, 0))
+        store = WeightGradientStore(Stage(ours, 0))
 
         def call(module: nn.Module, x: Tensor, again: bool = again, ours: nn.Module = ours) -> Tensor:
             hidden = module(x)
@@ -219,7 +219,7 @@ def test_layers_are_in_place_in_i_only_where_a_forward_may_run_again():
 
         for k in range(2):
             split(store, ours, seeded(4, 6).requires_grad_(), checkpointed if again else call, k)
-            store.weigh(k)
+            store.backward_weight(k)
     assert found == {False: False, True: True}
 
 
@@ -243,9 +243,9 @@ class TwoBackwards(torch.autograd.Function):
 def test_a_bias_gradient_counts_once_where_a_kept_graph_is_gone_through_twice():
     ours, x = model(), seeded(4, 6)
     plain = copy.deepcopy(ours)
-    store = GradientStore(Stage(ours, 0))
+    store = WeightGradientStore(Stage(ours, 0))
     split(store, ours, x.clone().requires_grad_(), lambda module, x: TwoBackwards.apply(x, module[0]))  # type: ignore[index]
-    store.weigh(0)
+    store.backward_weight(0)
     y = plain[0](x)
     y.backward(seeded(*y.shape) * 0.75)
     for mine, other in ((ours[0].weight, plain[0].weight), (ours[0].bias, plain[0].bias)):
@@ -255,7 +255,7 @@ def test_a_bias_gradient_counts_once_where_a_kept_graph_is_gone_through_twice():
 def test_what_is_frozen_in_one_microbatch_of_a_step_gets_no_gradient_of_it():
     ours = model()
     plain = copy.deepcopy(ours)
-    store = GradientStore(Stage(ours, 0))
+    store = WeightGradientStore(Stage(ours, 0))
     frozen = [(), (0,), (0, 2), (2,)]
     for k, parts in enumerate(frozen):
         for module in (ours, plain):
@@ -263,7 +263,7 @@ def test_what_is_frozen_in_one_microbatch_of_a_step_gets_no_gradient_of_it():
                 module[part].weight.requires_grad_(part not in parts)
                 module[part].bias.requires_grad_(part in parts)
         split(store, ours, seeded(4, 6).requires_grad_(), as_it_is, k)
-        store.weigh(k)
+        store.backward_weight(k)
         y = plain(seeded(4, 6).requires_grad_())
         y.backward(seeded(*y.shape))
     assert equal_bits(gradients(ours), gradients(plain))
@@ -273,7 +273,7 @@ def test_what_is_frozen_in_one_microbatch_of_a_step_gets_no_gradient_of_it():
 @pytest.mark.parametrize("fails", ["before W", "in W"])
 def test_a_step_that_fails_behind_i_keeps_no_activation(fails, wants):
     ours = model()
-    store = GradientStore(Stage(ours, 0))
+    store = WeightGradientStore(Stage(ours, 0))
     hidden: list[weakref.ref[Tensor]] = []
     ours[2].register_forward_hook(lambda module, inputs, output: hidden.append(weakref.ref(inputs[0])))
     split(store, ours, seeded(4, 6).requires_grad_(wants), as_it_is)
@@ -281,6 +281,6 @@ def test_a_step_that_fails_behind_i_keeps_no_activation(fails, wants):
         with torch.no_grad():
             hidden[0]().add_(1)  # type: ignore[union-attr]
         with pytest.raises(ScheduleError, match="changed in place"):
-            store.weigh(0)
+            store.backward_weight(0)
     store.drop()
     assert hidden[0]() is None

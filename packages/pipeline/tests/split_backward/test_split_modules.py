@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as hooks
 
 from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, defer_weight_grad, zb_h1
-from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
 N = 3
 
@@ -52,7 +52,7 @@ def told(module: nn.Module) -> list[Any]:
 @pytest.mark.parametrize("known", [False, True], ids=["first step", "later step"])
 def test_hooks_see_what_they_see_in_a_plain_backward(known):
     mine, oracle = small(), small()
-    store = GradientStore(Stage(mine, 0))
+    store = WeightGradientStore(Stage(mine, 0))
     if known:  # a layer with a tensor hook is not deferred before it went through an I without
         split(mine, XS, ORDERS[0], store=store)
         mine.zero_grad()
@@ -121,13 +121,13 @@ def test_older_weights_get_the_gradients_of_microbatches_that_read_them():
 
 def test_older_weights_are_let_go_behind_their_w():
     model = small()
-    store = GradientStore(Stage(model, 0))
+    store = WeightGradientStore(Stage(model, 0))
     for k in range(2):  # no drop between them: a program without end
         older = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
         alive = [weakref.ref(leaf) for leaf in older.values()]
         y = store.forward(k, torch.func.functional_call, (model, older, (rand(2, 5),)), {})
         store.backward(k, (get_gradient_edge(y),), (torch.ones_like(y),))
-        store.weigh(k)
+        store.backward_weight(k)
         assert all(leaf.grad is not None for leaf in older.values())
         del older, y
         gc.collect()
@@ -144,7 +144,7 @@ def test_an_object_that_accumulates_is_handed_what_w_made():
 
     model, oracle, sums = small(), small(), Sums()
     stage = Stage(model, 0, data_parallel=sums)  # type: ignore[arg-type]
-    split(model, XS, ORDERS[0], store=GradientStore(stage))
+    split(model, XS, ORDERS[0], store=WeightGradientStore(stage))
     plain(oracle, XS)
     for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
         assert p.grad is None and len(sums.found[p]) == N
@@ -153,7 +153,7 @@ def test_an_object_that_accumulates_is_handed_what_w_made():
 
 def test_the_gradient_of_a_gradient_is_refused():
     model, x = small(), rand(2, 5)
-    store = GradientStore(Stage(model, 7))
+    store = WeightGradientStore(Stage(model, 7))
     with pytest.raises(ScheduleError, match="stage 7: a backward with create_graph"):
         store.forward(0, lambda: torch.autograd.grad(model(x).sum(), x, create_graph=True), (), {})
     store.drop()
@@ -161,18 +161,18 @@ def test_the_gradient_of_a_gradient_is_refused():
 
 def test_what_w_needs_may_not_change_before_it():
     model, x = small(), rand(2, 5)
-    store = GradientStore(Stage(model, 0))
+    store = WeightGradientStore(Stage(model, 0))
     y = store.forward(0, model, (x,), {})
     store.backward(0, (get_gradient_edge(y),), (torch.ones_like(y),))
     with torch.no_grad():
         x.zero_()
     with pytest.raises(ScheduleError, match="was changed in place before W"):
-        store.weigh(0)
+        store.backward_weight(0)
 
 
 def test_a_microbatch_whose_i_runs_twice_has_its_gradients_twice():
     mine, oracle = small(), small()
-    store = GradientStore(Stage(mine, 0))
+    store = WeightGradientStore(Stage(mine, 0))
     y = store.forward(0, mine, (XS[0],), {})
 
     def twice() -> None:
@@ -180,8 +180,8 @@ def test_a_microbatch_whose_i_runs_twice_has_its_gradients_twice():
         y.sum().backward()
 
     store.forward(0, twice, (), {})
-    store.weigh(0)
-    store.weigh(0)  # nothing is left
+    store.backward_weight(0)
+    store.backward_weight(0)  # nothing is left
     y = oracle(XS[0])
     y.sum().backward(retain_graph=True)
     y.sum().backward()
@@ -191,7 +191,7 @@ def test_a_microbatch_whose_i_runs_twice_has_its_gradients_twice():
 
 def test_a_closed_store_leaves_nothing_on_the_module():
     model = small()
-    stores = [GradientStore(Stage(model, 0)) for _ in range(2)]  # two runners on one module
+    stores = [WeightGradientStore(Stage(model, 0)) for _ in range(2)]  # two runners on one module
     for store in stores:
         split(model, XS, ORDERS[1], store=store)
     assert all("forward" not in part.__dict__ for part in model.modules())
@@ -211,7 +211,7 @@ def test_a_closed_store_leaves_nothing_on_the_module():
 
 def test_a_stage_that_fails_in_its_forward_is_left_as_it_was():
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(4, 4))
-    store = GradientStore(Stage(model, 0))
+    store = WeightGradientStore(Stage(model, 0))
     with pytest.raises(RuntimeError):
         split(model, XS, "F0", store=store)
     assert all("forward" not in part.__dict__ for part in model.modules())

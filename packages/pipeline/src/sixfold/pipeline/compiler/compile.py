@@ -27,7 +27,7 @@ from sixfold.pipeline.program.entry_times import in_turns
 from sixfold.pipeline.program.lowering import post_ahead, posted_order
 from sixfold.pipeline.program.program import Program, Weights
 from sixfold.pipeline.simulation.simulate import Event, Timeline, measured
-from sixfold.pipeline.stage.compute import StageRun, Store, WholeBackward
+from sixfold.pipeline.stage.compute import StageRun, WeightGradients, WholeBackward
 from sixfold.pipeline.stage.distributed_data_parallel import Replicas
 from sixfold.pipeline.stage.stage import Stage
 from sixfold.pipeline.transport.acknowledgements import proofs
@@ -96,7 +96,7 @@ class Compiled:
         dynamic_shapes: bool | Literal["announced"],
         number: int,
         profile: bool = False,
-        stores: Callable[[Stage], Store] | None = None,
+        stores: Callable[[Stage], WeightGradients] | None = None,
         overlap: str = "order",
     ) -> None:
         self.program = program

@@ -21,7 +21,7 @@ from sixfold.pipeline.compiler.token_scaling import TokenCount
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program.action import BACKWARD_ENDS, MESSAGES, Action, Kind
 from sixfold.pipeline.program.program import Program
-from sixfold.pipeline.stage.compute import Onward, StageRun, Store, WholeBackward
+from sixfold.pipeline.stage.compute import Onward, StageRun, WeightGradients, WholeBackward
 from sixfold.pipeline.stage.fully_shard import of_own_casts
 from sixfold.pipeline.stage.loss import LossTail
 from sixfold.pipeline.stage.stage import Stage
@@ -142,7 +142,7 @@ class Wiring:
         stages: Mapping[int, Stage],
         lane: Lane,
         goal: Goal,
-        stores: Callable[[Stage], Store],
+        stores: Callable[[Stage], WeightGradients],
         slots: int,
         versions: Mapping[int, Versions] | None = None,
     ) -> None:
@@ -279,7 +279,7 @@ class Wiring:
         if kind is Kind.RECOMPUTE:
             return run.recompute_deferring if split else run.recompute
         if kind is Kind.W:
-            return run.store.weigh
+            return run.store.backward_weight
         return run.backward if kind is Kind.B else run.backward_input
 
     def _wait(self, run: StageRun, action: Action) -> tuple[Run, Action, Action] | None:

@@ -19,7 +19,7 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.executor.arguments import check_program, complete
 from sixfold.pipeline.program.program import Program, Weights
 from sixfold.pipeline.proof.endless import Endless, endless
-from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 from sixfold.pipeline.stage.stage import Stage
 from sixfold.pipeline.stage.weight_versions import Versions
 from sixfold.pipeline.transport.agreement import all_know
@@ -60,7 +60,7 @@ class Programs:
         self._by_identity: dict[tuple[int, str, Goal], tuple[Program, Compiled | Carried]] = {}
         self._endless: dict[Program, Endless | None] = {}
         self._versions: dict[Weights, dict[int, Versions]] = {}
-        self._stores: dict[int, GradientStore] = {}
+        self._stores: dict[int, WeightGradientStore] = {}
 
     def __len__(self) -> int:
         return len(self._compiled)
@@ -156,10 +156,10 @@ class Programs:
             self._versions = {weights: {index: Versions(stage, weights) for index, stage in self._stages.items()}}
         return self._versions[weights]
 
-    def _store(self, stage: Stage) -> GradientStore:
+    def _store(self, stage: Stage) -> WeightGradientStore:
         """One per stage, whichever programs it runs in: a store learns which parameters others use too."""
         if stage.index not in self._stores:
-            self._stores[stage.index] = GradientStore(stage)
+            self._stores[stage.index] = WeightGradientStore(stage)
         return self._stores[stage.index]
 
 

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from sixfold.pipeline.errors import ScheduleError
 
 if TYPE_CHECKING:
-    from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+    from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
 __all__ = [
     "PLAIN",
@@ -113,7 +113,7 @@ def applied(function: type[Function]) -> Callable[..., Tensor]:
     return above.apply  # type: ignore[no-any-return]
 
 
-def open_slot(store: GradientStore, input: Any) -> Slot | None:
+def open_slot(store: WeightGradientStore, input: Any) -> Slot | None:
     """The slot that a layer defers into; None where it runs as it is."""
     slot = store.slot
     if slot is None:

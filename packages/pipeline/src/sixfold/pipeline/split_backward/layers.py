@@ -36,7 +36,7 @@ from sixfold.pipeline.split_backward.linear import LINEAR_GRADIENTS, linear
 from sixfold.pipeline.split_backward.nested_backward import joins, task
 
 if TYPE_CHECKING:
-    from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+    from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
 __all__ = ["MAKES_ITS_OWN", "Layer", "deferrable"]
 
@@ -46,7 +46,7 @@ class Layer(Operator):
 
     __slots__ = ("_attributes", "_forward", "_kind", "known", "module")
 
-    def __init__(self, store: GradientStore, module: nn.Module, never: frozenset[str]) -> None:
+    def __init__(self, store: WeightGradientStore, module: nn.Module, never: frozenset[str]) -> None:
         super().__init__(("weight", "bias") if type(module) is nn.Linear else ("weight",), never)
         self.module = module
         self.known: Any = None  # its parameters, looked at in this step
@@ -67,7 +67,7 @@ class Layer(Operator):
         return None if old or type(self.module) is not self._kind else (attributes, self._forward)
 
 
-def deferrable(module: nn.Module, store: GradientStore) -> list[Layer]:
+def deferrable(module: nn.Module, store: WeightGradientStore) -> list[Layer]:
     """The layers of ``module`` whose weight gradients can wait.
 
     Not those inside what torch.distributed or torch.compile wrapped: the one counts on gradients in I, the other
@@ -115,7 +115,7 @@ def _can_wait(part: nn.Module) -> bool:
 # ---- nn.Embedding
 
 
-def _embedding(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor], Tensor]:
+def _embedding(store: WeightGradientStore, layer: Layer, module: Any) -> Callable[[Tensor], Tensor]:
     plain = partial(nn.Embedding.forward, module)
     apply = applied(_Embedding)
 

@@ -39,7 +39,7 @@ from sixfold.pipeline.split_backward.user_operators import AGAIN
 
 if TYPE_CHECKING:
     from sixfold.pipeline.split_backward.layers import Layer
-    from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+    from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
 __all__ = ["LINEAR_GRADIENTS", "linear"]
 
@@ -72,7 +72,7 @@ class _Operands:
         "weight",
     )
 
-    def __init__(self, store: GradientStore, weight: Tensor, bias: Tensor | None) -> None:
+    def __init__(self, store: WeightGradientStore, weight: Tensor, bias: Tensor | None) -> None:
         self.weight, self.bias, self.dtype = weight, bias, weight.dtype
         self.targets: tuple[Any, ...] = (
             weight if weight.requires_grad else None,
@@ -113,7 +113,7 @@ def detached_of(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | N
     return weight.detach(), None if bias is None else bias.detach()
 
 
-def _operands(store: GradientStore, weight: Any, bias: Any) -> _Operands | None:
+def _operands(store: WeightGradientStore, weight: Any, bias: Any) -> _Operands | None:
     """None where torch's formulas for them are not those of ``_Linear``, or none wants a gradient."""
     for one, dimensions in ((weight, 2), (bias, 1)):
         if one is None:
@@ -129,7 +129,7 @@ def _operands(store: GradientStore, weight: Any, bias: Any) -> _Operands | None:
     return None if found.targets == (None, None) else found
 
 
-def linear(store: GradientStore, layer: Layer, module: Any) -> Callable[[Tensor], Tensor]:
+def linear(store: WeightGradientStore, layer: Layer, module: Any) -> Callable[[Tensor], Tensor]:
     plain = partial(nn.Linear.forward, module)
     apply = applied(_Linear)
 

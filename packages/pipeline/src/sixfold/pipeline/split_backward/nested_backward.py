@@ -23,7 +23,7 @@ from sixfold.pipeline.split_backward.deferred import Cast, Entry
 from sixfold.pipeline.torch_private import ENTRY, asked_of, frame_of
 
 if TYPE_CHECKING:
-    from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+    from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
 __all__ = ["NOBODY", "Asked", "ends_here", "joins", "task"]
 
@@ -32,7 +32,7 @@ Asked = frozenset[int] | None  # ids of the tensors that a backward is to give g
 task = torch._C._current_graph_task_id
 
 
-def joins(store: GradientStore, entries: list[Entry], targets: tuple[Any, ...]) -> bool:
+def joins(store: WeightGradientStore, entries: list[Entry], targets: tuple[Any, ...]) -> bool:
     """A pass that is not known to be ``store``'s I reached a layer: whether W is to make its weight gradients.
 
     They are next in ``entries`` then. [Note: a pass inside of a pass]
@@ -93,7 +93,7 @@ def _identity(one: Any) -> int:
     return id(getattr(getattr(one, "node", None), "variable", one))
 
 
-def _unseen(store: GradientStore, what: str) -> ScheduleError:
+def _unseen(store: WeightGradientStore, what: str) -> ScheduleError:
     return ScheduleError(
         f"stage {store.index}: a backward of its own (torch.autograd.grad, Tensor.backward) runs through layers whose "
         f"weight gradients wait for W, {what}; run a program whose backwards are B, or make those layers of a "

@@ -21,7 +21,7 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.split_backward.nested_backward import joins, task
 
 if TYPE_CHECKING:
-    from sixfold.pipeline.split_backward.weight_gradients import GradientStore
+    from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
 __all__ = ["AGAIN", "OPEN", "defer_weight_grad", "made_again"]
 
@@ -59,7 +59,7 @@ def defer_weight_grad(
         raise ScheduleError("defer_weight_grad: output is no floating-point tensor")
     if not callable(weight_grad):
         raise ScheduleError(f"defer_weight_grad: weight_grad is {weight_grad!r}; it is called with output's gradient")
-    store: GradientStore | None = torch._C._get_obj_in_tls(OPEN) if torch._C._is_key_in_tls(OPEN) else None
+    store: WeightGradientStore | None = torch._C._get_obj_in_tls(OPEN) if torch._C._is_key_in_tls(OPEN) else None
     if store is not None and store.slot is not None:
         store.slot.again = True  # it may run once more in I, and finds the store as it is found here
     if not _graph_is_made() or not any(parameter.requires_grad for parameter in params):

@@ -35,7 +35,7 @@ from sixfold.pipeline.split_backward.nested_backward import NOBODY, Asked, joins
 from sixfold.pipeline.split_backward.user_operators import OPEN
 from sixfold.pipeline.stage.stage import Stage
 
-__all__ = ["GradientStore"]
+__all__ = ["WeightGradientStore"]
 
 _FLUSH_BYTES = 32 * 2**20  # gradients that W holds before it accumulates them; a call of the engine costs 10 us
 _show, _hide = torch._C._stash_obj_in_tls, torch._C._remove_obj_from_tls
@@ -56,7 +56,7 @@ def elements_of(entries: list[Entry]) -> int:
     return sum(found.values())
 
 
-class GradientStore:
+class WeightGradientStore:
     """Weight gradients of one stage between I and W.
 
     Args:
@@ -89,7 +89,7 @@ class GradientStore:
         self._forwards: list[tuple[dict[str, Any], Callable[..., Any]]] | None = None  # looked at once in a step
         self.task, self.thread = NOBODY, 0
         self.inner: tuple[int, Asked] = NOBODY, None
-        self.entry = GradientStore.backward.__code__
+        self.entry = WeightGradientStore.backward.__code__
         self._simple: dict[int, Any] = {}  # by id of a parameter that is held: its node, False where it is not simple
         self.looks = 0
         self._module = nn.Module() if stage.module is None else stage.module
@@ -158,7 +158,7 @@ class GradientStore:
             if self._others and slot is not None and slot.entries:
                 self._part(slot.entries)
 
-    def weigh(self, k: int) -> None:
+    def backward_weight(self, k: int) -> None:
         """W: make the gradients that slot ``k`` was left, and accumulate them."""
         slot = self._slots.pop(k, None)
         if self.waited is None:
@@ -443,7 +443,7 @@ class GradientStore:
         )
 
 
-def _catch(store: weakref.ref[GradientStore], target: Any) -> Callable[[Any], Any]:
+def _catch(store: weakref.ref[WeightGradientStore], target: Any) -> Callable[[Any], Any]:
     """Hook of the node that would accumulate ``target``. Only autograd holds it: it must not hold the store."""
 
     def hook(gradients: tuple[Tensor | None, ...]) -> tuple[None] | None:

@@ -29,7 +29,7 @@ from sixfold.pipeline.stage.stage import Stage
 if TYPE_CHECKING:
     pass
 
-__all__ = ["End", "Onward", "StageRun", "Store", "Tensors", "WholeBackward", "leaves"]
+__all__ = ["End", "Onward", "StageRun", "WeightGradients", "Tensors", "WholeBackward", "leaves"]
 
 Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge, ...]
@@ -42,7 +42,7 @@ _ALONE = 2  # the tensor, and the object that is asked
 _engine: Callable[..., object] = torch.autograd.Variable._execution_engine.run_backward
 
 
-class Store(Protocol):
+class WeightGradients(Protocol):
     """The weight gradients that I leaves to W."""
 
     def forward(self, k: int, call: Callable[..., Any], inputs: Values, kwargs: Mapping[str, Any]) -> Any:
@@ -51,7 +51,7 @@ class Store(Protocol):
     def backward(self, k: int, roots: Roots, gradients: Tensors) -> object:
         """I of slot ``k``, in which forwards may run again."""
 
-    def weigh(self, k: int) -> object:
+    def backward_weight(self, k: int) -> object:
         """W: make what is there under slot ``k``, and accumulate it."""
 
     def drop(self) -> object:
@@ -72,7 +72,7 @@ class WholeBackward:
         """All of it."""
         run_backward(roots, gradients)
 
-    def weigh(self, k: int) -> None:
+    def backward_weight(self, k: int) -> None:
         """Nothing is left."""
 
     def drop(self) -> None:
@@ -106,7 +106,7 @@ class StageRun:
     end: End
     hand_back: Callable[[int, Values], None]
 
-    def __init__(self, stage: Stage, slots: int, store: Store) -> None:
+    def __init__(self, stage: Stage, slots: int, store: WeightGradients) -> None:
         self.stage = stage
         self.index = stage.index
         self.store = store

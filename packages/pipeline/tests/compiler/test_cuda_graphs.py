@@ -55,7 +55,7 @@ def stand_ins(monkeypatch):
     made: list[Again] = []
 
     def take(modules: list[nn.Module]) -> None:
-        monkeypatch.setattr(graphs, "recorder", lambda _: Again(made, modules))
+        monkeypatch.setattr(graphs, "graph_capture", lambda _: Again(made, modules))
 
     return made, take
 

@@ -168,7 +168,7 @@ def test_a_step_may_run_another_program_and_equal_ones_are_compiled_once():
     assert len(runner._programs) == 2
 
 
-class Recorder:
+class ActionTimer:
     """A data_parallel object that only writes down how it is driven."""
 
     def __init__(self, module: nn.Module, log: list[str], name: str) -> None:
@@ -197,7 +197,7 @@ class Recorder:
 def test_the_program_drives_what_shards_a_stage():
     log: list[str] = []
     modules = layers(2)
-    stages = [Stage(module, i, data_parallel=Recorder(module, log, f"{i}.")) for i, module in enumerate(modules)]
+    stages = [Stage(module, i, data_parallel=ActionTimer(module, log, f"{i}.")) for i, module in enumerate(modules)]
     runner = PipelineRunner(gpipe(2, 2), stages, loss_fn=square_loss)
     runner.step(*batch(4))
     assert [entry for entry in log if entry.startswith("0.")] == [
@@ -326,6 +326,6 @@ def test_a_stage_must_return_tensors():
 
 def test_token_scale_and_sharding_exclude_each_other():
     module = nn.Linear(8, 8)
-    stage = Stage(module, 0, data_parallel=Recorder(module, [], ""))
+    stage = Stage(module, 0, data_parallel=ActionTimer(module, [], ""))
     with pytest.raises(ScheduleError, match=r"scale='token' divides \.grad, which data_parallel owns"):
         PipelineRunner(gpipe(1, 1), [stage], loss_fn=square_loss, scale="token")

@@ -26,7 +26,7 @@ from sixfold.pipeline import (
     zb_v,
 )
 from sixfold.pipeline.compiler import compile as compiling
-from sixfold.pipeline.measured import action_times as recorder
+from sixfold.pipeline.measured import action_times as timer
 from sixfold.pipeline.passes import lower
 
 
@@ -66,7 +66,7 @@ def test_a_profiled_step_has_an_event_for_every_action_in_the_order_of_its_rank(
 
 def test_a_profiled_step_takes_two_readings_per_call_and_makes_no_timeline_until_it_is_asked_for(monkeypatch):
     program, readings, made = zb_v(2, 4), [], []
-    monkeypatch.setattr(recorder, "perf_counter_ns", lambda: readings.append(0) or time.perf_counter_ns())
+    monkeypatch.setattr(timer, "perf_counter_ns", lambda: readings.append(0) or time.perf_counter_ns())
     measured = compiling.measured
     monkeypatch.setattr(compiling, "measured", lambda *args: made.append(args) or measured(*args))
     result = PipelineRunner(program, stages_of(program), loss_fn=square_loss, profile=True).step(*batch(8))
@@ -112,9 +112,9 @@ def test_a_step_that_is_not_timed_asks_nothing_of_a_device(monkeypatch):
         def elapsed_time(self, end: object) -> float:
             return 1.0
 
-    monkeypatch.setattr(recorder, "_event", OnDevice)
+    monkeypatch.setattr(timer, "_event", OnDevice)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
-    times, ran = recorder.Recorder(), []
+    times, ran = timer.ActionTimer(), []
     call = times.timed(lambda: ran.append(0), 0, Action.parse("0F0"), torch.device("cuda"))
     times.begin(False)
     call()

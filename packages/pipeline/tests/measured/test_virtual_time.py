@@ -33,7 +33,7 @@ from sixfold.pipeline import (
     schedules,
     simulate,
 )
-from sixfold.pipeline.measured import action_times as recorder
+from sixfold.pipeline.measured import action_times as timer
 from sixfold.pipeline.passes import recompute
 from sixfold.pipeline.transport import threads
 
@@ -135,7 +135,7 @@ def on_ranks(
 ) -> list[Any]:
     """What ``do(runner, step)`` gives on each rank; ``step(program)`` is a step's timeline, from time 0 on."""
     clock = Clock()
-    monkeypatch.setattr(recorder, "perf_counter_ns", lambda: round(clock.now * 1e9))
+    monkeypatch.setattr(timer, "perf_counter_ns", lambda: round(clock.now * 1e9))
     ways = product(range(program.stages), PEER.values(), range(program.microbatches))
     sent = {way: SimpleQueue[float]() for way in ways}  # made before the threads ask for them
     stepping = any(action.kind is Kind.STEP for _, _, action in program.entries())
@@ -230,9 +230,9 @@ def test_batches_of_2bw_follow_each_other_without_idle_time(monkeypatch):
         ends = []
         for _ in range(batches):
             runner.step(*batch(M))
-            ends.append(recorder.perf_counter_ns() * 1e-9)
+            ends.append(timer.perf_counter_ns() * 1e-9)
         runner.drain()
-        return [*ends, recorder.perf_counter_ns() * 1e-9]
+        return [*ends, timer.perf_counter_ns() * 1e-9]
 
     program = pipedream_2bw(RANKS, M, steps=2)
     rows = on_ranks(program, costs, monkeypatch, several)

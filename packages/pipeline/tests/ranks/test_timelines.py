@@ -12,7 +12,7 @@ from pipeline_helpers import batch, layers, square_loss
 
 from ranktest import run_ranks, store
 from sixfold.pipeline import Action, Kind, PipelineRunner, PipelineTimeout, ScheduleError, Stage, one_f_one_b
-from sixfold.pipeline.measured import action_times as recorder
+from sixfold.pipeline.measured import action_times as timer
 
 M = 4
 CLOSE_S = 0.05  # far more than the offsets' error, far less than the clocks' difference
@@ -23,7 +23,7 @@ def with_another_clock(rank: int, ranks: int) -> None:
     ahead_s = 86400 * rank
     seconds, nanoseconds = time.perf_counter, time.perf_counter_ns
     time.perf_counter = lambda: seconds() + ahead_s
-    recorder.perf_counter_ns = lambda: nanoseconds() + ahead_s * 10**9
+    timer.perf_counter_ns = lambda: nanoseconds() + ahead_s * 10**9
     program = one_f_one_b(ranks, M)
     stage = Stage(layers(ranks)[rank], rank)
     runner = PipelineRunner(program, [stage], dist.group.WORLD, square_loss, profile=True, timeout_s=20)

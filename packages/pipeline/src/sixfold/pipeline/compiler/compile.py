@@ -20,7 +20,7 @@ from sixfold.pipeline.compiler.overlap_streams import SideStream, make_side, on_
 from sixfold.pipeline.compiler.token_scaling import TokenCount
 from sixfold.pipeline.compiler.wiring import Call, Goal, Wiring
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.measured.action_times import Recorder
+from sixfold.pipeline.measured.action_times import ActionTimer
 from sixfold.pipeline.microbatches.cut_batch import Values
 from sixfold.pipeline.program.action import MESSAGES, Action, Kind
 from sixfold.pipeline.program.entry_times import in_turns
@@ -129,7 +129,7 @@ class Compiled:
         else:
             self.entries = merged(post_ahead(program, lookahead), rows)
         self._looks = 0
-        self._recorder = Recorder() if profile else None
+        self._timer = ActionTimer() if profile else None
         self.calls: list[Callable[[], object]] = [self._run_of(rank, call) for rank, call in self.entries]
         if self.tokens is not None:
             self.tokens.order(c.action.stage for _, c in self.entries if c.action.kind is Kind.REDUCE_GRAD)
@@ -169,12 +169,12 @@ class Compiled:
             lane.begin([[signature(value) for value in values] for values in inputs] if first else None)
         if self.tokens is not None:
             self.tokens.begin([inputs, kwargs])
-        if self._recorder is not None:
-            self._recorder.begin(self.recording)
+        if self._timer is not None:
+            self._timer.begin(self.recording)
 
     def result(self) -> StepResult:
         """What the step made."""
-        events = () if self._recorder is None else self._recorder.events()
+        events = () if self._timer is None else self._timer.events()
         losses: list[Tensor] = []
         outputs: list[Any] = []
         if (tail := self.tail) is not None:
@@ -194,8 +194,8 @@ class Compiled:
 
     def _run_of(self, rank: int, call: Call) -> Callable[[], object]:
         run = call.run
-        if self._recorder is not None and call.main:
-            run = self._recorder.timed(run, rank, call.action, self._runs[call.action.stage].stage.device)
+        if self._timer is not None and call.main:
+            run = self._timer.timed(run, rank, call.action, self._runs[call.action.stage].stage.device)
         return partial(self._sides[rank].run, run) if call.side else run
 
     def _bound(self, wiring: Wiring, lookahead: int) -> list[list[Call]]:

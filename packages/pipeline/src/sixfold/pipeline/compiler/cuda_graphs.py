@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sixfold.pipeline.split_backward.deferred import Slot
     from sixfold.pipeline.stage.stage import Stage
 
-__all__ = ["CudaRecorder", "Graphed", "Recorder", "check_graphed", "recorder"]
+__all__ = ["CudaGraphCapture", "Graphed", "GraphCapture", "check_graphed", "graph_capture"]
 
 _DEVICE = "cuda"
 _of_all_modules: Callable[[], object] = _has_any_global_hook
@@ -37,14 +37,14 @@ _WARM_UPS = 3  # calls of a slot that run as ever
 _CAPTURES = 3  # one after another of the same work; a capture takes longer than the work
 
 
-class Recorder(Protocol):
+class GraphCapture(Protocol):
     """Captures work of one slot."""
 
     def record(self, work: Callable[[], None]) -> Callable[[], object]:
         """``work``, captured; what is returned runs it again, on the memory that it used. Captures do not run it."""
 
 
-class CudaRecorder:
+class CudaGraphCapture:
     """CUDA graphs in a pool of their own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -52,7 +52,7 @@ class CudaRecorder:
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], None]) -> Callable[[], object]:
-        """See Recorder. Other threads (NCCL's watchdog, ours) may ask their events while it lasts."""
+        """See GraphCapture. Other threads (NCCL's watchdog, ours) may ask their events while it lasts."""
         graph = torch.cuda.CUDAGraph()
         with (
             torch.cuda.device(self._device),
@@ -62,9 +62,9 @@ class CudaRecorder:
         return graph.replay
 
 
-def recorder(device: torch.device) -> Recorder:
+def graph_capture(device: torch.device) -> GraphCapture:
     """Of a slot of a stage on ``device``."""
-    return CudaRecorder(device)
+    return CudaGraphCapture(device)
 
 
 class Graphed:
@@ -130,7 +130,7 @@ class Graphed:
         """Record F, I and W; parameters and their gradients are as they were behind it."""
         device = self._stage.device
         assert device is not None, "Stage looks for it"
-        record = recorder(device).record
+        record = graph_capture(device).record
         parameters = [p for p in self._stage.parameters() if p.requires_grad]
         before = [p.grad for p in parameters]
         self._inputs = tuple([v.detach().clone().requires_grad_(v.requires_grad) for v in inputs])

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from sixfold.pipeline.compiler.compile import StepResult, signature
 from sixfold.pipeline.compiler.wiring import Call, Facts, Goal, Wiring
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.measured.action_times import Recorder
+from sixfold.pipeline.measured.action_times import ActionTimer
 from sixfold.pipeline.microbatches.cut_batch import Values, as_tuple
 from sixfold.pipeline.program.action import Action, Kind
 from sixfold.pipeline.program.entry_times import in_turns
@@ -34,7 +34,7 @@ __all__ = ["Carried"]
 
 
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
-_Piece = tuple[Program, list[tuple[int, Call]], list[Callable[[], object]], Recorder | None]
+_Piece = tuple[Program, list[tuple[int, Call]], list[Callable[[], object]], ActionTimer | None]
 
 
 class Carried:
@@ -161,10 +161,10 @@ class Carried:
         if (tail := self.tail) is not None and not self._draining:
             ring = self._ring(self._now)
             losses, outputs = tail.losses[ring], tail.outputs[ring] if tail.keep else []
-        if self._recorder is None:
+        if self._timer is None:
             return StepResult(losses=losses, outputs=outputs)
         later = self._later  # numbers of the piece's actions become those of the batches that ran
-        events = tuple((r, moved((a,), later, self._m)[0], b, e) for r, a, b, e in self._recorder.events())
+        events = tuple((r, moved((a,), later, self._m)[0], b, e) for r, a, b, e in self._timer.events())
         # The events of one step do not hold the STEPs that made what it reads: versions are counted as they come.
         ranks = len(self._whole.ranks)
         return StepResult(losses=losses, outputs=outputs, events=events, ranks=ranks, weights=Weights.PIPEDREAM)
@@ -239,9 +239,9 @@ class Carried:
             rows = self.endless.tail(piece) if tail else self.endless.step(piece)
             order = self._order(piece if tail else len(self.endless.steps), piece)
             self._bound[key] = self._bind(tuple(moved(row, at, self._m) for row in rows), order, at)
-        self.program, self.entries, self.calls, self._recorder = self._bound[key]
-        if self._recorder is not None:
-            self._recorder.begin(self.recording)
+        self.program, self.entries, self.calls, self._timer = self._bound[key]
+        if self._timer is not None:
+            self._timer.begin(self.recording)
 
     def _order(self, batches: int, piece: int) -> list[tuple[int, int]]:
         """Rank and position of the entries of a piece, in the order in which ``batches`` of them and a tail run.
@@ -284,10 +284,10 @@ class Carried:
             for call in self._wirings[rank].bind([(position, rows[rank][position])])
         ]
         calls: list[Callable[[], object]] = [call.run for _, call in entries]
-        recorder = Recorder() if self._profile else None
-        if recorder is not None:
+        timer = ActionTimer() if self._profile else None
+        if timer is not None:
             for n, (rank, call) in enumerate(entries):
                 if call.main:
                     device = self.runs[call.action.stage].stage.device
-                    calls[n] = recorder.timed(call.run, rank, call.action, device)
-        return replace(self._whole, ranks=rows, microbatches=self._m), entries, calls, recorder
+                    calls[n] = timer.timed(call.run, rank, call.action, device)
+        return replace(self._whole, ranks=rows, microbatches=self._m), entries, calls, timer

@@ -16,12 +16,12 @@ import torch
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.simulation.simulate import Event
 
-__all__ = ["Recorder"]
+__all__ = ["ActionTimer"]
 
 Run = Callable[[], object]
 
 
-class Recorder:
+class ActionTimer:
     """Takes the times of calls."""
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
 """The compiled programs of one runner.
 
-Program, call --> all ranks have the same? --> Compiled, Carried, once (this file) --> runner
+Program, call --> all ranks have the same? --> Compiled, CompiledEndless, once (this file) --> runner
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from sixfold.pipeline.compiler.compile import Compiled
+from sixfold.pipeline.compiler.compile_endless import CompiledEndless
 from sixfold.pipeline.compiler.cuda_graphs import check_graphed
-from sixfold.pipeline.compiler.endless import Carried
 from sixfold.pipeline.compiler.wiring import Goal
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.executor.arguments import check_program, complete
@@ -56,8 +56,8 @@ class Programs:
         self._stages, self._here, self._ranks = stages, here, ranks
         self._links, self._options, self._one = links, options, one
         self._checked: set[Program] = set()
-        self._compiled: dict[tuple[Program, str, Goal], Compiled | Carried] = {}
-        self._by_identity: dict[tuple[int, str, Goal], tuple[Program, Compiled | Carried]] = {}
+        self._compiled: dict[tuple[Program, str, Goal], Compiled | CompiledEndless] = {}
+        self._by_identity: dict[tuple[int, str, Goal], tuple[Program, Compiled | CompiledEndless]] = {}
         self._endless: dict[Program, Endless | None] = {}
         self._versions: dict[Weights, dict[int, Versions]] = {}
         self._stores: dict[int, WeightGradientStore] = {}
@@ -85,7 +85,7 @@ class Programs:
         if self._continued(program) is not None:
             self._versions_of(program.weights)
 
-    def get(self, program: Program, mode: str, goal: Goal) -> Compiled | Carried:
+    def get(self, program: Program, mode: str, goal: Goal) -> Compiled | CompiledEndless:
         """The bound calls of ``program``; when it is new, all ranks must come with the same.
 
         Raises:
@@ -105,7 +105,7 @@ class Programs:
         self._by_identity[id(program), mode, goal] = (program, compiled)  # the reference keeps the id from being reused
         return compiled
 
-    def _make(self, program: Program, mode: str, goal: Goal) -> Compiled | Carried:
+    def _make(self, program: Program, mode: str, goal: Goal) -> Compiled | CompiledEndless:
         told = mode if self._options["dynamic_shapes"] != "announced" else f"{mode} announced"
         number = _number_of(program, told, goal.scale)
         if self._here is not None:
@@ -115,7 +115,7 @@ class Programs:
         found = self._continued(program)
         if found is not None and mode == "step":
             versions = self._versions_of(program.weights)
-            return Carried(found, self._stages, links, versions, goal, number=number, **self._options)
+            return CompiledEndless(found, self._stages, links, versions, goal, number=number, **self._options)
         whole = complete(program) if found is None else found.forward
         return Compiled(whole, self._stages, links, goal, number=number, stores=self._store, **self._options)
 

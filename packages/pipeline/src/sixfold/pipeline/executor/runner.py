@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sixfold.pipeline.compiler.compile import Compiled, StepResult, step_device
-from sixfold.pipeline.compiler.endless import Carried
+from sixfold.pipeline.compiler.compile_endless import CompiledEndless
 from sixfold.pipeline.compiler.wiring import Goal
 from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.executor.arguments import check_stages, check_timeout, given_stages, refusal
@@ -140,8 +140,8 @@ class PipelineRunner:
         self._stages = {stage.index: stage for stage in stages}
         self._loss_fn, self._scale = loss_fn, scale
         self._profile = bool(profile)
-        self._carried: Carried | None = None  # that ran last, and may have microbatches in flight
-        self._ran: Compiled | Carried | None = None
+        self._carried: CompiledEndless | None = None  # that ran last, and may have microbatches in flight
+        self._ran: Compiled | CompiledEndless | None = None
         self._faults = Faults(self._rank, len(program.ranks))
         self._ties: Ties | None = None
         self._gradients = StepGradients()
@@ -271,10 +271,10 @@ class PipelineRunner:
             compiled = self._programs.get(self._program, "step", self._goal())
         except PeerLost as error:
             self._fail(error)
-        carried = compiled if isinstance(compiled, Carried) else None
+        endless = compiled if isinstance(compiled, CompiledEndless) else None
         with torch.enable_grad():
-            restored(state, carried, self._stages)
-        self._carried = carried if state["carried"] is not None else None
+            restored(state, endless, self._stages)
+        self._carried = endless if state["carried"] is not None else None
 
     def evaluate(
         self,
@@ -398,7 +398,7 @@ class PipelineRunner:
             events = gathered(result.events, rank=self._here, ranks=self._ranks, channel=channel, clock=clock)
         except PeerLost as error:
             self._fail(error)
-        weights = Weights.FLUSHED if self._carried is None else Weights.PIPEDREAM  # as Carried.result says
+        weights = Weights.FLUSHED if self._carried is None else Weights.PIPEDREAM  # as CompiledEndless.result says
         return None if events is None else measured(events, weights)
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -452,7 +452,7 @@ class PipelineRunner:
         self._not_broken()
         self._begin_call()
         program = self._program if program is None else program
-        compiled: Compiled | Carried | None = None
+        compiled: Compiled | CompiledEndless | None = None
         if goal.autocast:
             # It remembers the casts of weights: those of an evaluation have no graph, and an optimizer makes them old.
             torch.clear_autocast_cache()
@@ -515,14 +515,14 @@ class PipelineRunner:
 
     def _begin(
         self,
-        compiled: Compiled | Carried,
+        compiled: Compiled | CompiledEndless,
         mode: str,
         inputs: Any,
         targets: Any,
         kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
         keep_outputs: bool,
     ) -> OuterGraph | None:
-        if mode == "drain" and isinstance(compiled, Carried):
+        if mode == "drain" and isinstance(compiled, CompiledEndless):
             compiled.drain()
             return None
         if mode == "step" and self._carried is not compiled:
@@ -531,13 +531,13 @@ class PipelineRunner:
                     f"microbatches of {self._carried.endless.program.name or 'another program'} are in flight, or "
                     "autocast was switched since they began; call drain() before a step that differs"
                 )
-            self._carried = compiled if isinstance(compiled, Carried) else None
+            self._carried = compiled if isinstance(compiled, CompiledEndless) else None
         m = compiled.program.microbatches
         equal = mode == "step" and self._scale == "mean"
         if compiled.tail is not None and mode != "forward" and self._loss_fn is None:
             raise ScheduleError(f"{mode} needs the runner's loss_fn on the rank of the last stage")
         outer = OuterGraph(inputs) if mode == "step" and 0 in self._stages else None
-        if outer is not None and outer.there and isinstance(compiled, Carried):
+        if outer is not None and outer.there and isinstance(compiled, CompiledEndless):
             raise ScheduleError(
                 "inputs have a graph of the caller's, and batches overlap, so that it would be gone through several "
                 "times; give a list of microbatches, each with a graph of its own"
@@ -555,9 +555,9 @@ class PipelineRunner:
         )
         return outer if outer is not None and outer.there else None
 
-    def _fail(self, error: BaseException, compiled: Compiled | Carried | None = None, at: int = -1) -> NoReturn:
+    def _fail(self, error: BaseException, compiled: Compiled | CompiledEndless | None = None, at: int = -1) -> NoReturn:
         """The step is over, here and on every other rank."""
-        lost = isinstance(compiled, Carried) and compiled.batches > 0
+        lost = isinstance(compiled, CompiledEndless) and compiled.batches > 0
         if compiled is not None:
             compiled.clear(failed=True)
         if self._ties is not None:

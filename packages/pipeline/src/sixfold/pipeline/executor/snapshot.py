@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sixfold.pipeline.compiler.endless import Carried
+from sixfold.pipeline.compiler.compile_endless import CompiledEndless
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.stage.compute import StageRun
 from sixfold.pipeline.stage.random_state import RandomState
@@ -50,7 +50,7 @@ _WEIGHTS = {"made": int, "newest": dict, "older": dict, "gathered": dict, "colle
 _PLAIN = (Tensor, bool, int, float, str, type(None))
 
 
-def taken(carried: Carried | None, stages: Mapping[int, Stage]) -> State:
+def taken(endless: CompiledEndless | None, stages: Mapping[int, Stage]) -> State:
     """The state; its tensors are those in use, so save or copy them before the next step.
 
     Raises:
@@ -62,15 +62,15 @@ def taken(carried: Carried | None, stages: Mapping[int, Stage]) -> State:
         "stages": sorted(stages),
         "random": RandomState(_device(stages)).tensors(),
         "optimizers": {i: s.optimizer.state_dict() for i, s in sorted(stages.items()) if s.optimizer is not None},
-        "carried": None if carried is None else _carried_state(carried),
+        "carried": None if endless is None else _endless_state(endless),
     }
 
 
-def restored(state: Any, carried: Carried | None, stages: Mapping[int, Stage]) -> None:
+def restored(state: Any, endless: CompiledEndless | None, stages: Mapping[int, Stage]) -> None:
     """Become what ``state`` was of.
 
     Args:
-        carried: of this runner's program, nothing of it in flight; None if its program ends with its batch.
+        endless: of this runner's program, nothing of it in flight; None if its program ends with its batch.
     Raises:
         ScheduleError: it is no such state, or of other stages or of another program; nothing was changed then.
     """
@@ -85,35 +85,35 @@ def restored(state: Any, carried: Carried | None, stages: Mapping[int, Stage]) -
     if sorted(state["optimizers"]) != wanted:
         raise ScheduleError(f"the state has optimizers of stages {sorted(state['optimizers'])}, the runner of {wanted}")
     if state["carried"] is not None:
-        _check_carried(state["carried"], carried, stages)
+        _check_endless(state["carried"], endless, stages)
     for i in wanted:
         stages[i].optimizer.load_state_dict(state["optimizers"][i])  # type: ignore[union-attr]
-    if state["carried"] is not None and carried is not None:
-        _load_carried(state["carried"], carried)
+    if state["carried"] is not None and endless is not None:
+        _load_endless(state["carried"], endless)
     RandomState.of(state["random"], _device(stages)).go_on()
 
 
 # ---- batches that overlap
 
 
-def _carried_state(carried: Carried) -> State:
-    carried.receive()
+def _endless_state(endless: CompiledEndless) -> State:
+    endless.receive()
     slots = {
-        index: [_slot_state(run, k, carried) for k in sorted(carried.versions[index].reading())]
-        for index, run in carried.runs.items()
+        index: [_slot_state(run, k, endless) for k in sorted(endless.versions[index].reading())]
+        for index, run in endless.runs.items()
     }
     return {
-        "order": carried.order,
-        "autocast": list(carried.goal.autocast),
-        "batch": carried.batch,
-        "batches": carried.batches,
-        "weights": {index: versions.state() for index, versions in carried.versions.items()},
-        "buffers": {index: _buffers(run.stage) for index, run in carried.runs.items()},
+        "order": endless.order,
+        "autocast": list(endless.goal.autocast),
+        "batch": endless.batch,
+        "batches": endless.batches,
+        "weights": {index: versions.state() for index, versions in endless.versions.items()},
+        "buffers": {index: _buffers(run.stage) for index, run in endless.runs.items()},
         "slots": slots,
     }
 
 
-def _slot_state(run: StageRun, k: int, carried: Carried) -> State:
+def _slot_state(run: StageRun, k: int, endless: CompiledEndless) -> State:
     """Of a microbatch in flight; one that only its W is left of has no inputs any more."""
     held = run.held(k)
     where = f"stage {run.index}, a microbatch in flight"
@@ -130,45 +130,45 @@ def _slot_state(run: StageRun, k: int, carried: Carried) -> State:
         raise ScheduleError(
             f"{where} has inputs with a graph of the caller's, which a state does not hold; call drain() before"
         )
-    if carried.tail is not None and run.end is carried.tail:
-        state["target"] = _plain(carried.tail.targets[k], f"{where}: its target")
+    if endless.tail is not None and run.end is endless.tail:
+        state["target"] = _plain(endless.tail.targets[k], f"{where}: its target")
     return state
 
 
-def _load_carried(state: State, carried: Carried) -> None:
-    carried.go_on_at(state["batch"], state["batches"])
-    for index, run in carried.runs.items():
-        carried.versions[index].load(state["weights"][index])
+def _load_endless(state: State, endless: CompiledEndless) -> None:
+    endless.go_on_at(state["batch"], state["batches"])
+    for index, run in endless.runs.items():
+        endless.versions[index].load(state["weights"][index])
         for name, buffer in _buffers(run.stage).items():
             buffer.copy_(state["buffers"][index][name])
         for slot in state["slots"][index]:
             k, device = slot["slot"], run.stage.device
             run.kwargs[k] = _on(slot["kwargs"], device)
-            if "target" in slot and carried.tail is not None:
-                carried.tail.targets[k] = _on(slot["target"], device)
+            if "target" in slot and endless.tail is not None:
+                endless.tail.targets[k] = _on(slot["target"], device)
             if slot["inputs"]:
                 values = zip(slot["inputs"], slot["wants"], strict=True)
                 inputs = tuple(_on(v, device).requires_grad_() if wants else _on(v, device) for v, wants in values)
                 began = RandomState.of(slot["random"], device)
                 kept = {name: buffer.clone() for name, buffer in _buffers(run.stage).items()}
-                carried.run_again(index, k, inputs, began, graph=slot["graph"])
+                endless.run_again(index, k, inputs, began, graph=slot["graph"])
                 for name, buffer in _buffers(run.stage).items():  # the forward that counts was the first one
                     buffer.copy_(kept[name])
             if slot["gradients"] is not None:
                 run.gradients[k] = tuple(_on(gradient, device) for gradient in slot["gradients"])
 
 
-def _check_carried(state: Any, carried: Carried | None, stages: Mapping[int, Stage]) -> None:
-    _check_keys(state, _CARRIED, "the state's 'carried'")
-    if carried is None or state["order"] != carried.order:
+def _check_endless(state: Any, endless: CompiledEndless | None, stages: Mapping[int, Stage]) -> None:
+    _check_keys(state, _CARRIED, "the state's 'endless'")
+    if endless is None or state["order"] != endless.order:
         raise ScheduleError(
             "the state is of another program than this runner's, with batches in another order or of another size; "
             f"make the runner with a program that goes on as\n{state['order']}"
         )
-    if state["autocast"] != list(carried.goal.autocast):
+    if state["autocast"] != list(endless.goal.autocast):
         raise ScheduleError(
             f"the state was taken with autocast on for {state['autocast']}, here it is for "
-            f"{list(carried.goal.autocast)}; load it within the same torch.autocast as step is called"
+            f"{list(endless.goal.autocast)}; load it within the same torch.autocast as step is called"
         )
     for name in ("weights", "buffers", "slots"):
         if sorted(state[name]) != sorted(stages):
@@ -176,7 +176,7 @@ def _check_carried(state: Any, carried: Carried | None, stages: Mapping[int, Sta
     for index, stage in stages.items():
         weights = state["weights"][index]
         _check_keys(weights, _WEIGHTS, f"the weights of stage {index}")
-        carried.versions[index].check(weights)
+        endless.versions[index].check(weights)
         if {n: b.shape for n, b in _buffers(stage).items()} != {n: b.shape for n, b in state["buffers"][index].items()}:
             raise ScheduleError(
                 f"stage {index}: the state has buffers {list(state['buffers'][index])}, of other shapes"

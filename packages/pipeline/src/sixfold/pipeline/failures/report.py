@@ -14,7 +14,7 @@ from sixfold.pipeline.failures.records import Record, Records, Store, report
 
 if TYPE_CHECKING:
     from sixfold.pipeline.compiler.compile import Compiled
-    from sixfold.pipeline.compiler.endless import Carried
+    from sixfold.pipeline.compiler.compile_endless import CompiledEndless
     from sixfold.pipeline.transport.protocol import Links
 
 __all__ = ["Faults"]
@@ -48,7 +48,7 @@ class Faults:
         self.broken: str | None = None
 
     def end(
-        self, error: BaseException, compiled: Compiled | Carried | None, at: int, *, lost: bool = False
+        self, error: BaseException, compiled: Compiled | CompiledEndless | None, at: int, *, lost: bool = False
     ) -> NoReturn:
         """Turn the failure of one call into one error here and on every other rank.
 
@@ -80,7 +80,7 @@ class Faults:
         kind = PipelineTimeout if isinstance(error, PipelineTimeout) else ScheduleError
         raise kind(message, rank=rank, position=position, action=action) from error
 
-    def _time_out(self, compiled: Compiled | Carried | None, place: str, error: PeerLost) -> NoReturn:
+    def _time_out(self, compiled: Compiled | CompiledEndless | None, place: str, error: PeerLost) -> NoReturn:
         """A message did not come: find out what the other ranks know, and say it."""
         assert self._links is not None and self._records is not None, "only a group has peers"
         peer, position, action = error.peer, None, error.action

@@ -30,14 +30,14 @@ from sixfold.pipeline.stage.stage import Stage
 from sixfold.pipeline.stage.weight_versions import Versions
 from sixfold.pipeline.transport.protocol import Lane, Links
 
-__all__ = ["Carried"]
+__all__ = ["CompiledEndless"]
 
 
 _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _Piece = tuple[Program, list[tuple[int, Call]], list[Callable[[], object]], ActionTimer | None]
 
 
-class Carried:
+class CompiledEndless:
     """An endless program as this process runs it; see ``compile.Compiled``, in whose place it stands.
 
     Args:

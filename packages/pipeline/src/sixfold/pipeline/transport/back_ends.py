@@ -37,7 +37,7 @@ def threads(ranks: int) -> list[Transport]:
 
 def one_thread(ranks: int) -> list[Transport]:
     """One transport per rank, for ranks whose calls one thread makes, in an order in which every input is there."""
-    from sixfold.pipeline.transport.same_thread import Shelf, ShelfTransport
+    from sixfold.pipeline.transport.same_thread import Mailbox, SameThreadTransport
 
-    shelf = Shelf(ranks)
-    return [ShelfTransport(shelf, rank) for rank in range(ranks)]
+    mailbox = Mailbox(ranks)
+    return [SameThreadTransport(mailbox, rank) for rank in range(ranks)]

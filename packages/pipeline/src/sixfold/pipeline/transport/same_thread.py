@@ -1,6 +1,6 @@
-"""All ranks in one thread: a message lies on a shelf until it is taken.
+"""All ranks in one thread: a message lies on a mailbox until it is taken.
 
-    SEND --> shelf (this file) --> RECV
+    SEND --> mailbox (this file) --> RECV
 
 Nothing waits and nothing is copied: whoever makes the calls makes a SEND before the
 ``wait`` of its RECV.
@@ -22,12 +22,12 @@ from sixfold.pipeline.transport.routes import Route, route_of
 from sixfold.pipeline.transport.shape_agreement import Agreed
 from sixfold.pipeline.transport.specs import specs_of
 
-__all__ = ["Shelf", "ShelfTransport", "leaves"]
+__all__ = ["Mailbox", "SameThreadTransport", "leaves"]
 
 Shapes = bool | Literal["announced"]
 
 
-class Shelf:
+class Mailbox:
     """What the ranks of one process have in common."""
 
     def __init__(self, ranks: int) -> None:
@@ -36,18 +36,18 @@ class Shelf:
         self.control: dict[tuple[int, int], deque[bytes]] = {}  # by source and destination
 
 
-class ShelfTransport:
+class SameThreadTransport:
     """One rank's place; it is its own Links, since nobody else can join."""
 
     store: Store | None = None
     key = "one thread"
 
-    def __init__(self, shelf: Shelf, rank: int) -> None:
-        self.rank, self.ranks = rank, shelf.ranks
-        self._shelf = shelf
-        self.control = _Control(shelf, rank)
+    def __init__(self, mailbox: Mailbox, rank: int) -> None:
+        self.rank, self.ranks = rank, mailbox.ranks
+        self._mailbox = mailbox
+        self.control = _Control(mailbox, rank)
 
-    def join(self, device: torch.device, timeout_s: float) -> ShelfTransport:
+    def join(self, device: torch.device, timeout_s: float) -> SameThreadTransport:
         """Nobody to wait for."""
         return self
 
@@ -55,7 +55,7 @@ class ShelfTransport:
         self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: Shapes
     ) -> _Lane:
         """See Links."""
-        return _Lane(self._shelf, placement, microbatches, self.rank, number, dynamic_shapes)
+        return _Lane(self._mailbox, placement, microbatches, self.rank, number, dynamic_shapes)
 
     def check(self) -> None:
         """Nothing is ever overdue."""
@@ -67,7 +67,7 @@ class ShelfTransport:
 class _Lane(Agreed):
     def __init__(
         self,
-        shelf: Shelf,
+        mailbox: Mailbox,
         placement: Sequence[int],
         microbatches: int,
         rank: int,
@@ -75,7 +75,7 @@ class _Lane(Agreed):
         dynamic_shapes: Shapes,
     ) -> None:
         super().__init__(placement, microbatches, rank, dynamic_shapes)
-        self._shelf, self._number = shelf, number
+        self._mailbox, self._number = mailbox, number
 
     def sender(self, action: Action) -> Callable[[tuple[Any, ...]], None]:
         route = route_of(action, self._microbatches)
@@ -98,12 +98,12 @@ class _Lane(Agreed):
 
     def clear(self) -> None:
         self.forget()
-        for (number, _), messages in self._shelf.messages.items():
+        for (number, _), messages in self._mailbox.messages.items():
             if number == self._number:
                 messages.clear()
 
     def _messages(self, route: Route) -> deque[tuple[Any, ...]]:
-        return self._shelf.messages.setdefault((self._number, route), deque())
+        return self._mailbox.messages.setdefault((self._number, route), deque())
 
 
 class _Receipt:
@@ -117,18 +117,18 @@ class _Receipt:
 
 
 class _Control:
-    def __init__(self, shelf: Shelf, rank: int) -> None:
-        self._shelf, self._rank = shelf, rank
+    def __init__(self, mailbox: Mailbox, rank: int) -> None:
+        self._mailbox, self._rank = mailbox, rank
 
     def send(self, data: bytes, peer: int, action: Action | None = None) -> None:
-        self._shelf.control.setdefault((self._rank, peer), deque()).append(data)
+        self._mailbox.control.setdefault((self._rank, peer), deque()).append(data)
 
     def receive(self, peer: int, action: Action | None = None) -> bytes:
-        return self._shelf.control[peer, self._rank].popleft()
+        return self._mailbox.control[peer, self._rank].popleft()
 
     def gather(self, number: int) -> list[int]:
         """One caller speaks for all ranks."""
-        return [number] * self._shelf.ranks
+        return [number] * self._mailbox.ranks
 
 
 def leaves(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -29,10 +29,10 @@ def threads(ranks: int) -> list[Transport]:
 
     Tensors are handed over as they are, without a copy.
     """
-    from sixfold.pipeline.transport.thread_queues import Meeting, ThreadTransport
+    from sixfold.pipeline.transport.thread_queues import ThreadQueues, ThreadTransport
 
-    meeting = Meeting(ranks)
-    return [ThreadTransport(meeting, rank) for rank in range(ranks)]
+    queues = ThreadQueues(ranks)
+    return [ThreadTransport(queues, rank) for rank in range(ranks)]
 
 
 def one_thread(ranks: int) -> list[Transport]:

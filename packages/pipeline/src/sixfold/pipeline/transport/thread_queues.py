@@ -27,7 +27,7 @@ from sixfold.pipeline.transport.same_thread import leaves
 from sixfold.pipeline.transport.shape_agreement import Agreed
 from sixfold.pipeline.transport.specs import specs_of
 
-__all__ = ["Meeting", "ThreadTransport"]
+__all__ = ["ThreadQueues", "ThreadTransport"]
 
 _ENDED = object()
 
@@ -35,7 +35,7 @@ Shapes = bool | Literal["announced"]
 Key = tuple[Any, ...]  # runner, what for
 
 
-class Meeting:
+class ThreadQueues:
     """What the ranks have in common: the queue of each name, and who has ended.
 
     A queue's name starts with the number of the runner, its source and its destination.
@@ -91,30 +91,30 @@ class Meeting:
 class ThreadTransport:
     """One thread's place."""
 
-    def __init__(self, meeting: Meeting, rank: int) -> None:
-        self.rank, self.ranks = rank, meeting.ranks
-        self._meeting = meeting
+    def __init__(self, queues: ThreadQueues, rank: int) -> None:
+        self.rank, self.ranks = rank, queues.ranks
+        self._queues = queues
         self._joined = 0
 
     def join(self, device: torch.device, timeout_s: float) -> _Links:
         """See Transport; ranks are told apart from runners before by how often they joined."""
         self._joined += 1
-        return _Links(self._meeting, self._joined, self.rank, timeout_s)
+        return _Links(self._queues, self._joined, self.rank, timeout_s)
 
 
 class _Links:
-    def __init__(self, meeting: Meeting, runner: int, rank: int, timeout_s: float) -> None:
-        self.rank, self.ranks = rank, meeting.ranks
-        self.store = meeting.store
+    def __init__(self, queues: ThreadQueues, runner: int, rank: int, timeout_s: float) -> None:
+        self.rank, self.ranks = rank, queues.ranks
+        self.store = queues.store
         self.key = f"runner {runner}"
-        self._meeting, self._runner = meeting, runner
+        self._queues, self._runner = queues, runner
         self._timeout_s = timeout_s
         self.control = _Control(self)
-        self.calls = meeting.calls(runner, rank)
+        self.calls = queues.calls(runner, rank)
 
     def meet(self, number: int) -> list[int]:
         """See Links."""
-        self._meeting.bring(self._runner, self.rank)
+        self._queues.bring(self._runner, self.rank)
         return self.control.gather(number)
 
     def lane(
@@ -125,16 +125,16 @@ class _Links:
 
     def check(self) -> None:
         """See Links; nothing is overdue behind the caller's back."""
-        if self._meeting.someone_ended(self._runner):
+        if self._queues.someone_ended(self._runner):
             raise PeerLost(None)
 
     def close(self) -> None:
         """See Links."""
-        self._meeting.end(self._runner, self.rank)
+        self._queues.end(self._runner, self.rank)
 
     def queue(self, edge: Edge, *name: object, filled: int = 0) -> SimpleQueue[Any]:
         """A queue of this runner."""
-        return self._meeting.queue(self._runner, edge, *name, filled=filled)
+        return self._queues.queue(self._runner, edge, *name, filled=filled)
 
     def take(self, queue: SimpleQueue[Any], action: Action | None, peer: int) -> Any:
         """The next of a queue, waited for; its end stays in it."""
@@ -150,7 +150,7 @@ class _Links:
     def _keep_waiting(self, queue: SimpleQueue[Any], action: Action | None, peer: int) -> Any:
         """What did not come at once; a rank that fails elsewhere ends the wait too."""
         deadline = time.monotonic() + self._timeout_s - LOOK_S
-        while (left := deadline - time.monotonic()) > 0 and not self._meeting.someone_ended(self._runner):
+        while (left := deadline - time.monotonic()) > 0 and not self._queues.someone_ended(self._runner):
             try:
                 return queue.get(timeout=min(LOOK_S, left))
             except Empty:

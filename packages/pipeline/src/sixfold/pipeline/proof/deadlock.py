@@ -20,14 +20,14 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program.counterexample import grid
 from sixfold.pipeline.program.program import Program
 
-__all__ = ["Wait", "deadlock", "meet", "shortest_cycle"]
+__all__ = ["Wait", "deadlock", "progress", "shortest_cycle"]
 
 _LINKS = 24  # of a cycle that a report shows; with the grid it has at most 60 lines
 
 Wait = tuple[int, int, int]  # position, peer, need
 
 
-def meet(lists: list[list[int]]) -> list[int]:
+def progress(lists: list[list[int]]) -> list[int]:
     """Let every rank go through its list of tensors as far as it can, without a clock.
 
     Args:

@@ -20,7 +20,7 @@ from sixfold.pipeline.errors import ScheduleError, number
 from sixfold.pipeline.program.action import MESSAGES, PER_STAGE, Action, Kind
 from sixfold.pipeline.program.counterexample import broken, check_size, grid, missing
 from sixfold.pipeline.program.program import Program, Weights, program_given
-from sixfold.pipeline.proof.deadlock import Wait, deadlock, meet, shortest_cycle
+from sixfold.pipeline.proof.deadlock import Wait, deadlock, progress, shortest_cycle
 from sixfold.pipeline.proof.unit_rules import check_gathers, check_one_reduction, check_reductions, check_steps
 from sixfold.pipeline.simulation.costs import Costs
 from sixfold.pipeline.simulation.memory import activation_share, peak_activations, weight_versions
@@ -313,7 +313,7 @@ def _check_waits(found: _Found, transport: str) -> None:
             [~number if kind in _SENDS else number for kind, number in zip(row, numbers, strict=True)]
             for row, numbers in zip(kinds, found.messages, strict=True)
         ]
-    reached = meet(lists)
+    reached = progress(lists)
     if reached != list(map(len, lists)):
         done = [
             len(actions[rank]) if here == len(lists[rank]) else _place(found, rank, lists[rank][here])

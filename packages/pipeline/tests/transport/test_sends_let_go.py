@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from sixfold.pipeline import Action, Kind, one_f_one_b
 from sixfold.pipeline.failures.deadlines import HostWait, PeerLost
 from sixfold.pipeline.passes import lower
-from sixfold.pipeline.transport.acknowledgements import proofs
+from sixfold.pipeline.transport.acknowledgements import acknowledgements
 from sixfold.pipeline.transport.messages import GroupLane
 from sixfold.pipeline.transport.process_groups import Incoming, Outgoing
 from sixfold.pipeline.transport.specs import pack_specs, specs_of
@@ -177,7 +177,7 @@ def test_what_a_peer_sends_behind_its_backward_lets_go_of_the_gradients_that_thi
     end = End(1)
     for k in range(M):
         end.receive(f"1RECV_F{k}")
-    end.lane.proves(Action.parse("1RECV_F2"), Action.parse("1SEND_B0"))
+    end.lane.acknowledges(Action.parse("1RECV_F2"), Action.parse("1SEND_B0"))
     sent = [end.send(f"1SEND_B{k}", torch.ones(2)) for k in range(M)]
     end.out.last = None  # type: ignore[assignment]
     end.receive("1RECV_F2")
@@ -192,7 +192,7 @@ def test_proofs_stand_behind_the_backward_that_took_the_gradients(name):
     rank_of = program.placement.__getitem__
     shown = 0
     for rank in range(3):
-        for received, sent in proofs(program, rank):
+        for received, sent in acknowledgements(program, rank):
             peer = program.ranks[rank_of(sent.stage - 1)]
             assert received in program.ranks[rank] and sent in program.ranks[rank]
             forward = received.kind is Kind.RECV_F
@@ -211,4 +211,4 @@ def test_proofs_stand_behind_the_backward_that_took_the_gradients(name):
 
 def test_of_1f1b_all_gradients_but_the_last_of_a_batch_are_proved_within_it():
     program = lower(one_f_one_b(2, 6))
-    assert sorted(str(sent) for _, sent in proofs(program, 1)) == [f"1SEND_B{k}" for k in range(4)]
+    assert sorted(str(sent) for _, sent in acknowledgements(program, 1)) == [f"1SEND_B{k}" for k in range(4)]

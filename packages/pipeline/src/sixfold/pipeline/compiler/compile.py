@@ -30,7 +30,7 @@ from sixfold.pipeline.simulation.simulate import Event, Timeline, measured
 from sixfold.pipeline.stage.compute import StageRun, WeightGradients, WholeBackward
 from sixfold.pipeline.stage.distributed_data_parallel import Replicas
 from sixfold.pipeline.stage.stage import Stage
-from sixfold.pipeline.transport.acknowledgements import proofs
+from sixfold.pipeline.transport.acknowledgements import acknowledgements
 from sixfold.pipeline.transport.protocol import Lane, Links
 
 __all__ = ["Compiled", "StepResult", "signature", "step_device"]
@@ -120,8 +120,8 @@ class Compiled:
         self.tokens = self._token_count()
         rows = {rank: self._bound(wiring, lookahead) for rank, wiring in self._wirings.items()}
         for rank, lane in self._lanes.items():
-            if goal.train and (prove := getattr(lane, "proves", None)) is not None:
-                for received, sent in proofs(program, rank):
+            if goal.train and (prove := getattr(lane, "acknowledges", None)) is not None:
+                for received, sent in acknowledgements(program, rank):
                     prove(received, sent)
         self.entries: list[tuple[int, Call]]
         if len(rows) == 1:

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from sixfold.pipeline.program.action import COMPUTE, Action, Kind
 from sixfold.pipeline.program.program import Program
 
-__all__ = ["proofs"]
+__all__ = ["acknowledgements"]
 
 _SENDS = {Kind.SEND_F: (Kind.RECV_F, 1), Kind.SEND_B: (Kind.RECV_B, -1)}
 _TAKES = frozenset({Kind.B, Kind.I})
 
 
-def proofs(program: Program, rank: int) -> Iterator[tuple[Action, Action]]:
+def acknowledgements(program: Program, rank: int) -> Iterator[tuple[Action, Action]]:
     """Pairs (RECV, SEND_B) of ``rank``: where the message of the first is there, the peer has that of the second.
 
     Of each SEND_B the earliest; none where nothing comes from that peer behind its backward in the program.

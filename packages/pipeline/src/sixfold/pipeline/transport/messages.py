@@ -155,19 +155,19 @@ class GroupLane(Agreed):
             receipt = Receipt(self._inlets[peer], route, self.tag_of(route), action)
             if (outlet := self._outlets.get(peer)) is not None:
                 # Gradients are made of the output that was sent; an input is made in a slot whose gradients are used.
-                receipt.proves = (
+                receipt.acknowledges = (
                     partial(outlet.edge.received, self.tag_of(route._replace(forward=not route.forward))),
                 )
             self._receipts[route] = receipt
         return self._receipts[route]
 
-    def proves(self, received: Action, sent: Action) -> None:
+    def acknowledges(self, received: Action, sent: Action) -> None:
         """Where the message of ``received`` is there, its sender has that of ``sent``."""
         outlet, peer = self._outlets.get(self._placement[sent.peer_stage]), self._placement[received.peer_stage]
         if outlet is not None and peer in self._inlets:
             receipt = self.receiver(received)
             tag = self.tag_of(route_of(sent, self._microbatches))
-            receipt.proves = (*receipt.proves, partial(outlet.edge.received, tag))
+            receipt.acknowledges = (*receipt.acknowledges, partial(outlet.edge.received, tag))
 
     def clear(self) -> None:
         """The links are ended instead."""
@@ -235,7 +235,7 @@ class Inlet:
         for work in receipt.works:
             self._edge.wait(work, receipt.action)
         if receipt.works:
-            for prove in receipt.proves:
+            for prove in receipt.acknowledges:
                 prove()
         return receipt.buffers
 
@@ -291,7 +291,7 @@ class Inlet:
 class Receipt:
     """A message that is asked for; its end is bound to one message and used once per batch."""
 
-    __slots__ = ("_inlet", "action", "buffers", "proves", "route", "slot", "specs", "tag", "wanted", "works")
+    __slots__ = ("_inlet", "action", "buffers", "acknowledges", "route", "slot", "specs", "tag", "wanted", "works")
 
     def __init__(self, inlet: Inlet, route: Route, tag: int, action: Action) -> None:
         self._inlet, self.route, self.tag, self.action = inlet, route, tag, action
@@ -300,7 +300,9 @@ class Receipt:
         self.specs: Specs = ()
         self.wanted: list[TensorSpec] = []  # the last time
         self.works: list[Any] | None = None
-        self.proves: tuple[Callable[[], None], ...] = ()  # that the peer has what this message is made of, and more
+        self.acknowledges: tuple[
+            Callable[[], None], ...
+        ] = ()  # that the peer has what this message is made of, and more
 
     def post(self) -> None:
         """See transport.Receipt."""

@@ -465,7 +465,7 @@ class _Lane:
         self._groups, self._outgoing, self._incoming = groups, outgoing, incoming
         self._placement, self._microbatches = placement, microbatches
         self.begin, self.clear, self.resume = groups.begin, groups.clear, groups.resume
-        self.renew, self.proves = groups.renew, groups.proves
+        self.renew, self.acknowledges = groups.renew, groups.acknowledges
 
     def sender(self, action: Action) -> Callable[[Values], None]:
         """See Lane."""

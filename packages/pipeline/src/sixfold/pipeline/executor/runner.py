@@ -29,7 +29,7 @@ from sixfold.pipeline.executor.partial_gradients import StepGradients
 from sixfold.pipeline.executor.program_cache import Programs, one_process
 from sixfold.pipeline.executor.snapshot import restored, taken
 from sixfold.pipeline.executor.tied_weights import Ties, tie
-from sixfold.pipeline.executor.usage_checks import BufferGuard, OptimizerCheck, tell_of_empty_w
+from sixfold.pipeline.executor.usage_checks import BufferGuard, OptimizerCheck, warn_of_empty_w
 from sixfold.pipeline.failures.deadlines import PeerLost
 from sixfold.pipeline.failures.records import Store
 from sixfold.pipeline.failures.report import Faults
@@ -504,7 +504,7 @@ class PipelineRunner:
         ):
             self.deferred = compiled.deferred()
             if not self._told:
-                tell_of_empty_w(self.deferred)
+                warn_of_empty_w(self.deferred)
                 self._told = bool(self.deferred)
         self._ran = compiled
         if mode == "step":

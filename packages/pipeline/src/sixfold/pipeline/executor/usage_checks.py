@@ -14,12 +14,12 @@ from torch import Tensor
 
 from sixfold.pipeline.stage.stage import Stage, check_made
 
-__all__ = ["BufferGuard", "OptimizerCheck", "tell_of_empty_w"]
+__all__ = ["BufferGuard", "OptimizerCheck", "warn_of_empty_w"]
 
 _LEAST = 0.5  # of a stage's trainable numbers that W makes the gradients of, below which a split does little
 
 
-def tell_of_empty_w(shares: Mapping[int, float]) -> None:
+def warn_of_empty_w(shares: Mapping[int, float]) -> None:
     """Warn where W makes few of a stage's gradients: the bubble is then not that of W's full time."""
     few = {index: share for index, share in shares.items() if share < _LEAST}
     if few:

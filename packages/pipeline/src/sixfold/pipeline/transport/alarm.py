@@ -12,7 +12,7 @@ import os
 import socket
 from struct import Struct
 
-from sixfold.pipeline.transport.call_count import Calls
+from sixfold.pipeline.transport.call_count import CallCount
 
 __all__ = ["LOOK_S", "Alarm"]
 
@@ -29,7 +29,7 @@ class Alarm:
         calls: this rank's, which hear of those of others.
     """
 
-    def __init__(self, name: str, rank: int, ranks: int, calls: Calls | None = None) -> None:
+    def __init__(self, name: str, rank: int, ranks: int, calls: CallCount | None = None) -> None:
         self._others = [f"\0{name}-{other}" for other in range(ranks) if other != rank]
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
@@ -37,7 +37,7 @@ class Alarm:
         self._socket.bind(f"\0{name}-{rank}")
         self._heard = False
         self._rank = rank
-        self.calls = Calls() if calls is None else calls
+        self.calls = CallCount() if calls is None else calls
 
     def ring(self) -> None:
         """Tell all ranks of this host; never waits, never raises."""

@@ -10,10 +10,10 @@ make different calls.
 
 from __future__ import annotations
 
-__all__ = ["Calls"]
+__all__ = ["CallCount"]
 
 
-class Calls:
+class CallCount:
     """One rank's.
 
     Attributes:

@@ -49,7 +49,7 @@ from sixfold.pipeline.failures.deadlines import HostWait, InFlight, PeerLost, Se
 from sixfold.pipeline.failures.records import Store
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.transport.alarm import Alarm
-from sixfold.pipeline.transport.call_count import Calls
+from sixfold.pipeline.transport.call_count import CallCount
 from sixfold.pipeline.transport.control_channel import GroupControl, close_connection, wait_until_sent
 from sixfold.pipeline.transport.devices import Landing, Passed, nccl_options, wants_host_memory
 from sixfold.pipeline.transport.messages import GroupLane
@@ -233,7 +233,7 @@ class GroupLinks:
         self._share = edges is None and device.type == "cpu" and can_share()
         self._host = edges == "host"
         self._host_wait = host = HostWait(timeout_s)
-        self.calls = Calls()
+        self.calls = CallCount()
         self._wait: HostWait | StreamWait = host
         if device.type != "cpu" and not self._host:
             self._wait = StreamWait(timeout_s, self.close, partial(Passed, device))

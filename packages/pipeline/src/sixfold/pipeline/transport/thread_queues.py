@@ -20,7 +20,7 @@ from sixfold.pipeline.failures.deadlines import PeerLost
 from sixfold.pipeline.failures.records import MemoryStore
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.transport.alarm import LOOK_S
-from sixfold.pipeline.transport.call_count import Calls
+from sixfold.pipeline.transport.call_count import CallCount
 from sixfold.pipeline.transport.messages import other_call
 from sixfold.pipeline.transport.routes import Edge, Route, route_of, window_of
 from sixfold.pipeline.transport.same_thread import leaves
@@ -64,7 +64,7 @@ class ThreadQueues:
     def calls(self, runner: int, rank: int) -> Calls:
         """Those of one rank."""
         with self._lock:
-            return self._calls.setdefault(runner, {}).setdefault(rank, Calls())
+            return self._calls.setdefault(runner, {}).setdefault(rank, CallCount())
 
     def bring(self, runner: int, rank: int) -> None:
         """``rank`` brings something new: all others hear it."""

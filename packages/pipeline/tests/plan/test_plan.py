@@ -11,7 +11,7 @@ import pytest
 
 from sixfold.pipeline import Action, Costs, Program, ScheduleError, schedules, simulate, verify
 from sixfold.pipeline.job_shop.dispatch_rules import greedy_order, left_shifted
-from sixfold.pipeline.job_shop.job_shop import Shop
+from sixfold.pipeline.job_shop.job_shop import JobShop
 from sixfold.pipeline.job_shop.list_scheduling import in_pattern
 from sixfold.pipeline.job_shop.pattern_search import even_pattern
 from sixfold.pipeline.job_shop.patterns import pattern_order
@@ -109,7 +109,7 @@ def test_no_schedule_beats_the_bound_and_the_plan_is_the_exhaustive_optimum(plac
     assert lower_bound_of_any(costs, max(placement) + 1, microbatches, cap) <= optimum + 1e-9
 
     # Moves are counted, not seconds: the result does not depend on the machine.
-    shop, numbers = Shop(costs, placement, microbatches, cap), random.Random(7)
+    shop, numbers = JobShop(costs, placement, microbatches, cap), random.Random(7)
     orders = [order for _ in range(20) for make in (greedy_order, pattern_order) if (order := make(shop, numbers))]
     starts = sorted((shop.play(order).makespan, order) for order in orders if shop.fits(order) and shop.play(order))
     found = math.inf
@@ -145,7 +145,7 @@ def test_the_search_plays_orders_as_simulate_does(seed):
     rng = random.Random(seed)
     placement = rng.choice((wave(3, 2), looped(3, 2), looped(3, 1), (0, 1, 1, 0, 2)))
     costs = random_costs(rng, len(placement))
-    shop = Shop(costs, placement, 4, 6.0)
+    shop = JobShop(costs, placement, 4, 6.0)
     for make in (greedy_order, pattern_order, lambda shop, rng: left_shifted(shop, greedy_order(shop, rng))):
         order = make(shop, rng)
         if order is None:
@@ -159,7 +159,7 @@ def test_greedy_orders_exist_under_the_least_cap(seed):
     rng = random.Random(seed)
     costs = random_costs(rng, 8)
     placement = rng.choice((wave(4, 2), looped(4, 2)))
-    shop = Shop(costs, placement, 5, least_memory(costs.activation, placement))
+    shop = JobShop(costs, placement, 5, least_memory(costs.activation, placement))
     order = greedy_order(shop, rng)
     assert order is not None and shop.fits(order)
     with pytest.raises(ScheduleError, match=r"memory_cap is .*; the least that any schedule needs is "):
@@ -180,7 +180,7 @@ def test_stages_and_parts_that_take_no_time_can_be_planned(seed):
     found = plan(costs, ranks=2, microbatches=3, time_limit_s=0.03)
     assert found.timeline.makespan == pytest.approx(simulate(found.program, costs).makespan)
     assert found.lower_bound <= found.timeline.makespan + 1e-9
-    shop, numbers = Shop(costs, found.program.placement, 3, math.inf), random.Random(seed)
+    shop, numbers = JobShop(costs, found.program.placement, 3, math.inf), random.Random(seed)
     assert all(greedy_order(shop, numbers) is not None for _ in range(10))
 
 
@@ -412,7 +412,7 @@ def test_greedy_and_periodic_orders_never_hang_at_the_least_cap_of_deferring_sta
         for stage in order:
             rows[placement[stage]] += [Action(stage, each, 0) for each in kind]
     alone = simulate(Program(tuple(map(tuple, rows)), 1, placement), costs)
-    shop = Shop(costs, placement, 5, max(alone.peak_activations))
+    shop = JobShop(costs, placement, 5, max(alone.peak_activations))
     for order in (greedy_order(shop, rng), in_pattern(shop, even_pattern(shop))):
         assert order is not None and shop.fits(order)
         verify(shop.program(order), memory_cap=max(alone.peak_activations), costs=costs)

@@ -1,6 +1,6 @@
 """Orders made by running a step: each rank takes what one of two rules favours among what can run.
 
-    Shop, an order or random numbers --> order (this file) --> tabu_search
+    JobShop, an order or random numbers --> order (this file) --> tabu_search
 
 Torch-free.
 """
@@ -11,14 +11,14 @@ import math
 from collections.abc import Callable
 from random import Random
 
-from sixfold.pipeline.job_shop.job_shop import ROUNDING, WAIT, Order, Run, Shop
+from sixfold.pipeline.job_shop.job_shop import ROUNDING, WAIT, JobShop, Order, Run
 
 __all__ = ["greedy_order", "left_shifted"]
 
 _WINDOW = 14  # operations of a rank that may overtake one that waits
 
 
-def left_shifted(shop: Shop, order: Order, go_on: Callable[[], bool] | None = None) -> Order | None:
+def left_shifted(shop: JobShop, order: Order, go_on: Callable[[], bool] | None = None) -> Order | None:
     """``order`` with its gaps filled by operations from further down each list, within the cap.
 
     A rank runs the first operation of its list whose input is there; if none is there, the one that comes
@@ -47,7 +47,7 @@ def left_shifted(shop: Shop, order: Order, go_on: Callable[[], bool] | None = No
     return Run(shop).to_the_end(choose, go_on)
 
 
-def greedy_order(shop: Shop, random: Random, go_on: Callable[[], bool] | None = None) -> Order | None:
+def greedy_order(shop: JobShop, random: Random, go_on: Callable[[], bool] | None = None) -> Order | None:
     """List scheduling under random rules: what comes first among F, I and W, and how long a gap W may not fill.
 
     A rank never starts what adds memory if it could not finish the microbatches it has begun after that, so that

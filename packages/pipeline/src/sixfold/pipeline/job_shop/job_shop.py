@@ -1,8 +1,8 @@
 """A pipeline step as a job shop: ranks are machines, F, I and W are operations.
 
-    Costs, placement --> Shop, and a Run of it (this file) --> list_scheduling, plan/* --> Program
+    Costs, placement --> JobShop, and a Run of it (this file) --> list_scheduling, plan/* --> Program
 
-Torch-free. What runs operations on paper is here alone: ``Shop.play`` takes each rank's list as it is, ``Run`` asks
+Torch-free. What runs operations on paper is here alone: ``JobShop.play`` takes each rank's list as it is, ``Run`` asks
 for the next operation of a rank whenever one could begin. Operation ``(kind * stages + stage) * m + microbatch`` with
 kind 0, 1, 2 for F, I, W: small integers, so that a search can look at thousands of orders in a second of plain Python.
 An order is one list of operations per rank; it is *right* if every stage takes its F's, I's and W's in ascending
@@ -21,7 +21,7 @@ from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.simulation.costs import Costs
 from sixfold.pipeline.simulation.memory import with_rounding
 
-__all__ = ["FORWARD", "INPUT", "ROUNDING", "WAIT", "WEIGHT", "Order", "Run", "Shop", "Times"]
+__all__ = ["FORWARD", "INPUT", "ROUNDING", "WAIT", "WEIGHT", "Order", "Run", "JobShop", "Times"]
 
 Order = list[list[int]]
 FORWARD, INPUT, WEIGHT = 0, 1, 2
@@ -39,7 +39,7 @@ class Times(NamedTuple):
     sequence: list[int]
 
 
-class Shop:
+class JobShop:
     """Durations, inputs and memory of every operation of one step.
 
     Attributes, each a list over operations unless another length is given:
@@ -192,7 +192,7 @@ class Run:
         turn (per line, which is kind * stages + stage): the microbatch that comes next there.
     """
 
-    def __init__(self, shop: Shop) -> None:
+    def __init__(self, shop: JobShop) -> None:
         self.shop = shop
         self.now = 0.0
         self.free, self.held = [0.0] * shop.ranks, [0.0] * shop.ranks

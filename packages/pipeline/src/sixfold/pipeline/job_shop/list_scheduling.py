@@ -1,6 +1,6 @@
 """List scheduling: whenever a rank is free it begins the operation whose turn in a pattern comes first.
 
-    Shop, Pattern --> order of each rank, the best of several (this file) --> hanayo, v_half, v_min, plan
+    JobShop, Pattern --> order of each rank, the best of several (this file) --> hanayo, v_half, v_min, plan
 
 Torch-free. A pattern says when microbatch 0 would begin each F and I if nothing stood in the way, and after which
 period the next microbatch follows ("building block" in Qi et al., arXiv 2405.15362). Here its times are turns only:
@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from sixfold.pipeline.errors import ScheduleError, number
-from sixfold.pipeline.job_shop.job_shop import ROUNDING, WAIT, Order, Run, Shop
+from sixfold.pipeline.job_shop.job_shop import ROUNDING, WAIT, JobShop, Order, Run
 from sixfold.pipeline.program.placement import vee
 from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.simulation.costs import Costs
@@ -47,7 +47,7 @@ class Pattern:
 
 
 def pattern_of_chain(
-    shop: Shop, steps: Sequence[float], gaps: Sequence[float], *, period: float, **more: float
+    shop: JobShop, steps: Sequence[float], gaps: Sequence[float], *, period: float, **more: float
 ) -> Pattern:
     """The pattern in which each stage of a row (stages 0..p-1, p..2p-1, ...) begins a step after the one before it.
 
@@ -98,7 +98,7 @@ def best_v(
     if memory_cap is not None:
         cap = room_for_one(memory_cap)
 
-    def made(shop: Shop, one: Try) -> Order | None:
+    def made(shop: JobShop, one: Try) -> Order | None:
         steps, gaps, entry = one
         unit = 0.5  # of any operation here
         pattern = pattern_of_chain(
@@ -139,7 +139,7 @@ def room_for_one(memory_cap: float) -> float:
     return cap
 
 
-def _shop(ranks: int, microbatches: int, cap: float, times: Sequence[float]) -> Shop:
+def _shop(ranks: int, microbatches: int, cap: float, times: Sequence[float]) -> JobShop:
     """The job shop of a V whose ranks are all alike."""
     share = [0.5] * (2 * ranks)
     forward, backward_input, backward_weight, hop = times
@@ -150,10 +150,10 @@ def _shop(ranks: int, microbatches: int, cap: float, times: Sequence[float]) -> 
         hop,
         activation=share,
     )
-    return Shop(costs, vee(ranks), microbatches, cap)
+    return JobShop(costs, vee(ranks), microbatches, cap)
 
 
-def in_pattern(shop: Shop, pattern: Pattern, go_on: Callable[[], bool] | None = None) -> Order | None:
+def in_pattern(shop: JobShop, pattern: Pattern, go_on: Callable[[], bool] | None = None) -> Order | None:
     """The order of every rank that takes turns as ``pattern`` says, within the cap.
 
     Args:
@@ -166,7 +166,7 @@ def in_pattern(shop: Shop, pattern: Pattern, go_on: Callable[[], bool] | None = 
     ends in a deadlock. The last stage but one may take the last place if the rank holds something of its last stage:
     that comes back by itself, since each rank lets microbatches pass in order and backwards need no room. And it
     leaves room for every forward of a later stage whose turn came before its own: a microbatch that enters early
-    must not stop one that is on its way. Where I's add memory (``Shop.grows``) F and I start if that is safe
+    must not stop one that is on its way. Where I's add memory (``JobShop.grows``) F and I start if that is safe
     (``Run.safe``).
     """
     return Run(shop).to_the_end(_Turns(shop, pattern), go_on)
@@ -175,7 +175,7 @@ def in_pattern(shop: Shop, pattern: Pattern, go_on: Callable[[], bool] | None = 
 class _Turns:
     """What each rank does next; called as ``choose`` of a Run."""
 
-    def __init__(self, shop: Shop, pattern: Pattern) -> None:
+    def __init__(self, shop: JobShop, pattern: Pattern) -> None:
         self.shop, self.pattern = shop, pattern
         s = shop.stages
         lines = [[kind + stage for kind in (0, s) for stage in own] for own in shop.stages_of]

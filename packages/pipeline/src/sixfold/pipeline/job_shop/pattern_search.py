@@ -1,6 +1,6 @@
 """Patterns for given costs: found on few microbatches, repeated for all.
 
-    Shop of few microbatches --> patterns, better and better --> orders of all microbatches (this file) --> search
+    JobShop of few microbatches --> patterns, better and better --> orders of all microbatches (this file) --> search
 
 Torch-free. What a step of many microbatches takes is its steady state, and a few show that: so each pattern is tried
 on about two microbatches per rank and judged by the makespan that its last third promises for all. The best
@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from random import Random
 
-from sixfold.pipeline.job_shop.job_shop import Order, Shop
+from sixfold.pipeline.job_shop.job_shop import JobShop, Order
 from sixfold.pipeline.job_shop.list_scheduling import Pattern, in_pattern, pattern_of_chain
 from sixfold.pipeline.job_shop.patterns import random_table
 
@@ -34,7 +34,7 @@ def few_microbatches(ranks: int, microbatches: int) -> int:
     return few if 3 * few <= 2 * microbatches else microbatches
 
 
-def repeated_orders(shop: Shop, few: Shop, random: Random, go_on: Callable[[], bool]) -> Iterator[Order | None]:
+def repeated_orders(shop: JobShop, few: JobShop, random: Random, go_on: Callable[[], bool]) -> Iterator[Order | None]:
     """Orders of ``shop`` without end, each promising more than those before were; None for a pattern that does not.
 
     Args:
@@ -59,13 +59,13 @@ def repeated_orders(shop: Shop, few: Shop, random: Random, go_on: Callable[[], b
         yield order
 
 
-def even_pattern(shop: Shop) -> Pattern:
+def even_pattern(shop: JobShop) -> Pattern:
     """Every microbatch goes through without a pause, a new one as often as the busiest rank can take it."""
     units = _units(shop)
     return pattern_of_chain(shop, units, [0.0] * (len(units) - 1), period=max(shop.work) / shop.microbatches)
 
 
-def _units(shop: Shop) -> list[float]:
+def _units(shop: JobShop) -> list[float]:
     """Of each row of stages the mean time of an operation and its message."""
     chain = [*range(shop.stages), *reversed(range(shop.stages, 2 * shop.stages))]
     times = [shop.duration[line * shop.microbatches] + shop.lag[line * shop.microbatches] for line in chain]
@@ -73,7 +73,7 @@ def _units(shop: Shop) -> list[float]:
     return [sum(row) / len(row) for row in rows]
 
 
-def _chain(shop: Shop, random: Random) -> Pattern:
+def _chain(shop: JobShop, random: Random) -> Pattern:
     """Rows of stages that a microbatch passes at an even pace each."""
     units = _units(shop)
     down, up = random.choice(_STEPS), random.choice(_STEPS)
@@ -90,7 +90,7 @@ def _chain(shop: Shop, random: Random) -> Pattern:
     )
 
 
-def _changed(pattern: Pattern, shop: Shop, random: Random) -> Pattern:
+def _changed(pattern: Pattern, shop: JobShop, random: Random) -> Pattern:
     """``pattern`` with one to three changes: the rest of the chain moved from somewhere on, or a number drawn anew."""
     work = max(shop.work) / shop.microbatches
     for _ in range(random.choice((1, 1, 2, 3))):
@@ -110,7 +110,7 @@ def _changed(pattern: Pattern, shop: Shop, random: Random) -> Pattern:
     return pattern
 
 
-def _promise(few: Shop, pattern: Pattern, microbatches: int, go_on: Callable[[], bool]) -> float:
+def _promise(few: JobShop, pattern: Pattern, microbatches: int, go_on: Callable[[], bool]) -> float:
     """The makespan of ``microbatches`` that the pattern's run of few of them promises."""
     order = in_pattern(few, pattern, go_on)
     times = few.play(order) if order is not None else None

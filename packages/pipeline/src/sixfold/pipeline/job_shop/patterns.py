@@ -1,6 +1,6 @@
 """Orders that repeat one microbatch's pattern, as the controllable-memory schedules do.
 
-    Shop, random numbers --> pattern --> its order (this file) --> dispatch_rules, tabu_search
+    JobShop, random numbers --> pattern --> its order (this file) --> dispatch_rules, tabu_search
 
 Torch-free. [Note: patterns] In the steady state every microbatch runs like the one before it, one period
 later. So the operations of one microbatch are laid into a table of one period per rank, first the chain
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from random import Random
 
-from sixfold.pipeline.job_shop.job_shop import ROUNDING, Order, Shop
+from sixfold.pipeline.job_shop.job_shop import ROUNDING, JobShop, Order
 from sixfold.pipeline.job_shop.list_scheduling import Pattern
 
 __all__ = ["pattern_order", "random_table"]
@@ -27,7 +27,7 @@ _CHANCE = (0.0, 0.1, 0.3, 0.6)  # of a delay before an operation of the chain
 _DELAY = (0.5, 1.0, 1.0, 1.5, 2.0)  # in the operation's own duration
 
 
-def pattern_order(shop: Shop, random: Random) -> Order | None:
+def pattern_order(shop: JobShop, random: Random) -> Order | None:
     """The shortest of a few random patterns, repeated; None if there was none that holds little enough.
 
     It may still be over the cap, since ``left_shifted`` can bring it under.
@@ -53,7 +53,7 @@ def pattern_order(shop: Shop, random: Random) -> Order | None:
     return [[operation for _, _, operation in sorted(row)] for row in rows]
 
 
-def random_table(shop: Shop, random: Random) -> Pattern | None:
+def random_table(shop: JobShop, random: Random) -> Pattern | None:
     """Turns in which no operations of a rank collide; None if there was no such table that holds about the cap."""
     period = max(shop.work) / shop.microbatches * random.choice(_WIDE)
     begin = _pattern(shop, period, random)
@@ -62,7 +62,7 @@ def random_table(shop: Shop, random: Random) -> Pattern | None:
     return Pattern(begin=begin[: 2 * shop.stages], period=period)
 
 
-def _levels(shop: Shop, begin: list[float], period: float) -> list[float]:
+def _levels(shop: JobShop, begin: list[float], period: float) -> list[float]:
     """Most activations that each rank holds in the steady state, counting each until its W ends."""
     levels = []
     for own in shop.stages_of:
@@ -79,7 +79,7 @@ def _levels(shop: Shop, begin: list[float], period: float) -> list[float]:
     return levels
 
 
-def _pattern(shop: Shop, period: float, random: Random) -> list[float] | None:
+def _pattern(shop: JobShop, period: float, random: Random) -> list[float] | None:
     """When microbatch 0 runs each of its operations, by line (kind * stages + stage)."""
     tables: list[list[tuple[float, float]]] = [[] for _ in range(shop.ranks)]
     begin = [0.0] * (3 * shop.stages)

@@ -1,6 +1,6 @@
 """Improving an order: tabu search over critical blocks, as for job shops.
 
-    Shop, order --> better order (this file) --> plan
+    JobShop, order --> better order (this file) --> plan
 
 Torch-free. [Note: critical blocks] A makespan is the length of a *critical chain*: operations without idle time
 between them, from the start of the step to its end. Where the chain stays on a rank it is a *block* of neighbours in
@@ -20,7 +20,7 @@ from itertools import pairwise
 from random import Random
 from typing import NamedTuple
 
-from sixfold.pipeline.job_shop.job_shop import ROUNDING, Order, Shop, Times
+from sixfold.pipeline.job_shop.job_shop import ROUNDING, JobShop, Order, Times
 
 __all__ = ["improved"]
 
@@ -39,7 +39,9 @@ class _Move(NamedTuple):
     operations: list[int]
 
 
-def improved(shop: Shop, order: Order, enough: float, random: Random, go_on: Callable[[], bool]) -> tuple[float, Order]:
+def improved(
+    shop: JobShop, order: Order, enough: float, random: Random, go_on: Callable[[], bool]
+) -> tuple[float, Order]:
     """The best order found from ``order`` until ``go_on()`` is false or its makespan is at most ``enough``.
 
     Args:
@@ -78,7 +80,7 @@ def improved(shop: Shop, order: Order, enough: float, random: Random, go_on: Cal
 
 
 def _cheapest(
-    shop: Shop,
+    shop: JobShop,
     order: Order,
     times: Times,
     best: float,
@@ -103,7 +105,7 @@ def _cheapest(
     return cheapest[1] if cheapest else None
 
 
-def _moves(shop: Shop, order: Order, times: Times, tail: list[float], random: Random) -> list[_Move]:
+def _moves(shop: JobShop, order: Order, times: Times, tail: list[float], random: Random) -> list[_Move]:
     """Moves inside the blocks of one critical chain; each stage stays ascending and, nearly surely, nothing hangs."""
     position = {operation: at for row in order for at, operation in enumerate(row)}
     found = []
@@ -122,7 +124,7 @@ def _moves(shop: Shop, order: Order, times: Times, tail: list[float], random: Ra
     return found
 
 
-def _later(shop: Shop, row: list[int], tail: list[float], here: int, last: int) -> list[int]:
+def _later(shop: JobShop, row: list[int], tail: list[float], here: int, last: int) -> list[int]:
     """Positions behind which the operation at ``here`` may go.
 
     Behind ``other`` it would wait for itself if a chain led from its user to ``other``. Then the user's way to the end
@@ -139,7 +141,7 @@ def _later(shop: Shop, row: list[int], tail: list[float], here: int, last: int) 
     return places
 
 
-def _earlier(shop: Shop, row: list[int], times: Times, here: int, first: int) -> list[int]:
+def _earlier(shop: JobShop, row: list[int], times: Times, here: int, first: int) -> list[int]:
     """Positions before which the operation at ``here`` may go; the mirror image of ``_later``, with the source."""
     moved, places = row[here], []
     source = shop.source[moved]
@@ -153,7 +155,7 @@ def _earlier(shop: Shop, row: list[int], times: Times, here: int, first: int) ->
 
 
 def _blocks(
-    shop: Shop, order: Order, times: Times, position: dict[int, int], random: Random
+    shop: JobShop, order: Order, times: Times, position: dict[int, int], random: Random
 ) -> list[tuple[int, int, int]]:
     """(rank, first, last position) of each block of one critical chain, chosen at random among equals."""
     latest = [row[-1] for row in order if row and times.end[row[-1]] >= times.makespan - ROUNDING]
@@ -178,7 +180,7 @@ def _blocks(
         operation = cause
 
 
-def _estimate(shop: Shop, row: list[int], times: Times, tail: list[float], move: _Move) -> float:
+def _estimate(shop: JobShop, row: list[int], times: Times, tail: list[float], move: _Move) -> float:
     """Makespan after ``move``, as the longest chain through the operations that it touches.
 
     First their new ends, forward from the old ends before them, then their new tails, back from the old ones behind.
@@ -206,7 +208,7 @@ def _estimate(shop: Shop, row: list[int], times: Times, tail: list[float], move:
     return longest
 
 
-def _tails(shop: Shop, order: Order, times: Times) -> list[float]:
+def _tails(shop: JobShop, order: Order, times: Times) -> list[float]:
     """Per operation, the longest chain from its end to the end of the step."""
     user, lag, duration = shop.user, shop.lag, shop.duration
     following = [-1] * shop.size
@@ -228,7 +230,7 @@ def _tails(shop: Shop, order: Order, times: Times) -> list[float]:
     return tail
 
 
-def _held(shop: Shop, row: list[int]) -> list[float]:
+def _held(shop: JobShop, row: list[int]) -> list[float]:
     """Activations held before each position."""
     held, levels = 0.0, []
     for operation in row:
@@ -237,7 +239,7 @@ def _held(shop: Shop, row: list[int]) -> list[float]:
     return levels
 
 
-def _fits(shop: Shop, held: float, operations: list[int]) -> bool:
+def _fits(shop: JobShop, held: float, operations: list[int]) -> bool:
     """Whether ``operations`` in this order stay within the cap on a rank that holds ``held`` before them."""
     for operation in operations:
         held += shop.memory[operation]
@@ -246,7 +248,7 @@ def _fits(shop: Shop, held: float, operations: list[int]) -> bool:
     return True
 
 
-def _shaken(shop: Shop, order: Order, random: Random, go_on: Callable[[], bool], swaps: int = 10) -> Times:
+def _shaken(shop: JobShop, order: Order, random: Random, go_on: Callable[[], bool], swaps: int = 10) -> Times:
     """Swap some random neighbours of ``order`` in place, staying right, within the cap and free of cycles."""
     times = shop.play(order)
     assert times is not None, "the best order runs"

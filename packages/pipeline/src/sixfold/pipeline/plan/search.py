@@ -13,7 +13,7 @@ busy machine such a guess is off by a factor. The shipped schedules come first, 
 themselves searched, of which those with split backwards are first: they are shorter.
 
 [Note: deferred] Where an I adds memory (``Costs.deferred``) beyond what it frees, a program of B's alone fits caps that
-no I does. So each placement is searched twice within a cap: with I's and W's, and with B's alone (``Shop.fused``). A
+no I does. So each placement is searched twice within a cap: with I's and W's, and with B's alone (``JobShop.fused``). A
 shipped schedule that has both, I's and B's, is compared with the result at the end.
 
 Where overlaps save time (``Costs.overlap`` < 1) the last third joins neighbours of the best orders into overlaps.
@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 from sixfold.pipeline import schedules
 from sixfold.pipeline.errors import ScheduleError, number, whole
 from sixfold.pipeline.job_shop.dispatch_rules import greedy_order, left_shifted
-from sixfold.pipeline.job_shop.job_shop import Order, Shop
+from sixfold.pipeline.job_shop.job_shop import JobShop, Order
 from sixfold.pipeline.job_shop.list_scheduling import in_pattern
 from sixfold.pipeline.job_shop.pattern_search import even_pattern, few_microbatches, repeated_orders
 from sixfold.pipeline.job_shop.patterns import pattern_order
@@ -162,7 +162,7 @@ def plan_over(
 
 
 class _Entry(NamedTuple):
-    shop: Shop
+    shop: JobShop
     costs: Costs
     bound: float
     made_in_s: float
@@ -217,7 +217,7 @@ def _shops(
             bound = lower_bound(counted, place, microbatches, cap)
             for fused in (False, True):
                 began = time.perf_counter()
-                shop = Shop(counted, place, microbatches, cap, fused=fused)
+                shop = JobShop(counted, place, microbatches, cap, fused=fused)
                 least = min(least, max(shop.whole))
                 if max(shop.whole) <= shop.memory_cap:
                     fitting.append(_Entry(shop, costs, bound, time.perf_counter() - began))
@@ -358,7 +358,7 @@ def _orders(entry: _Entry, random: Random, deadline: float, last: float) -> Iter
     few = few_microbatches(shop.ranks, shop.microbatches)
     small = shop
     if few < shop.microbatches:
-        small = Shop(shop.costs, shop.placement, few, shop.memory_cap, fused=shop.fused)
+        small = JobShop(shop.costs, shop.placement, few, shop.memory_cap, fused=shop.fused)
     repeated = repeated_orders(shop, small, random, go_on)
     if shop.size >= _LARGE:
         yield from repeated
@@ -373,7 +373,7 @@ def _orders(entry: _Entry, random: Random, deadline: float, last: float) -> Iter
         yield next(repeated)
 
 
-def _one_microbatch_at_a_time(shop: Shop) -> Order:
+def _one_microbatch_at_a_time(shop: JobShop) -> Order:
     rows: Order = [[] for _ in range(shop.ranks)]
     for microbatch in range(shop.microbatches):
         for line in (
@@ -384,7 +384,7 @@ def _one_microbatch_at_a_time(shop: Shop) -> Order:
     return rows
 
 
-def _known(shop: Shop, searched: bool, go_on: Callable[[], bool]) -> Iterator[Program | None]:
+def _known(shop: JobShop, searched: bool, go_on: Callable[[], bool]) -> Iterator[Program | None]:
     """The schedules of this package that have the shop's placement and are themselves searched, or are not.
 
     None for one that was not done when ``go_on()`` said no.
@@ -397,7 +397,7 @@ def _known(shop: Shop, searched: bool, go_on: Callable[[], bool]) -> Iterator[Pr
             yield entry.search(ranks, shop.microbatches, **(entry.arguments_for(chunks) or {}), go_on=go_on)
 
 
-def _known_schedules(shop: Shop) -> list[Schedule]:
+def _known_schedules(shop: JobShop) -> list[Schedule]:
     ranks, chunks = shop.ranks, shop.stages // shop.ranks
     known = [entry for entry in schedules.registered() if entry.flushed and entry.arguments_for(chunks) is not None]
     known = [entry for entry in known if entry.placement(ranks, chunks) == shop.placement]
@@ -421,7 +421,7 @@ def _with_mixed(
     return program, costs, timeline
 
 
-def _order_of(program: Program, shop: Shop) -> Order:
+def _order_of(program: Program, shop: JobShop) -> Order:
     """A compute-only program as an order; B becomes I and W."""
 
     def operations(action: Action) -> Iterator[int]:

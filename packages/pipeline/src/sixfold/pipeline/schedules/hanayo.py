@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from sixfold.pipeline.job_shop.job_shop import Order, Shop
+from sixfold.pipeline.job_shop.job_shop import JobShop, Order
 from sixfold.pipeline.job_shop.list_scheduling import Pattern, in_pattern, room_for_one
 from sixfold.pipeline.program.placement import at_least_one, wave
 from sixfold.pipeline.program.program import Program
@@ -92,13 +92,13 @@ def _shallowest_backward(stages: int) -> list[float]:
     return [*(2.0 * stages - stage for stage in range(stages)), *(float(stage) for stage in range(stages))]
 
 
-def _shop(ranks: int, microbatches: int, waves: int, room: float) -> Shop:
+def _shop(ranks: int, microbatches: int, waves: int, room: float) -> JobShop:
     """B is an I that takes twice as long as F and frees all, with a W of no time behind it."""
     stages = 2 * waves * ranks
     share = [0.5 / waves] * stages
     costs = Costs(share, [2 * time for time in share], [0.0] * stages, activation=share, input_share=1.0)
-    return Shop(costs, wave(ranks, 2 * waves), microbatches, room)
+    return JobShop(costs, wave(ranks, 2 * waves), microbatches, room)
 
 
-def _listed(shop: Shop, favour: Callable[[int], list[float]], go_on: Callable[[], bool] | None) -> Order | None:
+def _listed(shop: JobShop, favour: Callable[[int], list[float]], go_on: Callable[[], bool] | None) -> Order | None:
     return in_pattern(shop, Pattern(begin=favour(shop.stages), period=0.0, weight_after=-math.inf), go_on)

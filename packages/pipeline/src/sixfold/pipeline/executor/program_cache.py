@@ -26,12 +26,12 @@ from sixfold.pipeline.transport.agreement import all_know
 from sixfold.pipeline.transport.back_ends import one_thread
 from sixfold.pipeline.transport.protocol import Links
 
-__all__ = ["Programs", "one_process"]
+__all__ = ["ProgramCache", "one_process"]
 
 _REMEMBERED = 64  # program objects looked up by identity
 
 
-class Programs:
+class ProgramCache:
     """Programs by what they are run for; equal ones share their calls and what was agreed about their shapes.
 
     Args:

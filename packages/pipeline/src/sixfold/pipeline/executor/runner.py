@@ -26,7 +26,7 @@ from sixfold.pipeline.executor.arguments import check_stages, check_timeout, giv
 from sixfold.pipeline.executor.connect import connect, group_of, refuse, transport_of
 from sixfold.pipeline.executor.gradient_clipping import check_norm, clip
 from sixfold.pipeline.executor.partial_gradients import StepGradients
-from sixfold.pipeline.executor.program_cache import Programs, one_process
+from sixfold.pipeline.executor.program_cache import ProgramCache, one_process
 from sixfold.pipeline.executor.snapshot import restored, taken
 from sixfold.pipeline.executor.tied_weights import Ties, tie
 from sixfold.pipeline.executor.usage_checks import BufferGuard, OptimizerCheck, warn_of_empty_w
@@ -155,7 +155,7 @@ class PipelineRunner:
         transport = transport_of(group, edges, debug_memory=bool(debug_memory))
         self._ranks = len(program.ranks) if transport is None else transport.ranks
         one = bool(getattr(transport, "one", False))
-        self._programs = Programs(
+        self._programs = ProgramCache(
             self._stages,
             self._here,
             self._ranks,

@@ -24,7 +24,7 @@ from sixfold.pipeline.program.lowering import posted_order
 from sixfold.pipeline.program.program import Program, Weights
 from sixfold.pipeline.proof.endless import Endless, Rows, moved
 from sixfold.pipeline.stage.compute import StageRun, WholeBackward
-from sixfold.pipeline.stage.output_memory import kept
+from sixfold.pipeline.stage.output_memory import copied
 from sixfold.pipeline.stage.random_state import RandomState
 from sixfold.pipeline.stage.stage import Stage
 from sixfold.pipeline.stage.weight_versions import Versions
@@ -122,7 +122,7 @@ class CompiledEndless:
         What backwards in later steps read is copied: the caller may fill its batch again.
         [Note: memory that changes hands] in ``output_memory.py``.
         """
-        inputs, targets, kwargs = kept(inputs), kept(targets), kept(kwargs)
+        inputs, targets, kwargs = copied(inputs), copied(targets), copied(kwargs)
         self._now = batch = self.batch
         last = len(self.endless.steps) - 1
         if not self.batches:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from sixfold.pipeline.split_backward.deferred import Slot
     from sixfold.pipeline.stage.stage import Stage
 
-__all__ = ["CudaGraphCapture", "Graphed", "GraphCapture", "check_graphed", "graph_capture"]
+__all__ = ["CudaGraphCapture", "GraphCapture", "Graphed", "check_graphed", "graph_capture"]
 
 _DEVICE = "cuda"
 _of_all_modules: Callable[[], object] = _has_any_global_hook

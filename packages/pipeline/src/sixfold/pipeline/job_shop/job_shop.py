@@ -21,7 +21,7 @@ from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.simulation.costs import Costs
 from sixfold.pipeline.simulation.memory import with_rounding
 
-__all__ = ["FORWARD", "INPUT", "ROUNDING", "WAIT", "WEIGHT", "Order", "Run", "JobShop", "Times"]
+__all__ = ["FORWARD", "INPUT", "ROUNDING", "WAIT", "WEIGHT", "JobShop", "Order", "Run", "Times"]
 
 Order = list[list[int]]
 FORWARD, INPUT, WEIGHT = 0, 1, 2

@@ -4,7 +4,8 @@
                                turns, in_turns  --> lower, compile
 
 Torch-free. A rank runs its list in order; an entry begins when its rank is free and its inputs are there. With
-``deadlock.progress``, the machine without a clock that proves, it is all that runs a program on paper outside of ``plan``.
+``deadlock.progress``, the machine without a clock that proves, it is all that runs programs without ranks outside of
+``job_shop``.
 """
 
 from __future__ import annotations

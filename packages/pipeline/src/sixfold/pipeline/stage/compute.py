@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.microbatches.cut_batch import Values, as_tuple, check_travels
-from sixfold.pipeline.stage.output_memory import ONE, alone, handed
+from sixfold.pipeline.stage.output_memory import ONE, owns_memory, with_own_memory
 from sixfold.pipeline.stage.random_state import RandomState
 from sixfold.pipeline.stage.side_effects import Before, SideEffects, part_of
 from sixfold.pipeline.stage.stage import Stage
@@ -29,7 +29,7 @@ from sixfold.pipeline.stage.stage import Stage
 if TYPE_CHECKING:
     pass
 
-__all__ = ["End", "Onward", "StageRun", "WeightGradients", "Tensors", "WholeBackward", "leaves"]
+__all__ = ["End", "Onward", "StageRun", "Tensors", "WeightGradients", "WholeBackward", "leaves"]
 
 Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge, ...]
@@ -353,16 +353,18 @@ class Onward:
         ):
             roots = self._run._roots  # what nearly every stage returns: keep_roots and _edge_of without their loops
             roots[k] = (_gradient_edge((node, outputs.output_nr, *_NO_MORE)),)
-            self._hand_on(k, handed(outputs, held=True) if held or not alone(outputs, node) else (outputs,))
+            self._hand_on(
+                k, with_own_memory(outputs, held=True) if held or not owns_memory(outputs, node) else (outputs,)
+            )
             return
         self._keep_roots(k, self._checked(outputs))
-        self._hand_on(k, handed(outputs, held=held))
+        self._hand_on(k, with_own_memory(outputs, held=held))
 
     def light(self, k: int, outputs: Any) -> None:
         """Hand on."""
         held = getrefcount(outputs) > ONE
         self._checked(outputs)
-        self._hand_on(k, handed(outputs, held=held))
+        self._hand_on(k, with_own_memory(outputs, held=held))
 
     def again(self, k: int, outputs: Any) -> None:
         """Keep the roots."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.stage.compute import StageRun
-from sixfold.pipeline.stage.output_memory import ONE, given_out
+from sixfold.pipeline.stage.output_memory import ONE, detached_for_caller
 from sixfold.pipeline.stage.side_effects import part_of
 
 __all__ = ["LossTail"]
@@ -63,7 +63,7 @@ class LossTail:
         self._record(k, value, count, made)
         self._root(k, value)
         if self.keep:
-            self.outputs[k] = given_out(outputs, held)
+            self.outputs[k] = detached_for_caller(outputs, held)
 
     def light(self, k: int, outputs: Any) -> None:
         """Output to loss, or the output where there is no ``loss_fn``."""
@@ -71,7 +71,7 @@ class LossTail:
         if self._loss_fn is not None:
             self._record(k, *self._loss(k, outputs, trained=False))
         if self.keep or self._loss_fn is None:
-            self.outputs[k] = given_out(outputs, held)
+            self.outputs[k] = detached_for_caller(outputs, held)
 
     def again(self, k: int, outputs: Any) -> None:
         """The loss is known; its backward starts here."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["ONE", "alone", "given_out", "handed", "kept"]
+__all__ = ["ONE", "copied", "detached_for_caller", "owns_memory", "with_own_memory"]
 
 _uses: Callable[[int], int] = torch._C._storage_Use_Count
 _ALONE = 2  # the tensor, and the object that is asked
@@ -44,7 +44,7 @@ _PART = max(_references_of_parts(0, (torch.empty(0), torch.empty(0))))
 _BASE = _references_of_base((torch.empty(2) + 0)[:1])
 
 
-def alone(tensor: Tensor, node: Any) -> bool:
+def owns_memory(tensor: Tensor, node: Any) -> bool:
     """Nobody but ``tensor`` and the graph that ends in ``node`` holds its memory; who holds ``tensor`` is not asked."""
     uses = _uses(tensor.untyped_storage()._cdata)
     if uses == _ALONE:
@@ -68,7 +68,7 @@ def _is_saved(node: Any, tensor: Tensor) -> bool:
     return isinstance(saved, Tensor) and saved.data_ptr() == tensor.data_ptr()
 
 
-def handed(outputs: Tensor | tuple[Any, ...] | list[Any], *, held: bool = False) -> tuple[Any, ...]:
+def with_own_memory(outputs: Tensor | tuple[Any, ...] | list[Any], *, held: bool = False) -> tuple[Any, ...]:
     """``outputs`` in memory that nobody else can reach. [Note: memory that changes hands]
 
     Args:
@@ -81,7 +81,7 @@ def handed(outputs: Tensor | tuple[Any, ...] | list[Any], *, held: bool = False)
     return tuple([_own(value, held or count > _PART) for value, count in zip(outputs, counts, strict=True)])
 
 
-def given_out(outputs: Any, held: bool) -> Any:
+def detached_for_caller(outputs: Any, held: bool) -> Any:
     """What a caller gets of the last stage's output: detached, in memory that no later forward changes."""
     if isinstance(outputs, Tensor):
         return outputs.detach().clone() if held or not _is_plainly_alone(outputs) else outputs.detach()
@@ -90,20 +90,20 @@ def given_out(outputs: Any, held: bool) -> Any:
     counts = [getrefcount(value) for value in outputs]
     return tuple(
         [
-            given_out(value, held or count > _PART) if isinstance(value, Tensor | tuple) else value
+            detached_for_caller(value, held or count > _PART) if isinstance(value, Tensor | tuple) else value
             for value, count in zip(outputs, counts, strict=True)
         ]
     )
 
 
-def kept(given: Any) -> Any:
+def copied(given: Any) -> Any:
     """What the caller gave, as it is now: tensors that ask for no gradient are copied, in containers too."""
     if isinstance(given, Tensor):
         return given if given.requires_grad else given.clone()
     if isinstance(given, Mapping):
-        return {key: kept(value) for key, value in given.items()}
+        return {key: copied(value) for key, value in given.items()}
     if type(given) in (tuple, list):
-        return type(given)(kept(value) for value in given)
+        return type(given)(copied(value) for value in given)
     return given
 
 
@@ -116,7 +116,7 @@ def _own(value: Any, held: bool) -> Any:
 def _is_plainly_alone(tensor: Tensor) -> bool:
     if tensor.layout is not torch.strided:
         return False
-    return alone(tensor, tensor.grad_fn) and tensor.untyped_storage().resizable()  # numpy's memory is not
+    return owns_memory(tensor, tensor.grad_fn) and tensor.untyped_storage().resizable()  # numpy's memory is not
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -291,7 +291,7 @@ class Inlet:
 class Receipt:
     """A message that is asked for; its end is bound to one message and used once per batch."""
 
-    __slots__ = ("_inlet", "action", "buffers", "acknowledges", "route", "slot", "specs", "tag", "wanted", "works")
+    __slots__ = ("_inlet", "acknowledges", "action", "buffers", "route", "slot", "specs", "tag", "wanted", "works")
 
     def __init__(self, inlet: Inlet, route: Route, tag: int, action: Action) -> None:
         self._inlet, self.route, self.tag, self.action = inlet, route, tag, action

@@ -47,7 +47,7 @@ class ThreadQueues:
         self._lock = threading.Lock()
         self._queues: dict[Key, SimpleQueue[Any]] = {}
         self._ended: set[tuple[int, int]] = set()  # runner, rank
-        self._calls: dict[int, dict[int, Calls]] = {}  # by runner and rank
+        self._calls: dict[int, dict[int, CallCount]] = {}  # by runner and rank
 
     def queue(self, runner: int, edge: Edge, *name: object, filled: int = 0) -> SimpleQueue[Any]:
         """The queue of that name, made with ``filled`` Nones in it by whoever asks first."""
@@ -61,7 +61,7 @@ class ThreadQueues:
                     queue.put(_ENDED)
             return queue
 
-    def calls(self, runner: int, rank: int) -> Calls:
+    def calls(self, runner: int, rank: int) -> CallCount:
         """Those of one rank."""
         with self._lock:
             return self._calls.setdefault(runner, {}).setdefault(rank, CallCount())

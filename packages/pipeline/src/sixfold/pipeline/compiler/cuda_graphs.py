@@ -26,7 +26,7 @@ from sixfold.pipeline.program.action import Kind
 from sixfold.pipeline.program.program import Program, Weights
 
 if TYPE_CHECKING:
-    from sixfold.pipeline.split_backward.deferred import Slot
+    from sixfold.pipeline.split_backward.deferred import MicrobatchEntries
     from sixfold.pipeline.stage.stage import Stage
 
 __all__ = ["CudaGraphCapture", "GraphCapture", "Graphed", "check_graphed", "graph_capture"]
@@ -74,7 +74,7 @@ class Graphed:
         opened: the slot of the stage's store that is open now; None where no gradient of a weight waits.
     """
 
-    def __init__(self, stage: Stage, opened: Callable[[], Slot | None]) -> None:
+    def __init__(self, stage: Stage, opened: Callable[[], MicrobatchEntries | None]) -> None:
         self._stage, self._opened = stage, opened
         self._calls = 0
         self._key: _Key | None = None

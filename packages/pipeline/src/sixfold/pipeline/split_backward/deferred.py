@@ -1,6 +1,6 @@
 """What layers leave to W: entries in a slot, by operators that defer all of their parameters or none.
 
-linear.py, layers.py, user_operators.py --> Slot, Operator, Cast (this file) --> nested_backward.py, weight_gradients.py
+layers, linear, user_operators --> MicrobatchEntries, Operator, Cast (this file) --> weight_gradients
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ __all__ = [
     "PLAIN",
     "Cast",
     "Entry",
+    "MicrobatchEntries",
     "Operator",
-    "Slot",
     "add_up",
     "applied",
     "as_it_is",
@@ -43,7 +43,7 @@ _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _saved_by: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
-class Slot:
+class MicrobatchEntries:
     """What I of one microbatch left.
 
     Attributes:
@@ -93,7 +93,7 @@ class Operator:
         self.never = never
         self.watched = True
 
-    def waits(self, slot: Slot, wanted: tuple[Tensor | None, ...]) -> bool:
+    def waits(self, slot: MicrobatchEntries, wanted: tuple[Tensor | None, ...]) -> bool:
         """The gradients of ``wanted`` are deferred: all of them, or none and autograd makes them."""
         some = False
         for name, parameter in zip(self.names, wanted, strict=True):
@@ -113,7 +113,7 @@ def applied(function: type[Function]) -> Callable[..., Tensor]:
     return above.apply  # type: ignore[no-any-return]
 
 
-def open_slot(store: WeightGradientStore, input: Any) -> Slot | None:
+def open_slot(store: WeightGradientStore, input: Any) -> MicrobatchEntries | None:
     """The slot that a layer defers into; None where it runs as it is."""
     slot = store.slot
     if slot is None:
@@ -124,7 +124,7 @@ def open_slot(store: WeightGradientStore, input: Any) -> Slot | None:
     return None if type(input) is not Tensor or _compiling() or _transformed() else slot
 
 
-def looked_after(slot: Slot) -> bool:
+def looked_after(slot: MicrobatchEntries) -> bool:
     """Somebody looks after saved tensors: what an operator holds must be among them, and it may run once more."""
     if _saved_by(False) is None:
         return False

@@ -27,7 +27,7 @@ from sixfold.pipeline.split_backward.deferred import (
     PLAIN,
     Cast,
     Entry,
-    Slot,
+    MicrobatchEntries,
     applied,
     changed,
     graph_is_made,
@@ -350,7 +350,7 @@ def _bias_gradient(saved: Any, gradient: Tensor, targets: Any) -> tuple[None, Te
     return None, flat.sum(0)
 
 
-def _cast(slot: Slot, input: Tensor, weight: Tensor, bias: Tensor | None, targets: Any) -> tuple[Any, ...]:
+def _cast(slot: MicrobatchEntries, input: Tensor, weight: Tensor, bias: Tensor | None, targets: Any) -> tuple[Any, ...]:
     """The operands as autocast casts them.
 
     The casts of parameters are autocast's own, which its cache shares with other uses and microbatches: an operator

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.split_backward.deferred import Cast, Entry, Operator, Slot, add_up, as_it_is, summed
+from sixfold.pipeline.split_backward.deferred import Cast, Entry, MicrobatchEntries, Operator, add_up, as_it_is, summed
 from sixfold.pipeline.split_backward.layers import MAKES_ITS_OWN, Layer, deferrable
 from sixfold.pipeline.split_backward.nested_backward import NOBODY, Asked, joins, task
 from sixfold.pipeline.split_backward.user_operators import OPEN
@@ -76,12 +76,12 @@ class WeightGradientStore:
     """
 
     def __init__(self, stage: Stage) -> None:
-        self.slot: Slot | None = None
+        self.slot: MicrobatchEntries | None = None
         self.index = stage.index
         self._accumulate: Callable[[Tensor, Tensor], object] | None = getattr(stage.data_parallel, "accumulate", None)
         self.alone = stage.data_parallel is None
         self.leaf = torch.empty(0, device=stage.device, requires_grad=True)
-        self._slots: dict[int, Slot] = {}
+        self._slots: dict[int, MicrobatchEntries] = {}
         self._edges: dict[int, tuple[Tensor, GradientEdge]] = {}  # by id of the parameter, which is held
         self._watches: dict[int, tuple[Any, Any, Any]] = {}  # by id of a node of autograd's: it, its hook, whose it is
         self._operators: dict[tuple[int, ...], tuple[Operator, Any]] = {}  # by ids of parameters, which are held
@@ -111,14 +111,14 @@ class WeightGradientStore:
         """F: ``call``, in which the stage's layers leave their weight gradients under ``k``."""
         slot = self._slots.get(k)
         if slot is None:
-            slot = self._slots[k] = Slot(self._refused)
+            slot = self._slots[k] = MicrobatchEntries(self._refused)
         forwards = self._forwards
         if forwards is None:
             self.thread = get_ident()
             if (things := _things_of(self._module)) != self._things:
                 self.drop()
                 self._look(things)
-                slot = self._slots[k] = Slot(self._refused)
+                slot = self._slots[k] = MicrobatchEntries(self._refused)
             forwards = self._forwards = [found for layer in self._layers if (found := layer.replacement()) is not None]
         for attributes, forward in forwards:
             if "forward" not in attributes:  # of the instance, which comes before its class's
@@ -321,7 +321,7 @@ class WeightGradientStore:
         """It is a parameter of the stage's module, and no other version of it."""
         return id(parameter) in self._own
 
-    def watch(self, slot: Slot, layer: Operator, targets: tuple[Any, ...]) -> None:
+    def watch(self, slot: MicrobatchEntries, layer: Operator, targets: tuple[Any, ...]) -> None:
         """Until ``layer`` went through one I: catch what reaches ``targets`` by another way than through it."""
         layer.watched = True
         slot.watched += ((layer, targets),)
@@ -348,7 +348,7 @@ class WeightGradientStore:
         if id(node) not in self._watches:
             self._watches[id(node)] = (node, node.register_prehook(_catch(weakref.ref(self), target)), target)
 
-    def _judge(self, slot: Slot) -> None:
+    def _judge(self, slot: MicrobatchEntries) -> None:
         """The layers that were watched in this microbatch are clear, or never deferred again."""
         for layer, targets in slot.watched:
             layer.watched = False

@@ -23,7 +23,7 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.microbatches.cut_batch import Values, as_tuple, check_travels
 from sixfold.pipeline.stage.output_memory import ONE, owns_memory, with_own_memory
 from sixfold.pipeline.stage.random_state import RandomState
-from sixfold.pipeline.stage.side_effects import Before, SideEffects, part_of
+from sixfold.pipeline.stage.side_effects import SideEffects, StateBefore, part_of
 from sixfold.pipeline.stage.stage import Stage
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ class StageRun:
         self._roots: list[Roots] = [()] * slots
         self._random: list[RandomState | None] = [None] * slots
         self._began: list[RandomState | None] = [None] * slots
-        self._before: list[Before | None] = [None] * slots
+        self._before: list[StateBefore | None] = [None] * slots
         self._parts: list[list[Tensor] | None] = [None] * slots
         self.effects.new_step()
         self.store.drop()
@@ -327,7 +327,7 @@ class StageRun:
         random, self._random[k] = self._random[k], None
         before, self._before[k] = self._before[k], None
         assert random is not None, f"stage {self.index}: RECOMPUTE of slot {k} without its F"
-        with random.restored(), self.effects.repeated(before or Before()):
+        with random.restored(), self.effects.repeated(before or StateBefore()):
             yield
 
 

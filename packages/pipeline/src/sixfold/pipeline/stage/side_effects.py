@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.stage.stage import Stage
 
-__all__ = ["Before", "SideEffects", "access", "part_of", "process_generators"]
+__all__ = ["SideEffects", "StateBefore", "access", "part_of", "process_generators"]
 
 Place = tuple[dict[str, Any], str]  # an attribute or buffer
 _PLAIN = (int, float, complex, str, type(None))
@@ -37,7 +37,7 @@ _SAMPLE = 64  # elements
 _ROUNDING = 64  # in units of the dtype's last place
 
 
-class Before:
+class StateBefore:
     """State as one F found it."""
 
     __slots__ = ("generators", "held")
@@ -89,9 +89,9 @@ class SideEffects:
         return f" (its forwards change {', '.join(names)})" if names else ""
 
     @contextmanager
-    def noted(self, kwargs: Mapping[str, Any]) -> Iterator[Before]:
+    def noted(self, kwargs: Mapping[str, Any]) -> Iterator[StateBefore]:
         """Around an F."""
-        before, first, self._first = Before(), self._first, False
+        before, first, self._first = StateBefore(), self._first, False
         looked: list[tuple[dict[str, Any], str, Any, Any]] = []
         everywhere = process_generators()
         if first:
@@ -119,7 +119,7 @@ class SideEffects:
                 before.held.append((place, name, start))
 
     @contextmanager
-    def repeated(self, before: Before) -> Iterator[None]:
+    def repeated(self, before: StateBefore) -> Iterator[None]:
         """Around a RECOMPUTE: state is what F found, and behind it as if nothing had run."""
         now = [(place, name, place.get(name)) for place, name, _ in before.held]
         states = [read() for _, read, _ in before.generators]
@@ -169,7 +169,7 @@ class Noting:
 
     def __init__(self, effects: SideEffects, kwargs: Mapping[str, Any]) -> None:
         self._context = effects.noted(kwargs)
-        self.before = Before()
+        self.before = StateBefore()
 
     def __enter__(self) -> None:
         self.before = self._context.__enter__()

@@ -11,8 +11,7 @@ from queue import SimpleQueue
 import pytest
 
 from sixfold.pipeline import Costs, ScheduleError, simulate, zb_v
-from sixfold.pipeline.measured.all_ranks import gathered
-from sixfold.pipeline.measured.clock_offset import clock_offset
+from sixfold.pipeline.measured.one_clock import clock_offset, gathered
 from sixfold.pipeline.simulation.simulate import measured
 
 

@@ -1,6 +1,6 @@
 """All ranks make their runner together; a rank that cannot make its own tells the others why.
 
-group or Transport, arguments --> Links and Faults, or one error on all ranks (this file) --> runner, from_torch
+group or Transport, arguments --> Links and FailureReport, or one error on all ranks (this file) --> runner, from_torch
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
-from sixfold.pipeline.failures.records import Store
-from sixfold.pipeline.failures.report import Faults
+from sixfold.pipeline.failures.report import FailureReport, Store
 from sixfold.pipeline.transport.back_ends import over
 from sixfold.pipeline.transport.protocol import EdgeFactory, Links, Transport
 
@@ -52,7 +51,9 @@ def transport_of(
     return over(group, edges, debug_memory=debug_memory) if isinstance(group, dist.ProcessGroup) else group
 
 
-def connect(transport: Transport, device: torch.device, store: Store | None, timeout_s: float) -> tuple[Links, Faults]:
+def connect(
+    transport: Transport, device: torch.device, store: Store | None, timeout_s: float
+) -> tuple[Links, FailureReport]:
     """The links of a runner, and how it ends. All ranks come here together.
 
     Raises:
@@ -69,7 +70,7 @@ def connect(transport: Transport, device: torch.device, store: Store | None, tim
         raise PipelineTimeout(
             f"{message} [see errors/pipeline.html#the-ranks-did-not-make-their-runner-together]", rank=transport.rank
         ) from error
-    return links, Faults(transport.rank, transport.ranks, links, store, names)
+    return links, FailureReport(transport.rank, transport.ranks, links, store, names)
 
 
 def refuse(error: BaseException, transport: Transport | None, store: Store | None, timeout_s: float) -> NoReturn:
@@ -77,10 +78,10 @@ def refuse(error: BaseException, transport: Transport | None, store: Store | Non
     if transport is None:
         raise error
     try:
-        links, faults = connect(transport, _CPU, store, timeout_s)
+        links, failure = connect(transport, _CPU, store, timeout_s)
     except PipelineTimeout:
         raise error from None
     if (wait_for_all := getattr(links, "wait_for_all", None)) is not None:
         with suppress(RuntimeError):  # the store is gone
             wait_for_all()
-    faults.end(error, None, -1)
+    failure.end(error, None, -1)

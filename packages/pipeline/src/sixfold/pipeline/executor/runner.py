@@ -31,9 +31,8 @@ from sixfold.pipeline.executor.snapshot import restored, taken
 from sixfold.pipeline.executor.tied_weights import Ties, tie
 from sixfold.pipeline.executor.usage_checks import BufferGuard, OptimizerCheck, warn_of_empty_w
 from sixfold.pipeline.failures.deadlines import PeerLost
-from sixfold.pipeline.failures.records import Store
-from sixfold.pipeline.failures.report import Faults
-from sixfold.pipeline.measured.all_ranks import gathered
+from sixfold.pipeline.failures.report import FailureReport, Store
+from sixfold.pipeline.measured.one_clock import gathered
 from sixfold.pipeline.microbatches.cut_batch import (
     Values,
     input_microbatches,
@@ -142,7 +141,7 @@ class PipelineRunner:
         self._profile = bool(profile)
         self._carried: CompiledEndless | None = None  # that ran last, and may have microbatches in flight
         self._ran: Compiled | CompiledEndless | None = None
-        self._faults = Faults(self._rank, len(program.ranks))
+        self._failure = FailureReport(self._rank, len(program.ranks))
         self._ties: Ties | None = None
         self._gradients = StepGradients()
         self.deferred: dict[int, float] = {}
@@ -169,7 +168,7 @@ class PipelineRunner:
         if transport is not None:
             backend = dist.get_backend(group) if isinstance(group, dist.ProcessGroup) else "gloo"
             device = step_device(self._stages, backend)
-            self._links[transport.rank], self._faults = connect(transport, device, store, timeout_s)
+            self._links[transport.rank], self._failure = connect(transport, device, store, timeout_s)
         try:  # behind the join, so that the others are told what is wrong here, and do not wait
             if len(self._stages) != len(stages):
                 check_stages(program, stages, self._here)
@@ -417,8 +416,8 @@ class PipelineRunner:
         self._fail(error, self._ran, -1)
 
     def _not_broken(self) -> None:
-        if self._faults.broken is not None:
-            raise ScheduleError(f"this runner failed before ({self._faults.broken}); make a new one")
+        if self._failure.broken is not None:
+            raise ScheduleError(f"this runner failed before ({self._failure.broken}); make a new one")
 
     def _begin_call(self) -> None:
         shard_again(self._stages.values())
@@ -563,7 +562,7 @@ class PipelineRunner:
         if self._ties is not None:
             self._ties.restore()
         self._gradients.failed()
-        self._faults.end(error, compiled, at, lost=lost)
+        self._failure.end(error, compiled, at, lost=lost)
 
 
 def _autocast() -> tuple[str, ...]:

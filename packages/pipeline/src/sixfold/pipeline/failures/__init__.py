@@ -1,4 +1,4 @@
 """No wait without a deadline, and one error on every rank when one fails.
 
-From outside: deadlines, records, report.
+From outside: deadlines, report.
 """

@@ -1,4 +1,4 @@
 """What a step took: begin and end of each action, all ranks' on one clock.
 
-From outside: action_times, all_ranks.
+From outside: action_times, one_clock.
 """

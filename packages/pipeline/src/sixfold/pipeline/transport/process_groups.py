@@ -46,7 +46,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.failures.deadlines import HostWait, InFlight, PeerLost, Sent, StreamWait, within
-from sixfold.pipeline.failures.records import Store
+from sixfold.pipeline.failures.report import Store
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.transport.alarm import Alarm
 from sixfold.pipeline.transport.call_count import CallCount

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from sixfold.pipeline.failures.records import Store
+from sixfold.pipeline.failures.report import Store
 from sixfold.pipeline.program.action import Action
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from sixfold.pipeline.failures.records import Store
+from sixfold.pipeline.failures.report import Store
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.transport.routes import Route, route_of
 from sixfold.pipeline.transport.shape_agreement import Agreed

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from sixfold.pipeline.failures.deadlines import PeerLost
-from sixfold.pipeline.failures.records import MemoryStore
+from sixfold.pipeline.failures.report import MemoryStore
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.transport.alarm import LOOK_S
 from sixfold.pipeline.transport.call_count import CallCount

@@ -2,8 +2,9 @@
 
     each rank's events, control channel --> offsets of the clocks --> events on rank 0's clock (this file) --> Timeline
 
-Torch-free: the channel and the clock come in. Rank 0 asks every other rank for its time (``clock``), then for what it
-saw; nothing of it runs in a step. Clocks drift apart by some 10 us in a second, so the offsets are of this gathering.
+Torch-free: the channel and the clocks come in, so that a test can give clocks that it knows. Rank 0 asks every other
+rank for its time (``clock``), then for what it saw; nothing of it runs in a step. Clocks drift apart by some 10 us in a
+second, so the offsets are of this gathering.
 """
 
 from __future__ import annotations
@@ -11,14 +12,15 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from sixfold.pipeline.measured.clock_offset import clock_offset
+from sixfold.pipeline.errors import whole
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.simulation.simulate import Event
 
-__all__ = ["gathered"]
+__all__ = ["ClockOffset", "clock_offset", "gathered"]
 
 _ROUNDS = 16
 _TIME = struct.Struct("<d")
@@ -73,3 +75,35 @@ def _written(events: Sequence[Event]) -> bytes:
 
 def _read(data: bytes) -> list[tuple[Action, float, float]]:
     return [(Action.parse(text), start, end) for text, start, end in json.loads(data)]
+
+
+@dataclass(frozen=True, slots=True)
+class ClockOffset:
+    """The other clock is ``ahead_s`` ahead of ours, within ``error_s`` either way, whatever the way's asymmetry."""
+
+    ahead_s: float
+    error_s: float
+
+
+def clock_offset(exchange: Callable[[], float], clock: Callable[[], float], *, rounds: int = 16) -> ClockOffset:
+    """Ask the other side for its time ``rounds`` times; the shortest round trip is believed (as NTP does).
+
+    The other side read its clock at some moment of the round trip: in its middle if both ways took equally long,
+    never further from it than half the trip.
+
+    Args:
+        exchange: sends a request and returns the other clock's time, read when the request was there.
+        clock: ours, in seconds.
+        rounds: >= 1; the first trip is often the longest, since connections are made then.
+    Raises:
+        ScheduleError: ``rounds`` is below one.
+    """
+    best: ClockOffset | None = None
+    for _ in range(whole("rounds", rounds, least=1)):
+        sent = clock()
+        theirs = exchange()
+        took = clock() - sent
+        if best is None or took / 2 < best.error_s:
+            best = ClockOffset(theirs - (sent + took / 2), took / 2)
+    assert best is not None, f"{rounds} rounds have a best one"
+    return best

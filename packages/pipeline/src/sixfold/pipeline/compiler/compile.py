@@ -8,6 +8,7 @@ their calls are merged in an order in which every message is there.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -30,10 +31,13 @@ from sixfold.pipeline.simulation.simulate import Event, Timeline, measured
 from sixfold.pipeline.stage.compute import StageRun, WeightGradients, WholeBackward
 from sixfold.pipeline.stage.distributed_data_parallel import Replicas
 from sixfold.pipeline.stage.stage import Stage
+from sixfold.pipeline.stage.weight_versions import Versions
 from sixfold.pipeline.transport.acknowledgements import acknowledgements
 from sixfold.pipeline.transport.protocol import Lane, Links
 
-__all__ = ["Compiled", "StepResult", "signature", "step_device"]
+__all__ = ["Compiled", "CompiledBatch", "StepResult", "step_device"]
+
+_EVERY = slice(None)
 
 
 @dataclass(frozen=True)
@@ -65,25 +69,104 @@ class StepResult:
         return _timeline_of(self.events, self.ranks, self.weights)
 
 
-class Compiled:
+class Compiled(ABC):
     """A program as this process runs it.
 
     Args:
+        program: that is bound; of an endless one enough batches to show all that its microbatches need.
         stages: of the ranks that are here, by index.
         links: of each rank that is here.
         number: of the program and what it is run for, by which ranks notice that they run different ones.
-        profile: note when each action begins and ends.
-        stores: the store of a stage whose backward is split; None: I makes all gradients.
-        overlap: how the parts of an OVERLAP_F_B run, "order" or "streams".
+        stores: of a stage, what makes its weight gradients.
+        versions: of the weights of each stage, where batches overlap.
     Attributes:
+        program: whose entries the calls are.
         calls: to be made in order, with no arguments.
         entries: per call its rank, and what it is.
+        goal: what it is run for.
+        runs: the stages that are here, by index.
         tail: of the last stage, None where another process has it.
         steps: whether it has STEPs.
-        recording: with ``profile``, whether the step that begins is noted.
+        recording: where times are taken, whether those of the step that begins are.
     """
 
+    program: Program
+    calls: list[Callable[[], object]]
+    entries: list[tuple[int, Call]]
+    steps: bool
     recording = True
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        links: Mapping[int, Links],
+        goal: Goal,
+        *,
+        slots: int,
+        number: int,
+        dynamic_shapes: bool | Literal["announced"],
+        stores: Callable[[Stage], WeightGradients],
+        versions: Mapping[int, Versions] | None = None,
+    ) -> None:
+        self.goal = goal
+        self._source = program.placement[0]
+        self._lanes: dict[int, Lane] = {}
+        self._wirings: dict[int, Wiring] = {}
+        for rank, mine in links.items():
+            self._lanes[rank] = lane = mine.lane(
+                program.placement, slots, backward=goal.train, number=number, dynamic_shapes=dynamic_shapes
+            )
+            here = {stage: stages[stage] for stage in program.stages_of(rank)}
+            self._wirings[rank] = Wiring(program, rank, here, lane, goal, stores, slots, versions)
+        self.runs: dict[int, StageRun] = {i: r for wiring in self._wirings.values() for i, r in wiring.runs.items()}
+        self.tail = next((wiring.tail for wiring in self._wirings.values() if wiring.tail is not None), None)
+
+    @abstractmethod
+    def renew(self) -> None:
+        """Shapes of this step may differ from those of the one before."""
+
+    @abstractmethod
+    def begin(self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool) -> None:
+        """Fill the slots for a step; ``inputs`` is [] where another process has stage 0."""
+
+    @abstractmethod
+    def result(self) -> StepResult:
+        """What the step made."""
+
+    @abstractmethod
+    def clear(self, *, failed: bool = False) -> None:
+        """The calls went through, or failed: drop every tensor that is not in flight."""
+
+    def _fill(
+        self, slots: slice, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool
+    ) -> None:
+        """Lay a batch into ``slots``, and tell the edges of it."""
+        for run in self.runs.values():
+            run.kwargs[slots] = kwargs
+        if 0 in self.runs:
+            self.runs[0].inbox[slots] = inputs
+        if self.tail is not None:
+            self.tail.targets[slots] = targets
+            self.tail.keep = keep
+        for rank, lane in self._lanes.items():
+            first = rank == self._source
+            lane.begin([[signature(value) for value in values] for values in inputs] if first else None)
+
+    def _timed(self, timer: ActionTimer | None, rank: int, call: Call) -> Callable[[], object]:
+        if timer is None or not call.main:
+            return call.run
+        return timer.timed(call.run, rank, call.action, self.runs[call.action.stage].stage.device)
+
+
+class CompiledBatch(Compiled):
+    """A program that ends with its batch.
+
+    Args: as of ``Compiled``, and
+        profile: note when each action begins and ends.
+        stores: None: I makes all gradients.
+        overlap: how the parts of an OVERLAP_F_B run, "order" or "streams".
+    """
 
     def __init__(
         self,
@@ -99,51 +182,48 @@ class Compiled:
         stores: Callable[[Stage], WeightGradients] | None = None,
         overlap: str = "order",
     ) -> None:
+        super().__init__(
+            program,
+            stages,
+            links,
+            goal,
+            slots=program.microbatches,
+            number=number,
+            dynamic_shapes=dynamic_shapes,
+            stores=stores or WholeBackward,
+        )
         self.program = program
         self._links = links
-        self._goal = goal
         self.steps = any(action.kind is Kind.STEP for _, _, action in program.entries())
-        m = program.microbatches
-        self._wirings: dict[int, Wiring] = {}
-        self._lanes: dict[int, Lane] = {}
-        for rank, mine in links.items():
-            self._lanes[rank] = lane = mine.lane(
-                program.placement, m, backward=goal.train, number=number, dynamic_shapes=dynamic_shapes
-            )
-            here = {stage: stages[stage] for stage in program.stages_of(rank)}
-            self._wirings[rank] = Wiring(program, rank, here, lane, goal, stores or WholeBackward, m)
-        self._runs: dict[int, StageRun] = {i: r for wiring in self._wirings.values() for i, r in wiring.runs.items()}
         self._sides: dict[int, SideStream] = {}
         if overlap == "streams" and goal.train:
             self._sides = {rank: side_of(wiring) for rank, wiring in self._wirings.items()}
-        self.tail = next((wiring.tail for wiring in self._wirings.values() if wiring.tail is not None), None)
         self.tokens = self._token_count()
         rows = {rank: self._bound(wiring, lookahead) for rank, wiring in self._wirings.items()}
         for rank, lane in self._lanes.items():
             if goal.train and (prove := getattr(lane, "acknowledges", None)) is not None:
                 for received, sent in acknowledgements(program, rank):
                     prove(received, sent)
-        self.entries: list[tuple[int, Call]]
         if len(rows) == 1:
             self.entries = [(rank, call) for rank, entries in rows.items() for calls in entries for call in calls]
         else:
             self.entries = merged(post_ahead(program, lookahead), rows)
         self._looks = 0
         self._timer = ActionTimer() if profile else None
-        self.calls: list[Callable[[], object]] = [self._run_of(rank, call) for rank, call in self.entries]
+        self.calls = [self._run_of(rank, call) for rank, call in self.entries]
         if self.tokens is not None:
             self.tokens.order(c.action.stage for _, c in self.entries if c.action.kind is Kind.REDUCE_GRAD)
 
     def deferred_anew(self) -> bool:
         """Whether ``deferred`` was not asked for since a stage's layers were looked for."""
-        looks = sum(getattr(run.store, "looks", 0) for run in self._runs.values())
+        looks = sum(getattr(run.store, "looks", 0) for run in self.runs.values())
         looks, self._looks = self._looks, looks
         return looks != self._looks
 
     def deferred(self) -> dict[int, float]:
         """Of each stage whose backward is split the share of its trainable numbers whose gradients the first W made."""
         shares = {}
-        for index, run in self._runs.items():
+        for index, run in self.runs.items():
             waited = getattr(run.store, "waited", None)
             trained = sum(p.numel() for p in run.stage.parameters() if p.requires_grad)
             if waited is not None and trained:
@@ -151,34 +231,25 @@ class Compiled:
         return shares
 
     def renew(self) -> None:
-        """Shapes of this step may differ from those of the one before."""
+        """See Compiled."""
         for lane in self._lanes.values():
             lane.renew()
 
     def begin(self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool) -> None:
-        """Fill the slots for a step; ``inputs`` is [] where another process has stage 0."""
-        for run in self._runs.values():
-            run.kwargs[:] = kwargs
-        if 0 in self._runs:
-            self._runs[0].inbox[:] = inputs
-        if self.tail is not None:
-            self.tail.targets[:] = targets
-            self.tail.keep = keep
-        for rank, lane in self._lanes.items():
-            first = rank == self.program.placement[0]
-            lane.begin([[signature(value) for value in values] for values in inputs] if first else None)
+        """See Compiled."""
+        self._fill(_EVERY, inputs, targets, kwargs, keep)
         if self.tokens is not None:
             self.tokens.begin([inputs, kwargs])
         if self._timer is not None:
             self._timer.begin(self.recording)
 
     def result(self) -> StepResult:
-        """What the step made."""
+        """See Compiled."""
         events = () if self._timer is None else self._timer.events()
         losses: list[Tensor] = []
         outputs: list[Any] = []
         if (tail := self.tail) is not None:
-            losses = list(tail.losses) if self._goal.loss_fn is not None else []
+            losses = list(tail.losses) if self.goal.loss_fn is not None else []
             outputs = list(tail.outputs) if tail.keep or not losses else []
         return StepResult(losses=losses, outputs=outputs, events=events, ranks=len(self.program.ranks))
 
@@ -193,9 +264,7 @@ class Compiled:
             self.tokens.clear(failed=failed)
 
     def _run_of(self, rank: int, call: Call) -> Callable[[], object]:
-        run = call.run
-        if self._timer is not None and call.main:
-            run = self._timer.timed(run, rank, call.action, self._runs[call.action.stage].stage.device)
+        run = self._timed(self._timer, rank, call)
         return partial(self._sides[rank].run, run) if call.side else run
 
     def _bound(self, wiring: Wiring, lookahead: int) -> list[list[Call]]:
@@ -210,13 +279,13 @@ class Compiled:
         return rows if together is None else in_batches(rows, *together)
 
     def _token_count(self) -> TokenCount | None:
-        if not (self._goal.train and self._goal.scale == "token"):
+        if not (self.goal.train and self.goal.scale == "token"):
             return None
         source = self.program.placement[-1]
         rank, links = next(iter(self._links.items()))
         control = links.control if len(self._links) == 1 else None
         batch = self._wirings[rank].facts.batch
-        return TokenCount(self._runs, self.tail, batch, control, rank, links.ranks, source, steps=self.steps)
+        return TokenCount(self.runs, self.tail, batch, control, rank, links.ranks, source, steps=self.steps)
 
 
 def side_of(wiring: Wiring) -> SideStream:

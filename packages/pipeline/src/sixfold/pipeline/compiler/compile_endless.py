@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-from sixfold.pipeline.compiler.compile import StepResult, signature
-from sixfold.pipeline.compiler.wiring import Call, Facts, Goal, Wiring
+from sixfold.pipeline.compiler.compile import Compiled, StepResult
+from sixfold.pipeline.compiler.wiring import Call, Facts, Goal
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.measured.action_times import ActionTimer
 from sixfold.pipeline.microbatches.cut_batch import Values, as_tuple
@@ -23,12 +23,12 @@ from sixfold.pipeline.program.entry_times import in_turns
 from sixfold.pipeline.program.lowering import posted_order
 from sixfold.pipeline.program.program import Program, Weights
 from sixfold.pipeline.proof.endless import Endless, Rows, moved
-from sixfold.pipeline.stage.compute import StageRun, WholeBackward
+from sixfold.pipeline.stage.compute import WholeBackward
 from sixfold.pipeline.stage.output_memory import copied
 from sixfold.pipeline.stage.random_state import RandomState
 from sixfold.pipeline.stage.stage import Stage
 from sixfold.pipeline.stage.weight_versions import Versions
-from sixfold.pipeline.transport.protocol import Lane, Links
+from sixfold.pipeline.transport.protocol import Links
 
 __all__ = ["CompiledEndless"]
 
@@ -37,19 +37,17 @@ _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 _Piece = tuple[Program, list[tuple[int, Call]], list[Callable[[], object]], ActionTimer | None]
 
 
-class CompiledEndless:
-    """An endless program as this process runs it; see ``compile.Compiled``, in whose place it stands.
+class CompiledEndless(Compiled):
+    """A program whose batches follow without end.
 
     Args:
         versions: of the stages that are here, by index; they outlive this object.
     Attributes:
         batches: steps since nothing was in flight.
-        goal: what it is run for.
         calls, entries, program: of the piece that ``begin`` or ``drain`` chose.
     """
 
     steps = True
-    recording = True  # as ``compile.Compiled`` has it
 
     def __init__(
         self,
@@ -75,25 +73,21 @@ class CompiledEndless:
                 f"scale='token' divides a step's gradients, and with weights: {endless.program.weights} a batch ends "
                 "in a later step; use 'sum' and divide in the optimizer, or 'mean'"
             )
-        self.endless, self.versions, self.goal = endless, versions, goal
+        self.endless, self.versions = endless, versions
         self._lookahead, self._profile = lookahead, profile
         self._m, self._rings = endless.batch, endless.in_flight
-        self._whole = endless.unrolled(len(endless.steps) + 1)
-        self._lanes: dict[int, Lane] = {}
-        self._wirings: dict[int, Wiring] = {}
-        for rank, mine in links.items():
-            self._lanes[rank] = lane = mine.lane(
-                self._whole.placement,
-                self._m * self._rings,
-                backward=True,
-                number=number,
-                dynamic_shapes=dynamic_shapes,
-            )
-            here = {stage: stages[stage] for stage in self._whole.stages_of(rank)}
-            slots = self._m * self._rings
-            self._wirings[rank] = Wiring(self._whole, rank, here, lane, goal, WholeBackward, slots, versions)
-        self.runs: dict[int, StageRun] = {i: r for wiring in self._wirings.values() for i, r in wiring.runs.items()}
-        self.tail = next((wiring.tail for wiring in self._wirings.values() if wiring.tail is not None), None)
+        self._whole = whole = endless.unrolled(len(endless.steps) + 1)
+        super().__init__(
+            whole,
+            stages,
+            links,
+            goal,
+            slots=self._m * self._rings,
+            number=number,
+            dynamic_shapes=dynamic_shapes,
+            stores=WholeBackward,
+            versions=versions,
+        )
         self.batches = 0
         self._first = 0  # number of the first batch since nothing was in flight
         self._now = 0  # of the batch that runs
@@ -133,17 +127,7 @@ class CompiledEndless:
         at = (batch - piece) % self._rings  # the ring of the piece's batch 0
         self._choose(piece, False, at)
         self._later, self._draining = batch - piece - at, False
-        ring = self._ring(batch)
-        for run in self.runs.values():
-            run.kwargs[ring] = kwargs
-        if 0 in self.runs:
-            self.runs[0].inbox[ring] = inputs
-        if self.tail is not None:
-            self.tail.targets[ring] = targets
-            self.tail.keep = keep
-        for rank, lane in self._lanes.items():
-            first = rank == self._whole.placement[0]
-            lane.begin([[signature(value) for value in values] for values in inputs] if first else None)
+        self._fill(self._ring(batch), inputs, targets, kwargs, keep)
 
     def drain(self) -> None:
         """Choose the list of what is left."""
@@ -283,11 +267,6 @@ class CompiledEndless:
             if rank in self._wirings
             for call in self._wirings[rank].bind([(position, rows[rank][position])])
         ]
-        calls: list[Callable[[], object]] = [call.run for _, call in entries]
         timer = ActionTimer() if self._profile else None
-        if timer is not None:
-            for n, (rank, call) in enumerate(entries):
-                if call.main:
-                    device = self.runs[call.action.stage].stage.device
-                    calls[n] = timer.timed(call.run, rank, call.action, device)
+        calls = [self._timed(timer, rank, call) for rank, call in entries]
         return replace(self._whole, ranks=rows, microbatches=self._m), entries, calls, timer

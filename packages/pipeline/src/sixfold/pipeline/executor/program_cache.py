@@ -1,6 +1,6 @@
 """The compiled programs of one runner.
 
-Program, call --> all ranks have the same? --> Compiled, CompiledEndless, once (this file) --> runner
+Program, call --> all ranks have the same? --> Compiled, once (this file) --> runner
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sixfold.pipeline.compiler.compile import Compiled
+from sixfold.pipeline.compiler.compile import Compiled, CompiledBatch
 from sixfold.pipeline.compiler.compile_endless import CompiledEndless
 from sixfold.pipeline.compiler.cuda_graphs import check_graphed
 from sixfold.pipeline.compiler.wiring import Goal
@@ -40,7 +40,7 @@ class ProgramCache:
         ranks: of the group.
         links: of this rank, there before the first ``get``; empty where all are in this process.
         one: all edges are one communicator.
-        options: of every ``Compiled``.
+        options: of every ``CompiledBatch``.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class ProgramCache:
         self._stages, self._here, self._ranks = stages, here, ranks
         self._links, self._options, self._one = links, options, one
         self._checked: set[Program] = set()
-        self._compiled: dict[tuple[Program, str, Goal], Compiled | CompiledEndless] = {}
-        self._by_identity: dict[tuple[int, str, Goal], tuple[Program, Compiled | CompiledEndless]] = {}
+        self._compiled: dict[tuple[Program, str, Goal], Compiled] = {}
+        self._by_identity: dict[tuple[int, str, Goal], tuple[Program, Compiled]] = {}
         self._endless: dict[Program, Endless | None] = {}
         self._versions: dict[Weights, dict[int, Versions]] = {}
         self._stores: dict[int, WeightGradientStore] = {}
@@ -85,7 +85,7 @@ class ProgramCache:
         if self._continued(program) is not None:
             self._versions_of(program.weights)
 
-    def get(self, program: Program, mode: str, goal: Goal) -> Compiled | CompiledEndless:
+    def get(self, program: Program, mode: str, goal: Goal) -> Compiled:
         """The bound calls of ``program``; when it is new, all ranks must come with the same.
 
         Raises:
@@ -105,7 +105,7 @@ class ProgramCache:
         self._by_identity[id(program), mode, goal] = (program, compiled)  # the reference keeps the id from being reused
         return compiled
 
-    def _make(self, program: Program, mode: str, goal: Goal) -> Compiled | CompiledEndless:
+    def _make(self, program: Program, mode: str, goal: Goal) -> Compiled:
         told = mode if self._options["dynamic_shapes"] != "announced" else f"{mode} announced"
         number = _number_of(program, told, goal.scale)
         if self._here is not None:
@@ -117,7 +117,7 @@ class ProgramCache:
             versions = self._versions_of(program.weights)
             return CompiledEndless(found, self._stages, links, versions, goal, number=number, **self._options)
         whole = complete(program) if found is None else found.forward
-        return Compiled(whole, self._stages, links, goal, number=number, stores=self._store, **self._options)
+        return CompiledBatch(whole, self._stages, links, goal, number=number, stores=self._store, **self._options)
 
     def meet(self, what: str) -> None:
         """All ranks are about to make the call ``what``, which is not one of a program.

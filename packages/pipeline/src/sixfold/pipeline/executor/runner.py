@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from sixfold.pipeline.compiler.compile import Compiled, StepResult, step_device
+from sixfold.pipeline.compiler.compile import Compiled, CompiledBatch, StepResult, step_device
 from sixfold.pipeline.compiler.compile_endless import CompiledEndless
 from sixfold.pipeline.compiler.wiring import Goal
 from sixfold.pipeline.errors import ScheduleError, whole
@@ -139,8 +139,8 @@ class PipelineRunner:
         self._stages = {stage.index: stage for stage in stages}
         self._loss_fn, self._scale = loss_fn, scale
         self._profile = bool(profile)
-        self._carried: CompiledEndless | None = None  # that ran last, and may have microbatches in flight
-        self._ran: Compiled | CompiledEndless | None = None
+        self._in_flight: CompiledEndless | None = None  # that ran last, and may have microbatches in flight
+        self._ran: Compiled | None = None
         self._failure = FailureReport(self._rank, len(program.ranks))
         self._ties: Ties | None = None
         self._gradients = StepGradients()
@@ -230,9 +230,9 @@ class PipelineRunner:
 
     def drain(self) -> None:
         """Run what is still in flight of a program whose batches overlap; of others nothing is. All ranks call it."""
-        if self._carried is not None and self._carried.batches:
+        if self._in_flight is not None and self._in_flight.batches:
             with torch.enable_grad():
-                self._run(None, "drain", self._carried.goal, None, None, None, profile=False)
+                self._run(None, "drain", self._in_flight.goal, None, None, None, profile=False)
 
     def state_dict(self) -> dict[str, Any]:
         """What another runner needs to go on behind this step with the same bits; ``torch.load`` reads it as it is.
@@ -247,9 +247,9 @@ class PipelineRunner:
         """
         self._not_broken()
         try:
-            return taken(self._carried, self._stages)
+            return taken(self._in_flight, self._stages)
         except PeerLost as error:
-            self._fail(error, self._carried)
+            self._fail(error, self._in_flight)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where the runner that made ``state`` stood; all ranks call it, each with what it saved.
@@ -263,7 +263,7 @@ class PipelineRunner:
             PipelineTimeout: another rank does not load, in the first call of a runner.
         """
         self._not_broken()
-        if self._carried is not None and self._carried.batches:
+        if self._in_flight is not None and self._in_flight.batches:
             raise ScheduleError("microbatches are in flight here; load the state into a new runner")
         self._begin_call()
         try:
@@ -273,7 +273,7 @@ class PipelineRunner:
         endless = compiled if isinstance(compiled, CompiledEndless) else None
         with torch.enable_grad():
             restored(state, endless, self._stages)
-        self._carried = endless if state["carried"] is not None else None
+        self._in_flight = endless if state["carried"] is not None else None
 
     def evaluate(
         self,
@@ -397,7 +397,7 @@ class PipelineRunner:
             events = gathered(result.events, rank=self._here, ranks=self._ranks, channel=channel, clock=clock)
         except PeerLost as error:
             self._fail(error)
-        weights = Weights.FLUSHED if self._carried is None else Weights.PIPEDREAM  # as CompiledEndless.result says
+        weights = Weights.FLUSHED if self._in_flight is None else Weights.PIPEDREAM  # as CompiledEndless.result says
         return None if events is None else measured(events, weights)
 
     def fail(self, error: BaseException) -> NoReturn:
@@ -451,7 +451,7 @@ class PipelineRunner:
         self._not_broken()
         self._begin_call()
         program = self._program if program is None else program
-        compiled: Compiled | CompiledEndless | None = None
+        compiled: Compiled | None = None
         if goal.autocast:
             # It remembers the casts of weights: those of an evaluation have no graph, and an optimizer makes them old.
             torch.clear_autocast_cache()
@@ -465,7 +465,7 @@ class PipelineRunner:
                 raise ScheduleError(
                     "step was called under torch.inference_mode, which makes no gradients; call evaluate"
                 )
-            compiled = self._carried if mode == "drain" else self._programs.get(program, mode, goal)
+            compiled = self._in_flight if mode == "drain" else self._programs.get(program, mode, goal)
             assert compiled is not None, "drain looks whether something is in flight"
             if mode == "step":
                 self._gradients.begin(self._stages.values())
@@ -498,7 +498,7 @@ class PipelineRunner:
         self._gradients.end()
         if (
             mode == "step"
-            and isinstance(compiled, Compiled)
+            and isinstance(compiled, CompiledBatch)
             and (compiled.deferred_anew() or compiled is not self._ran)
         ):
             self.deferred = compiled.deferred()
@@ -514,7 +514,7 @@ class PipelineRunner:
 
     def _begin(
         self,
-        compiled: Compiled | CompiledEndless,
+        compiled: Compiled,
         mode: str,
         inputs: Any,
         targets: Any,
@@ -524,13 +524,13 @@ class PipelineRunner:
         if mode == "drain" and isinstance(compiled, CompiledEndless):
             compiled.drain()
             return None
-        if mode == "step" and self._carried is not compiled:
-            if self._carried is not None and self._carried.batches:
+        if mode == "step" and self._in_flight is not compiled:
+            if self._in_flight is not None and self._in_flight.batches:
                 raise ScheduleError(
-                    f"microbatches of {self._carried.endless.program.name or 'another program'} are in flight, or "
+                    f"microbatches of {self._in_flight.endless.program.name or 'another program'} are in flight, or "
                     "autocast was switched since they began; call drain() before a step that differs"
                 )
-            self._carried = compiled if isinstance(compiled, CompiledEndless) else None
+            self._in_flight = compiled if isinstance(compiled, CompiledEndless) else None
         m = compiled.program.microbatches
         equal = mode == "step" and self._scale == "mean"
         if compiled.tail is not None and mode != "forward" and self._loss_fn is None:
@@ -554,7 +554,7 @@ class PipelineRunner:
         )
         return outer if outer is not None and outer.there else None
 
-    def _fail(self, error: BaseException, compiled: Compiled | CompiledEndless | None = None, at: int = -1) -> NoReturn:
+    def _fail(self, error: BaseException, compiled: Compiled | None = None, at: int = -1) -> NoReturn:
         """The step is over, here and on every other rank."""
         lost = isinstance(compiled, CompiledEndless) and compiled.batches > 0
         if compiled is not None:

@@ -159,7 +159,7 @@ def _load_endless(state: State, endless: CompiledEndless) -> None:
 
 
 def _check_endless(state: Any, endless: CompiledEndless | None, stages: Mapping[int, Stage]) -> None:
-    _check_keys(state, _CARRIED, "the state's 'endless'")
+    _check_keys(state, _CARRIED, "the state's 'carried'")
     if endless is None or state["order"] != endless.order:
         raise ScheduleError(
             "the state is of another program than this runner's, with batches in another order or of another size; "

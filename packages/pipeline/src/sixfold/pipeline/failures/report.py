@@ -21,7 +21,6 @@ from sixfold.pipeline.failures.deadlines import PeerLost, within
 
 if TYPE_CHECKING:
     from sixfold.pipeline.compiler.compile import Compiled
-    from sixfold.pipeline.compiler.compile_endless import CompiledEndless
     from sixfold.pipeline.transport.protocol import Links
 
 __all__ = ["FailureReport", "MemoryStore", "Record", "Records", "Store"]
@@ -156,9 +155,7 @@ class FailureReport:
         self._records = None if links is None else Records(store or links.store, links.key, rank, ranks)
         self.broken: str | None = None
 
-    def end(
-        self, error: BaseException, compiled: Compiled | CompiledEndless | None, at: int, *, lost: bool = False
-    ) -> NoReturn:
+    def end(self, error: BaseException, compiled: Compiled | None, at: int, *, lost: bool = False) -> NoReturn:
         """Turn the failure of one call into one error here and on every other rank.
 
         What is no Exception, such as Ctrl-C, is told to the others and goes on as it is.
@@ -189,7 +186,7 @@ class FailureReport:
         kind = PipelineTimeout if isinstance(error, PipelineTimeout) else ScheduleError
         raise kind(message, rank=rank, position=position, action=action) from error
 
-    def _time_out(self, compiled: Compiled | CompiledEndless | None, place: str, error: PeerLost) -> NoReturn:
+    def _time_out(self, compiled: Compiled | None, place: str, error: PeerLost) -> NoReturn:
         """A message did not come: find out what the other ranks know, and say it."""
         assert self._links is not None and self._records is not None, "only a group has peers"
         peer, position, action = error.peer, None, error.action

@@ -109,7 +109,7 @@ RUNS = (
     "proof/unit_rules",
     "split_backward/weight_gradients",
     "split_backward/layers",
-    "compiler/endless",
+    "compiler/compile_endless",
     "stage/weight_versions",
     "proof/endless",
 )

@@ -138,7 +138,9 @@ def test_a_room_says_its_duty_and_others_import_what_it_names(package: str):
 
 def test_the_rules_see_an_import_that_goes_up_and_one_of_types(tmp_path: Path):
     source = source_of("dist-ckpt")
-    (tmp_path / "x.py").write_text("from sixfold.dist_ckpt.road import saving\nfrom sixfold.dist_ckpt import errors\n")
+    (tmp_path / "x.py").write_text(
+        "from sixfold.dist_ckpt.save_load import saving\nfrom sixfold.dist_ckpt import errors\n"
+    )
     found = imported(tmp_path / "x.py", source)
-    assert found == [(1, "road.saving"), (2, "errors")]
-    assert [floor_of(module, FLOORS["dist-ckpt"]) for _, module in found] == [8, 0]
+    assert found == [(1, "save_load.saving"), (2, "errors")]
+    assert [floor_of(module, FLOORS["dist-ckpt"]) for _, module in found] == [10, 0]

@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor
 from sixfold.dist_ckpt.geometry.box import range_boxes
-from sixfold.dist_ckpt.plans.table import merge, tabulate
+from sixfold.dist_ckpt.plans.shard_table import merge, tabulate
 from sixfold.dist_ckpt.validation import table_problems
 
 STATES = {"large": (16, 4 * 2**20), "small": (2_000, 512)}  # tensors, float32 elements each

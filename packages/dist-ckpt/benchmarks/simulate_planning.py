@@ -43,15 +43,16 @@ from pathlib import Path
 import torch
 
 from sixfold.dist_ckpt import ShardedTensor, load_tensors_metadata
-from sixfold.dist_ckpt.files import compact, integrity, metadata, weights_only
-from sixfold.dist_ckpt.files.dcp_pickle import Index
-from sixfold.dist_ckpt.files.integrity import FileDigest
+from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint
+from sixfold.dist_ckpt.formats import compact_manifest as compact
+from sixfold.dist_ckpt.formats import integrity, metadata, weights_only
+from sixfold.dist_ckpt.formats.dcp_pickle import Index
+from sixfold.dist_ckpt.formats.integrity import FileDigest
 from sixfold.dist_ckpt.plans import plan
-from sixfold.dist_ckpt.plans.table import tabulate
-from sixfold.dist_ckpt.road import saving
-from sixfold.dist_ckpt.road.transfer import Written
-from sixfold.dist_ckpt.stores import local
-from sixfold.dist_ckpt.stores.folder import open_checkpoint
+from sixfold.dist_ckpt.plans.shard_table import tabulate
+from sixfold.dist_ckpt.save_load import saving
+from sixfold.dist_ckpt.save_load.writer import Written
+from sixfold.dist_ckpt.storage import local
 
 ROWS, COLUMNS = 4, 64
 FRAME_BYTES = 1088  # of a chunk in its file

@@ -22,7 +22,7 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if config.getoption("--fill-recycled"):
-        from sixfold.dist_ckpt.recycled import CHECK
+        from sixfold.dist_ckpt.reused_memory import CHECK
 
         CHECK.fills = True
 

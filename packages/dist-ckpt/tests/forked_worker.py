@@ -15,7 +15,7 @@ import traceback
 from contextlib import suppress
 
 from sixfold.dist_ckpt import _worker
-from sixfold.dist_ckpt.background import process
+from sixfold.dist_ckpt.background import worker_process as process
 
 
 class Forked:

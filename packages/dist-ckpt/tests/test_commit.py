@@ -15,10 +15,10 @@ from dist_ckpt_helpers import one
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import MismatchError, StorageError, tools
-from sixfold.dist_ckpt.road import saving
-from sixfold.dist_ckpt.road.reader import Reader
-from sixfold.dist_ckpt.road.request import SaveRequest
-from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.save_load import saving
+from sixfold.dist_ckpt.save_load.reader import Reader
+from sixfold.dist_ckpt.save_load.request import SaveRequest
+from sixfold.dist_ckpt.storage import local as storage
 
 
 def state(value):

@@ -15,15 +15,16 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
 from sixfold.dist_ckpt import ShardingError
-from sixfold.dist_ckpt.files import compact, dcp_pickle, metadata
-from sixfold.dist_ckpt.files.dcp_pickle import Index
-from sixfold.dist_ckpt.files.integrity import FileDigest
-from sixfold.dist_ckpt.files.unpickle import loads
+from sixfold.dist_ckpt.formats import compact_manifest as compact
+from sixfold.dist_ckpt.formats import dcp_pickle, metadata
+from sixfold.dist_ckpt.formats.dcp_pickle import Index
+from sixfold.dist_ckpt.formats.integrity import FileDigest
+from sixfold.dist_ckpt.formats.unpickle import loads
 from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
-from sixfold.dist_ckpt.plans.table import tabulate
-from sixfold.dist_ckpt.road.saving import index_of_written
-from sixfold.dist_ckpt.road.transfer import Written
+from sixfold.dist_ckpt.plans.shard_table import tabulate
+from sixfold.dist_ckpt.save_load.saving import index_of_written
+from sixfold.dist_ckpt.save_load.writer import Written
 
 
 def encoded(index):

@@ -11,18 +11,18 @@ from dist_ckpt_helpers import flat_shards, flip_byte, one, random_cut
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, StorageError
-from sixfold.dist_ckpt.files import crc, integrity, metadata
-from sixfold.dist_ckpt.files.integrity import Span
+from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint
+from sixfold.dist_ckpt.collectives.exchange import Exchange
+from sixfold.dist_ckpt.formats import crc, integrity, metadata
+from sixfold.dist_ckpt.formats.integrity import Span
 from sixfold.dist_ckpt.geometry.box import Box, intersect
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.plans.plan import assign, plan_load
-from sixfold.dist_ckpt.plans.table import merge, tabulate
+from sixfold.dist_ckpt.plans.shard_table import merge, tabulate
 from sixfold.dist_ckpt.plans.validation import table_problems
-from sixfold.dist_ckpt.ranks.exchange import Exchange
-from sixfold.dist_ckpt.road import loading, reader
+from sixfold.dist_ckpt.save_load import loading, reader
 from sixfold.dist_ckpt.stores import LocalStore, MemoryStore
-from sixfold.dist_ckpt.stores.folder import open_checkpoint
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
 

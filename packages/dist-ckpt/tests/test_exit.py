@@ -8,7 +8,7 @@ import pytest
 
 SCRIPT = """
 import time
-from sixfold.dist_ckpt.stores.ranges import begun
+from sixfold.dist_ckpt.storage.range_reads import begun
 
 def work():
     time.sleep({seconds})

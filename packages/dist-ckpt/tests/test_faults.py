@@ -23,8 +23,8 @@ from sixfold.dist_ckpt import (
     UnsafeError,
     dcp,
 )
-from sixfold.dist_ckpt.files import integrity
-from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.formats import integrity
+from sixfold.dist_ckpt.storage import local as storage
 
 
 def state(fill=1.0):

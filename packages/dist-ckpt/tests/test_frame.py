@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sixfold.dist_ckpt import CorruptError
-from sixfold.dist_ckpt.files import frame
+from sixfold.dist_ckpt.formats import frame
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint16]
 SHAPES = [(), (1,), (3, 4), (0, 3), (2, 1, 5)]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt.files import frame
+from sixfold.dist_ckpt.formats import frame
 
 SIGNATURES = [b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07", b"PK\x07\x08"]
 CRC = 0x89ABCDEF

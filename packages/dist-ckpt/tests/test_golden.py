@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError
-from sixfold.dist_ckpt.files import metadata
+from sixfold.dist_ckpt.formats import metadata
 
 GOLDEN = Path(__file__).parent / "golden"
 _spec = importlib.util.spec_from_file_location("make_megatron_012", GOLDEN / "make_megatron_012.py")

@@ -15,8 +15,8 @@ from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, CorruptError, ShardedTensor, ShardingError, StorageError, UnsafeError
-from sixfold.dist_ckpt.files.frame import check_records
-from sixfold.dist_ckpt.stores import folder as opening
+from sixfold.dist_ckpt.checkpoint import opening
+from sixfold.dist_ckpt.formats.frame import check_records
 from sixfold.dist_ckpt.tools import commands as tools
 
 

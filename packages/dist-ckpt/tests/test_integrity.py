@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from sixfold.dist_ckpt import CorruptError
-from sixfold.dist_ckpt.files.crc import Piece, join_pieces
-from sixfold.dist_ckpt.files.integrity import (
+from sixfold.dist_ckpt.formats.crc import Piece, join_pieces
+from sixfold.dist_ckpt.formats.integrity import (
     BLOCK_BYTES,
     BlockHasher,
     FileDigest,

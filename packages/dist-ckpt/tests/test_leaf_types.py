@@ -22,7 +22,7 @@ from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, ShardingError, UnsafeError
-from sixfold.dist_ckpt.files import weights_only
+from sixfold.dist_ckpt.formats import weights_only
 
 try:
     import numpy as np

@@ -9,7 +9,7 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor
-from sixfold.dist_ckpt.background import process
+from sixfold.dist_ckpt.background import worker_process as process
 from sixfold.dist_ckpt.dcp import Reader, Writer
 from sixfold.dist_ckpt.stores import MemoryStore
 

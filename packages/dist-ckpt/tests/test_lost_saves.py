@@ -12,8 +12,8 @@ from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import StorageError, UnsafeError, retention
+from sixfold.dist_ckpt.storage.store import Part, complete
 from sixfold.dist_ckpt.stores import ByPointer, LocalStore, MemoryStore, UrlStore
-from sixfold.dist_ckpt.stores.store import Part, complete
 
 POINTER = b'{"sharded_backend": "torch_dist"}'
 

@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, UnsafeError
-from sixfold.dist_ckpt.files import compact, dcp_pickle, metadata
-from sixfold.dist_ckpt.files.dcp_pickle import Index
+from sixfold.dist_ckpt.checkpoint import opening
+from sixfold.dist_ckpt.formats import compact_manifest as compact
+from sixfold.dist_ckpt.formats import dcp_pickle, metadata
+from sixfold.dist_ckpt.formats.dcp_pickle import Index
 from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
-from sixfold.dist_ckpt.stores import folder as opening
 from sixfold.dist_ckpt.tools import commands as tools
 
 SIZE = 1 << 50

@@ -13,16 +13,17 @@ from dist_ckpt_helpers import in_child, one
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor, StorageError, retention
+from sixfold.dist_ckpt.checkpoint import opening as folder
+from sixfold.dist_ckpt.checkpoint.mapped_file import Mapped
 from sixfold.dist_ckpt.errors import typed
-from sixfold.dist_ckpt.files.frame import tensor_bytes
-from sixfold.dist_ckpt.files.metadata import encode_config
+from sixfold.dist_ckpt.formats.frame import tensor_bytes
+from sixfold.dist_ckpt.formats.metadata import encode_config
 from sixfold.dist_ckpt.plans.plan import plan_save
-from sixfold.dist_ckpt.plans.table import tabulate
-from sixfold.dist_ckpt.road import transfer
-from sixfold.dist_ckpt.road.saving import index_of
-from sixfold.dist_ckpt.stores import LocalStore, folder
-from sixfold.dist_ckpt.stores.maps import Mapped
-from sixfold.dist_ckpt.stores.store import Save, write_small
+from sixfold.dist_ckpt.plans.shard_table import tabulate
+from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.save_load.saving import index_of
+from sixfold.dist_ckpt.storage.store import Save, write_small
+from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.tools import commands as tools
 
 FILES, RANKS = 140, 140  # more than twice as many as a process may open here, and than maps are kept

@@ -17,9 +17,10 @@ from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.background.arena import Arena
-from sixfold.dist_ckpt.road import reader, transfer
+from sixfold.dist_ckpt.save_load import reader
+from sixfold.dist_ckpt.save_load import writer as transfer
 from sixfold.dist_ckpt.tools import commands as tools
-from sixfold.dist_ckpt.tools import values
+from sixfold.dist_ckpt.tools import stored_values as values
 
 COUNT, ROWS, MIB = 16, 1 << 9, 2
 ALL_MIB = COUNT * MIB
@@ -191,7 +192,7 @@ def test_a_load_of_columns_holds_a_window_of_the_files(folder, monkeypatch):
     """Mapped pages count as memory of the process until they are given back, window by window."""
     state = {f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", torch.ones(ROWS, ROWS), (1, 1, 2)) for i in range(COUNT)}
     monkeypatch.setattr(reader.Reader.__init__, "__defaults__", (1, 4 << 20))
-    monkeypatch.setattr("sixfold.dist_ckpt.road.loading.WINDOW_BYTES", 4 << 20)
+    monkeypatch.setattr("sixfold.dist_ckpt.save_load.loading.WINDOW_BYTES", 4 << 20)
     most = [0]
 
     def look(records, file, window, jobs=reader.Reader._jobs):

@@ -10,8 +10,8 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from sixfold.dist_ckpt import CorruptError, MismatchError, UnsafeError
-from sixfold.dist_ckpt.files import metadata
-from sixfold.dist_ckpt.files.dcp_pickle import Index
+from sixfold.dist_ckpt.formats import metadata
+from sixfold.dist_ckpt.formats.dcp_pickle import Index
 from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 

@@ -11,10 +11,10 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, MismatchError, StorageError, stores, tools
-from sixfold.dist_ckpt.stores import local
-from sixfold.dist_ckpt.stores.folder import open_checkpoint
+from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint
+from sixfold.dist_ckpt.storage import local
 from sixfold.dist_ckpt.strategies import base
-from sixfold.dist_ckpt.tools import later
+from sixfold.dist_ckpt.tools import added_metadata as later
 
 
 @pytest.fixture

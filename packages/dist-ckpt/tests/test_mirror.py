@@ -26,19 +26,20 @@ from sixfold.dist_ckpt import (
     retention,
     tools,
 )
-from sixfold.dist_ckpt.files import frame as frames
-from sixfold.dist_ckpt.files import integrity
-from sixfold.dist_ckpt.files.crc import crc32
-from sixfold.dist_ckpt.files.integrity import Span
+from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint
+from sixfold.dist_ckpt.formats import frame as frames
+from sixfold.dist_ckpt.formats import integrity
+from sixfold.dist_ckpt.formats.crc import crc32
+from sixfold.dist_ckpt.formats.integrity import Span
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.mirror import leases, mirror
+from sixfold.dist_ckpt.mirror.local_view import viewed
+from sixfold.dist_ckpt.mirror.mirror import Mirror
 from sixfold.dist_ckpt.plans.plan import plan_load
-from sixfold.dist_ckpt.road import sources
-from sixfold.dist_ckpt.road.reader import Reader
-from sixfold.dist_ckpt.stores import ByPointer, MemoryStore, UrlStore, leases, mirror
-from sixfold.dist_ckpt.stores.folder import open_checkpoint
-from sixfold.dist_ckpt.stores.mirror import Mirror
-from sixfold.dist_ckpt.stores.ranges import in_flight, ranges_of
-from sixfold.dist_ckpt.stores.view import viewed
+from sixfold.dist_ckpt.save_load import chunk_sources as sources
+from sixfold.dist_ckpt.save_load.reader import Reader
+from sixfold.dist_ckpt.storage.range_reads import in_flight, ranges_of
+from sixfold.dist_ckpt.stores import ByPointer, MemoryStore, UrlStore
 
 WHOLE = torch.arange(3 << 20, dtype=torch.float32).view(1024, 3072)  # 12 MiB: three blocks
 
@@ -325,7 +326,7 @@ def test_a_mirror_without_a_lock_goes_after_an_error_at_once_and_after_a_kill_wi
         raise OSError(28, "full")
 
     with monkeypatch.context() as patch:
-        patch.setattr(*(Path, "rename", fail) if holds_lock else ("sixfold.dist_ckpt.stores.mirror.hold", fail))
+        patch.setattr(*(Path, "rename", fail) if holds_lock else ("sixfold.dist_ckpt.mirror.mirror.hold", fail))
         with pytest.raises(StorageError):
             mirror.create()
     mirror.close()

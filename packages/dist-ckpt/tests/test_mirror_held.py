@@ -14,15 +14,16 @@ from test_mirror import of_another_form
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, StorageError
-from sixfold.dist_ckpt.files import frame as frames
-from sixfold.dist_ckpt.files import integrity
-from sixfold.dist_ckpt.files.integrity import Span
+from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint
+from sixfold.dist_ckpt.formats import frame as frames
+from sixfold.dist_ckpt.formats import integrity
+from sixfold.dist_ckpt.formats.integrity import Span
+from sixfold.dist_ckpt.mirror import mirror
+from sixfold.dist_ckpt.mirror.local_view import viewed
+from sixfold.dist_ckpt.mirror.mirror import Mirror
 from sixfold.dist_ckpt.progress import Meter
-from sixfold.dist_ckpt.road import loading
-from sixfold.dist_ckpt.stores import MemoryStore, mirror
-from sixfold.dist_ckpt.stores.folder import open_checkpoint
-from sixfold.dist_ckpt.stores.mirror import Mirror
-from sixfold.dist_ckpt.stores.view import viewed
+from sixfold.dist_ckpt.save_load import loading
+from sixfold.dist_ckpt.stores import MemoryStore
 
 BLOCK = integrity.BLOCK_BYTES
 WHOLE = torch.arange(4 << 20, dtype=torch.float32).view(1024, 4096)  # 16 MiB

@@ -16,7 +16,7 @@ from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, MismatchError, UnsafeError
-from sixfold.dist_ckpt.files.unpickle import Node
+from sixfold.dist_ckpt.formats.unpickle import Node
 from sixfold.dist_ckpt.tools import commands as tools
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected pickle protocol")

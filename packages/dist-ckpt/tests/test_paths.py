@@ -11,7 +11,7 @@ from dist_ckpt_helpers import one
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, StorageError, core, retention, serialization
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.stores import url
+from sixfold.dist_ckpt.storage import url
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from sixfold.dist_ckpt.tools import commands as tools
 

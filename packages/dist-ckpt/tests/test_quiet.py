@@ -9,12 +9,14 @@ import pytest
 from counted import LISTING, counting
 
 from sixfold.dist_ckpt import LostPeerError
-from sixfold.dist_ckpt.background import bell, board, control
+from sixfold.dist_ckpt.background import coordination as control
+from sixfold.dist_ckpt.background import folder_watch as bell
+from sixfold.dist_ckpt.background import save_status as board
 from sixfold.dist_ckpt.background.arena import Arena, Gauge
-from sixfold.dist_ckpt.background.board import FolderBoard
-from sixfold.dist_ckpt.background.control import Job, Wait
-from sixfold.dist_ckpt.ranks.exchange import Outcome
-from sixfold.dist_ckpt.road.saving import Ticket
+from sixfold.dist_ckpt.background.coordination import Job, Wait
+from sixfold.dist_ckpt.background.save_status import FolderBoard
+from sixfold.dist_ckpt.collectives.exchange import Outcome
+from sixfold.dist_ckpt.save_load.saving import Ticket
 from sixfold.dist_ckpt.stores import LocalStore, Save
 
 OPERATIONS_PER_S = 2

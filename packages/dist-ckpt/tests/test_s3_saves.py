@@ -12,8 +12,8 @@ from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import StorageError
 from sixfold.dist_ckpt.plans import plan
+from sixfold.dist_ckpt.storage import url as urls
 from sixfold.dist_ckpt.stores import UrlStore
-from sixfold.dist_ckpt.stores import url as urls
 
 IMPATIENT = {"config_kwargs": {"retries": {"max_attempts": 0}, "read_timeout": 1.5}, "skip_instance_cache": True}
 TENSORS = 2

@@ -9,7 +9,7 @@ import torch
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, MismatchError, ShardedTensor, tools
-from sixfold.dist_ckpt.files import safetensors
+from sixfold.dist_ckpt.formats import safetensors
 
 
 def write(path, header, body=b""):

@@ -25,9 +25,10 @@ from sixfold.dist_ckpt import (
 )
 from sixfold.dist_ckpt.errors import typed
 from sixfold.dist_ckpt.plans import plan
-from sixfold.dist_ckpt.stores import ByPointer, LocalStore, MemoryStore, Store, UrlStore, by_pointer, memory, store_at
-from sixfold.dist_ckpt.stores import url as urls
-from sixfold.dist_ckpt.stores.store import Part, complete
+from sixfold.dist_ckpt.storage import by_pointer, memory
+from sixfold.dist_ckpt.storage import url as urls
+from sixfold.dist_ckpt.storage.store import Part, complete
+from sixfold.dist_ckpt.stores import ByPointer, LocalStore, MemoryStore, Store, UrlStore, store_at
 
 
 class Rows(ByPointer):
@@ -259,7 +260,7 @@ def test_another_save_that_commits_meanwhile_loses_nothing_of_what_has_returned(
 @pytest.mark.parametrize("first_id", ["0" * 16, "f" * 16])
 def test_of_two_saves_that_began_at_once_one_that_has_returned_is_never_lost(monkeypatch, first_id):
     store, ids = MemoryStore(), iter([first_id, "7" * 16])
-    monkeypatch.setattr("sixfold.dist_ckpt.road.saving.secrets.token_hex", lambda n: next(ids, "1" * 16))
+    monkeypatch.setattr("sixfold.dist_ckpt.save_load.saving.secrets.token_hex", lambda n: next(ids, "1" * 16))
     plain, at_once = MemoryStore.begin, iter([1.0])
 
     def begin(self, save_id, *arguments, **options):
@@ -595,7 +596,7 @@ def test_a_foreign_file_that_came_during_a_save_stays(monkeypatch, at):
 
 def test_if_exists_error_holds_for_what_came_during_a_save(monkeypatch):
     store, ids = MemoryStore(), iter(["f" * 16, "0" * 16])
-    monkeypatch.setattr("sixfold.dist_ckpt.road.saving.secrets.token_hex", lambda n: next(ids, "1" * 16))
+    monkeypatch.setattr("sixfold.dist_ckpt.save_load.saving.secrets.token_hex", lambda n: next(ids, "1" * 16))
     plain, at_once = MemoryStore.begin, iter([1.0])
 
     def begin(self, save_id, *arguments, **options):

@@ -18,11 +18,11 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import StorageError, retention
-from sixfold.dist_ckpt.background import process
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.road import transfer
-from sixfold.dist_ckpt.road.reader import Reader
-from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.background import worker_process as process
+from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.save_load.reader import Reader
+from sixfold.dist_ckpt.storage import local as storage
 
 
 @pytest.mark.parametrize("exchange", [True, False])
@@ -120,7 +120,7 @@ import shutil, subprocess, sys, torch
 from pathlib import Path
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import StorageError
-from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.storage import local as storage
 root = Path(sys.argv[1])
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", root], check=True)
 def state(value, elements):
@@ -347,8 +347,8 @@ def test_a_relative_path_is_of_the_working_folder_at_the_call(in_flight, tmp_pat
 
 def test_verify_off_decodes_metadata_no_slower_than_touched_though_its_digest_may_be_wrong(tmp_path, monkeypatch):
     """Bytes that no digest vouches for are walked through opcode by opcode first, which takes five times as long."""
-    from sixfold.dist_ckpt.files import metadata
-    from sixfold.dist_ckpt.stores import folder
+    from sixfold.dist_ckpt.checkpoint import opening as folder
+    from sixfold.dist_ckpt.formats import metadata
 
     dist_ckpt.save(state(1), tmp_path / "c", group=None)
     as_of_0_1_0(tmp_path / "c")

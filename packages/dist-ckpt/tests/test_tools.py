@@ -253,7 +253,7 @@ def test_convert_refuses_a_target_that_is_not_empty_and_a_damaged_source(folder,
 def test_safetensors_hold_every_value(folder, tmp_path, monkeypatch, rows):
     safe = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
     if rows:
-        monkeypatch.setattr("sixfold.dist_ckpt.tools.values.BATCH_BYTES", rows)
+        monkeypatch.setattr("sixfold.dist_ckpt.tools.stored_values.BATCH_BYTES", rows)
     found = tools.convert(folder, tmp_path / "s", to="safetensors")
     assert found["files"] == ["model.safetensors"]
     loaded = safe.load_file(tmp_path / "s" / "model.safetensors")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sixfold.dist_ckpt import ShardedObject, ShardedTensor, ShardingError
-from sixfold.dist_ckpt.plans.table import merge, tabulate
+from sixfold.dist_ckpt.plans.shard_table import merge, tabulate
 from sixfold.dist_ckpt.plans.validation import object_problems, raise_problems, table_problems
 
 

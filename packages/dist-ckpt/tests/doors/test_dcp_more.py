@@ -21,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, CorruptError, MismatchError, ShardingError, dcp
 from sixfold.dist_ckpt.plans import plan
-from sixfold.dist_ckpt.road import reader as engine
+from sixfold.dist_ckpt.save_load import reader as engine
 from sixfold.dist_ckpt.stores import MemoryStore
 
 GOLDEN = Path(__file__).parents[1] / "golden"

@@ -17,7 +17,7 @@ from dist_ckpt_door_helpers import contents, dcp_load, dcp_save
 from torch.distributed.checkpoint import CheckpointException
 
 from sixfold.dist_ckpt import CorruptError, UnsafeError, dcp
-from sixfold.dist_ckpt.doors import dcp_metadata
+from sixfold.dist_ckpt.torch_dcp import metadata as dcp_metadata
 
 PROOF = "SIXFOLD_CODE_OF_A_FILE_RAN"
 

@@ -12,7 +12,8 @@ from dist_ckpt_door_helpers import Meddling, blank, contents, dcp_load, dcp_save
 from torch.distributed.checkpoint import CheckpointException
 
 from sixfold.dist_ckpt import CorruptError, StorageError, dcp, tools
-from sixfold.dist_ckpt.stores import mirror, url
+from sixfold.dist_ckpt.mirror import mirror
+from sixfold.dist_ckpt.storage import url
 
 fsspec = pytest.importorskip("fsspec", reason="needs the fsspec library (extra fsspec)")
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter  # noqa: E402

@@ -19,8 +19,10 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, ShardedTensor
-from sixfold.dist_ckpt.background import board, control, process
+from sixfold.dist_ckpt.background import coordination as control
+from sixfold.dist_ckpt.background import save_status as board
 from sixfold.dist_ckpt.background import saver as background
+from sixfold.dist_ckpt.background import worker_process as process
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy

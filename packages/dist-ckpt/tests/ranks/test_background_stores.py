@@ -16,10 +16,11 @@ from s3_server import Fault, S3Server
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedTensor
-from sixfold.dist_ckpt.background import control, process
+from sixfold.dist_ckpt.background import coordination as control
 from sixfold.dist_ckpt.background import saver as background
+from sixfold.dist_ckpt.background import worker_process as process
 from sixfold.dist_ckpt.background.saver import AsyncSaver
-from sixfold.dist_ckpt.road import saving
+from sixfold.dist_ckpt.save_load import saving
 from sixfold.dist_ckpt.stores import ByPointer, MemoryStore
 
 RANKS_IMPORT = ("s3fs",)

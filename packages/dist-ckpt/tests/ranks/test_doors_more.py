@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ranktest import run_ranks
 from sixfold.dist_ckpt import dcp, tools
-from sixfold.dist_ckpt.files import compact
-from sixfold.dist_ckpt.files.integrity import BLOCK_BYTES
-from sixfold.dist_ckpt.road import reader as engine
-from sixfold.dist_ckpt.stores.folder import open_checkpoint
+from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint
+from sixfold.dist_ckpt.formats import compact_manifest as compact
+from sixfold.dist_ckpt.formats.integrity import BLOCK_BYTES
+from sixfold.dist_ckpt.save_load import reader as engine
 
 
 def sharded(value, axis, shape=(4, 6)):

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.plans.table import Encoded
-from sixfold.dist_ckpt.ranks import exchange
-from sixfold.dist_ckpt.ranks.exchange import Exchange
+from sixfold.dist_ckpt.collectives import exchange
+from sixfold.dist_ckpt.collectives.exchange import Exchange
+from sixfold.dist_ckpt.plans.shard_table import Encoded
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.strategies.base import SaveShardedStrategy
 from sixfold.dist_ckpt.strategies.fully_parallel import (

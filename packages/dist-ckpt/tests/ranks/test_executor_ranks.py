@@ -9,7 +9,7 @@ import torch
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor
-from sixfold.dist_ckpt.ranks.exchange import Exchange
+from sixfold.dist_ckpt.collectives.exchange import Exchange
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
 TENSORS = 300

@@ -68,7 +68,7 @@ def test_replicas_are_written_evenly_and_read_once(tmp_path):
 
 def count_reads(rank, ranks, folder):
     """Bytes that the load plan of this rank reads, by the frames' own records."""
-    from sixfold.dist_ckpt.ranks import relay
+    from sixfold.dist_ckpt.collectives import relay
 
     seen = []
     running = relay.Relay.running
@@ -211,7 +211,7 @@ def reader_dies(rank, ranks, folder):
     import os
     import signal
 
-    from sixfold.dist_ckpt.ranks import relay
+    from sixfold.dist_ckpt.collectives import relay
 
     if rank == 1:
         relay.Relay.on_complete = lambda self, index: os.kill(os.getpid(), signal.SIGKILL)
@@ -277,7 +277,7 @@ def load_slowly(rank, ranks, folder):
     """A load of what takes longer to read than the deadline before anything is sent, into strided tensors too."""
     import time
 
-    from sixfold.dist_ckpt.road import reader
+    from sixfold.dist_ckpt.save_load import reader
 
     def state(make):
         own = {f"own.{rank}": ShardedTensor.from_rank_offsets(f"own.{rank}", make((1 << 20,)))}

@@ -19,12 +19,15 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import LostPeerError, ShardedTensor
-from sixfold.dist_ckpt.background import board, control, process
+from sixfold.dist_ckpt.background import coordination as control
+from sixfold.dist_ckpt.background import save_status as board
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.road import saving, transfer
-from sixfold.dist_ckpt.road.reader import Reader
+from sixfold.dist_ckpt.background import worker_process as process
+from sixfold.dist_ckpt.save_load import saving
+from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.save_load.reader import Reader
+from sixfold.dist_ckpt.storage import local as storage
 from sixfold.dist_ckpt.stores import UrlStore
-from sixfold.dist_ckpt.stores import local as storage
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
 

@@ -19,9 +19,9 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import LostPeerError, ShardedObject, ShardedTensor, retention
-from sixfold.dist_ckpt.background import process
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.background import worker_process as process
+from sixfold.dist_ckpt.storage import local as storage
 
 KILLS = int(os.environ.get("DIST_CKPT_KILLS", "0"))
 RANKS = 2

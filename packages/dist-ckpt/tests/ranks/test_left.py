@@ -13,7 +13,8 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor, retention
-from sixfold.dist_ckpt.background import board, process
+from sixfold.dist_ckpt.background import save_status as board
+from sixfold.dist_ckpt.background import worker_process as process
 from sixfold.dist_ckpt.background.saver import AsyncSaver
 
 

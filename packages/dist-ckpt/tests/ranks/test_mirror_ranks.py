@@ -17,9 +17,10 @@ from s3_server import Fault, S3Server
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, ShardedTensor, dcp
-from sixfold.dist_ckpt.files import integrity
-from sixfold.dist_ckpt.stores import ByPointer, MemoryStore, mirror
-from sixfold.dist_ckpt.stores.mirror import Mirror
+from sixfold.dist_ckpt.formats import integrity
+from sixfold.dist_ckpt.mirror import mirror
+from sixfold.dist_ckpt.mirror.mirror import Mirror
+from sixfold.dist_ckpt.stores import ByPointer, MemoryStore
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy
 

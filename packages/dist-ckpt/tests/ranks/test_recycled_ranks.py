@@ -1,7 +1,7 @@
 """`--fill-recycled`, the mode in which memory that is given back is filled, holds in ranks too."""
 
 from ranktest import run_ranks
-from sixfold.dist_ckpt.recycled import CHECK
+from sixfold.dist_ckpt.reused_memory import CHECK
 
 
 def fills(rank, ranks):

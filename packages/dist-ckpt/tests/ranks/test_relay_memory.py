@@ -9,8 +9,8 @@ from dist_ckpt_helpers import kib_of_status
 
 from ranktest import run_ranks
 from sixfold.dist_ckpt import ShardedTensor
-from sixfold.dist_ckpt.ranks import relay
-from sixfold.dist_ckpt.ranks.exchange import Exchange
+from sixfold.dist_ckpt.collectives import relay
+from sixfold.dist_ckpt.collectives.exchange import Exchange
 
 MIB = 1 << 20
 COUNT, TENSOR_MIB, HELD_MIB = 3, 16, 2

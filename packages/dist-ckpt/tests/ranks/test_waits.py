@@ -15,8 +15,8 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedObject
-from sixfold.dist_ckpt.background import process
 from sixfold.dist_ckpt.background import saver as background
+from sixfold.dist_ckpt.background import worker_process as process
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
 ODD_WORKER = Path(__file__).parents[1] / "odd_worker.py"

@@ -21,10 +21,12 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardingError, StorageError
-from sixfold.dist_ckpt.background import board, control, process
+from sixfold.dist_ckpt.background import coordination as control
 from sixfold.dist_ckpt.background import handle as handles
+from sixfold.dist_ckpt.background import save_status as board
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.ranks.exchange import Outcome
+from sixfold.dist_ckpt.background import worker_process as process
+from sixfold.dist_ckpt.collectives.exchange import Outcome
 
 
 def state(value, elements=1000):
@@ -435,7 +437,7 @@ import atexit, os, sys, torch
 sys.path[:0] = [{tests!r}]
 import forked_worker
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt.background import process
+from sixfold.dist_ckpt.background import worker_process as process
 process._start_worker = forked_worker.Forked
 atexit.register(print, "others end in order")
 w = dist_ckpt.ShardedTensor.from_rank_offsets("w", torch.full((5,), {value}))

@@ -1,4 +1,4 @@
-"""The worker process of a rank: ``python -m sixfold.dist_ckpt._worker``, started by background/process.py.
+"""The worker process of a rank: ``python -m sixfold.dist_ckpt._worker``, started by background/worker_process.py.
 
     Job + arena --> run (this file) --> files, record, outcome --> the trainer's handle
 
@@ -20,12 +20,12 @@ from pathlib import Path
 
 import torch
 
-from sixfold.dist_ckpt.background import control
+from sixfold.dist_ckpt.background import coordination as control
 from sixfold.dist_ckpt.background.arena import Gauge, MappedArena
-from sixfold.dist_ckpt.background.control import Job
+from sixfold.dist_ckpt.background.coordination import Job
+from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import StorageError, typed
-from sixfold.dist_ckpt.ranks.exchange import Outcome
-from sixfold.dist_ckpt.road import saving
+from sixfold.dist_ckpt.save_load import saving
 
 _LOOK_S, _LAST_WORD_S = 0.2, 10.0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sixfold.dist_ckpt.errors import CheckpointingException as CheckpointingException
-from sixfold.dist_ckpt.road.request import read_config
+from sixfold.dist_ckpt.save_load.request import read_config
 from sixfold.dist_ckpt.serialization import check_is_distributed_checkpoint as check_is_distributed_checkpoint
 from sixfold.dist_ckpt.serialization import looked
 

@@ -22,9 +22,9 @@ from typing import Any
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.metadata import Metadata
 
-from sixfold.dist_ckpt.doors.dcp_names import same_names
-from sixfold.dist_ckpt.doors.dcp_read import Reader
-from sixfold.dist_ckpt.doors.dcp_write import Writer
+from sixfold.dist_ckpt.torch_dcp.duplicate_names import same_names
+from sixfold.dist_ckpt.torch_dcp.reader import Reader
+from sixfold.dist_ckpt.torch_dcp.writer import Writer
 
 __all__ = ["Reader", "Writer", "async_save", "load", "save"]
 

@@ -36,14 +36,16 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.background import board
-from sixfold.dist_ckpt.background.board import State
+from sixfold.dist_ckpt.background import save_status as board
+from sixfold.dist_ckpt.background.save_status import State
 from sixfold.dist_ckpt.background.saver import saves_of_this_process
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
-from sixfold.dist_ckpt.files.crc import crc32
-from sixfold.dist_ckpt.stores import ByPointer, UrlStore, by_pointer, paths, view
-from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores.store import is_checkpoint_file
+from sixfold.dist_ckpt.formats.crc import crc32
+from sixfold.dist_ckpt.mirror import local_view as view
+from sixfold.dist_ckpt.storage import by_pointer, paths
+from sixfold.dist_ckpt.storage import local as storage
+from sixfold.dist_ckpt.storage.store import is_checkpoint_file
+from sixfold.dist_ckpt.stores import ByPointer, UrlStore
 
 # ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it. ``.gone-`` is what a
 # prune has moved aside, ``.tmp-`` and ``.job-`` are a save that goes on, or has died. Trainers that take what holds

@@ -1,7 +1,7 @@
 """The entry points: strategies are looked up, then the built-in engine or the strategy itself does the work.
 
     save, load --> strategies --> saving.py, loading.py: the built-in engine
-    (this file)               --> foreign.py: strategies of users
+    (this file)               --> user_strategies.py: strategies of users
 
 Tools, the doors for torch's own functions and modules under megatron-core's names stand beside or above this file;
 all others are below it.
@@ -17,17 +17,18 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint, opens
+from sixfold.dist_ckpt.collectives.exchange import Group, told_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
+from sixfold.dist_ckpt.mirror.local_view import viewed
 from sixfold.dist_ckpt.plans.validation import StrictHandling, parse_strict
 from sixfold.dist_ckpt.progress import Progress
-from sixfold.dist_ckpt.ranks.exchange import Group, told_to_all
-from sixfold.dist_ckpt.road import foreign, loading, saving
-from sixfold.dist_ckpt.road.request import LoadRequest, SaveRequest, read_config
+from sixfold.dist_ckpt.save_load import loading, saving
+from sixfold.dist_ckpt.save_load import user_strategies as foreign
+from sixfold.dist_ckpt.save_load.request import LoadRequest, SaveRequest, read_config
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.stores import Store, store_at
-from sixfold.dist_ckpt.stores.folder import open_checkpoint, opens
-from sixfold.dist_ckpt.stores.view import viewed
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import StrategyAction, register

@@ -1,7 +1,7 @@
 """Background saves: the trainer stops for a copy of its tensors, a process of its own writes them.
 
 saver.py: agree, copy into arena.py --> Job --> _worker.py --> files
-trainer and worker: process.py; worker and worker: control.py
+trainer and worker: worker_process.py; worker and worker: coordination.py
 """
 
 from sixfold.dist_ckpt.background.saver import AsyncSave, AsyncSaver, async_save

@@ -13,13 +13,13 @@ import threading
 import time
 from pathlib import Path
 
-from sixfold.dist_ckpt.background import control
-from sixfold.dist_ckpt.background.board import Sign, Stillness
-from sixfold.dist_ckpt.background.control import Job
-from sixfold.dist_ckpt.background.process import Worker
+from sixfold.dist_ckpt.background import coordination as control
+from sixfold.dist_ckpt.background.coordination import Job
+from sixfold.dist_ckpt.background.save_status import Sign, Stillness
+from sixfold.dist_ckpt.background.worker_process import Worker
+from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.ranks.exchange import Outcome
 
 _GLANCE_S = 1.0  # between two looks at the gauge, which cost nothing
 _TIDY_S = 2.0  # the longest that a wait for a save to a folder lasts beyond the commit

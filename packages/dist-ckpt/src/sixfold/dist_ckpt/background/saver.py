@@ -5,7 +5,7 @@
     AsyncSave <-- watching thread <----------- outcome --------+
 
 What is collective (agreeing on the plan, trying the shared folder) happens in the call, on the given group; after it
-no rank needs the group. The worker is ``_worker.py``, what trainers and workers tell each other is ``control.py``.
+no rank needs the group. The worker is ``_worker.py``, what trainers and workers tell each other is ``coordination.py``.
 
 [Note: the end of the trainer] An interpreter that ends in order, also by an exception, first waits for its saves
 in flight, each until it ends or has stood still for its timeout_s: a last ``async_save`` without ``wait`` is a
@@ -36,23 +36,24 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from sixfold.dist_ckpt.background import board as boards
-from sixfold.dist_ckpt.background import control
+from sixfold.dist_ckpt.background import coordination as control
+from sixfold.dist_ckpt.background import save_status as boards
 from sixfold.dist_ckpt.background.arena import Arena, Place
-from sixfold.dist_ckpt.background.board import Sign, State
-from sixfold.dist_ckpt.background.control import Job
+from sixfold.dist_ckpt.background.coordination import Job
 from sixfold.dist_ckpt.background.handle import AsyncSave
-from sixfold.dist_ckpt.background.process import Worker
+from sixfold.dist_ckpt.background.save_status import Sign, State
+from sixfold.dist_ckpt.background.worker_process import Worker
+from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, told_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.progress import Progress
-from sixfold.dist_ckpt.ranks.exchange import Exchange, Group, told_to_all
-from sixfold.dist_ckpt.road import saving, transfer
-from sixfold.dist_ckpt.road.request import SaveRequest
+from sixfold.dist_ckpt.save_load import saving
+from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.save_load.request import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
+from sixfold.dist_ckpt.storage.by_pointer import ChildStore
+from sixfold.dist_ckpt.storage.range_reads import begun as in_thread
+from sixfold.dist_ckpt.storage.store import Store
 from sixfold.dist_ckpt.stores import ByPointer
-from sixfold.dist_ckpt.stores.by_pointer import ChildStore
-from sixfold.dist_ckpt.stores.ranges import begun as in_thread
-from sixfold.dist_ckpt.stores.store import Store
 
 __all__ = ["AsyncSave", "AsyncSaver", "async_save"]
 

@@ -159,7 +159,7 @@ def describe(key: str, box: Box, shape: Sequence[int], flattened: tuple[int, int
 def cover_weight(box: Box) -> int:
     """A number that adds up: boxes that tile a box have its weight together; any hole or overlap gives another sum.
 
-    As in table.py's [Note: cover by hashes], for the few boxes of one read; here products and sums are exact.
+    As in shard_table.py's [Note: cover by hashes], for the few boxes of one read; here products and sums are exact.
     """
     weight = 1
     for axis, (start, length) in enumerate(zip(box.offset, box.size, strict=True)):

@@ -129,9 +129,9 @@ class Manifest:
     metadata.json is a save that never finished. ``decoder`` is set where chunks and objects are bare files and no
     frames (zarr).
 
-    Chunks may be read from a file as they are asked for (compact.py): what looks at a few of them costs as much as
-    those. Then ``files`` names all files of frames, and each frame is checked to lie in its file when it is read; else
-    it is None.
+    Chunks may be read from a file as they are asked for (compact_manifest.py): what looks at a few of them costs as
+    much as those. Then ``files`` names all files of frames, and each frame is checked to lie in its file when it is
+    read; else it is None.
     """
 
     tensors: Mapping[str, Stored]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError
-from sixfold.dist_ckpt.files.integrity import Span
+from sixfold.dist_ckpt.formats.integrity import Span
 from sixfold.dist_ckpt.geometry.box import Box, cover_weight, describe, first_element, intersect, whole
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica

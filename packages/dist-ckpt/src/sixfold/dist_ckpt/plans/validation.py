@@ -16,7 +16,7 @@ import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.geometry.box import Box, Ints, describe, holes, overlaps
-from sixfold.dist_ckpt.plans.table import Row, Table, covered_once
+from sixfold.dist_ckpt.plans.shard_table import Row, Table, covered_once
 from sixfold.dist_ckpt.state.records import ShardedObject, is_main_replica
 
 

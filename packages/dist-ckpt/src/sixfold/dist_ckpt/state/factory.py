@@ -15,7 +15,8 @@ import torch
 from sixfold.dist_ckpt.dict_utils import dict_list_map_inplace
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.integers import ReplicaId
-from sixfold.dist_ckpt.state import plain, tree
+from sixfold.dist_ckpt.state import plain_types as plain
+from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.dtensor import is_dtensor
 from sixfold.dist_ckpt.state.records import (
     LocalNonpersistentObject,

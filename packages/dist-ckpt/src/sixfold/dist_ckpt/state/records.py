@@ -1,6 +1,6 @@
 """Records: what a leaf of a state dict says about its place in the global tensor.
 
-    caller's tensors --> records.py (this file) --> factory.py, tree.py --> plan.py --> transfer.py, reader.py
+    caller's tensors --> records.py (this file) --> factory.py, tree.py --> plan.py --> writer.py, reader.py
 
 Names and argument order are megatron-core's (``dist_checkpointing/mapping.py``), flat shards
 included, which megatron itself dropped after 0.12. No files, no ranks.
@@ -19,8 +19,8 @@ import torch
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.box import Box, describe, range_boxes
 from sixfold.dist_ckpt.geometry.integers import ReplicaId, flat_range, int_tuple, integer, on_grid, replica
-from sixfold.dist_ckpt.state.dense import check_readable
 from sixfold.dist_ckpt.state.dtensor import layout_of, local_of
+from sixfold.dist_ckpt.state.tensor_memory import check_readable
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -16,8 +16,8 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
+from sixfold.dist_ckpt.collectives.exchange import Exchange, Group
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
-from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
 
 __all__ = ["AsyncCallsQueue", "AsyncRequest"]
 

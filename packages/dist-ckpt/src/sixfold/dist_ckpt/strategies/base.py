@@ -24,7 +24,7 @@ from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
-    from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
+    from sixfold.dist_ckpt.collectives.exchange import Exchange, Group
     from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 
 

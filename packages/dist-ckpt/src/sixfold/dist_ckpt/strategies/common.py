@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from sixfold.dist_ckpt.errors import CorruptError, ShardingError, UnsafeError
-from sixfold.dist_ckpt.files import weights_only
+from sixfold.dist_ckpt.formats import weights_only
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, is_main_replica
-from sixfold.dist_ckpt.stores import local as storage
+from sixfold.dist_ckpt.storage import local as storage
 from sixfold.dist_ckpt.strategies.base import LoadCommonStrategy, ReadsOneFormat, SaveCommonStrategy
 
 COMMON_NAME = "common.pt"

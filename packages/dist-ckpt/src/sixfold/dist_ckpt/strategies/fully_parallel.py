@@ -15,11 +15,11 @@ from typing import Any
 
 import torch.distributed as dist
 
+from sixfold.dist_ckpt.collectives import relay
+from sixfold.dist_ckpt.collectives.exchange import Exchange
+from sixfold.dist_ckpt.collectives.relay import Identity, Passage, Told
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.exchange_utils import ShardDistribution
-from sixfold.dist_ckpt.ranks import relay
-from sixfold.dist_ckpt.ranks.exchange import Exchange
-from sixfold.dist_ckpt.ranks.relay import Identity, Passage, Told
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor, ShardId
 from sixfold.dist_ckpt.strategies import base

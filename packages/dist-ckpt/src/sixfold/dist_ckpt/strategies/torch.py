@@ -13,15 +13,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from sixfold.dist_ckpt.collectives.exchange import Exchange, Group
 from sixfold.dist_ckpt.dict_utils import dict_list_map_outplace
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
-from sixfold.dist_ckpt.ranks.exchange import Exchange, Group
-from sixfold.dist_ckpt.road import loading, saving
-from sixfold.dist_ckpt.road.request import LoadRequest
+from sixfold.dist_ckpt.save_load import loading, saving
+from sixfold.dist_ckpt.save_load.request import LoadRequest
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores import paths, store_at
-from sixfold.dist_ckpt.stores.store import is_checkpoint_file
+from sixfold.dist_ckpt.storage import paths
+from sixfold.dist_ckpt.storage.store import is_checkpoint_file
+from sixfold.dist_ckpt.stores import store_at
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import LoadEngine, SaveEngine

@@ -1,7 +1,7 @@
 """The deprecated zarr format: what megatron-core 0.12 wrote, read and written.
 
     records --> ZarrSaveShardedStrategy (this file) --> <key>/.zarray and <key>/i.j.k, bare values
-    folder --> zarr_format.py --> Manifest --> the engine; ZarrLoadShardedStrategy (this file) is its name
+    folder --> zarr_folder.py --> Manifest --> the engine; ZarrLoadShardedStrategy (this file) is its name
 
 It has no checksums and no flattened shards. A save commits like any other; it warns, and
 ``sixfold-ckpt convert SRC DST --to torch_dist`` makes a checkpoint of the recommended format.
@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 
+from sixfold.dist_ckpt.checkpoint import zarr_folder as zarr_format
 from sixfold.dist_ckpt.errors import MismatchError, ShardingError
-from sixfold.dist_ckpt.files.frame import tensor_bytes
+from sixfold.dist_ckpt.formats.frame import tensor_bytes
 from sixfold.dist_ckpt.geometry.box import Ints
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedTensor, is_main_replica
-from sixfold.dist_ckpt.stores import zarr_format
 from sixfold.dist_ckpt.strategies.base import SaveShardedStrategy
 from sixfold.dist_ckpt.strategies.common import inside
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy

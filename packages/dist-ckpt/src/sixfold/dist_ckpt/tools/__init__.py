@@ -1,6 +1,6 @@
 """The functions behind ``sixfold-ckpt``: inspect, verify, convert, diff, metadata; each returns what it prints."""
 
+from sixfold.dist_ckpt.tools.added_metadata import metadata
 from sixfold.dist_ckpt.tools.commands import convert, diff, inspect, verify
-from sixfold.dist_ckpt.tools.later import metadata
 
 __all__ = ["convert", "diff", "inspect", "metadata", "verify"]

@@ -14,18 +14,22 @@ from typing import Any
 
 import torch
 
+from sixfold.dist_ckpt.checkpoint import safetensors_folder
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.road.request import read_config
-from sixfold.dist_ckpt.road.sources import comparable
+from sixfold.dist_ckpt.save_load.chunk_sources import comparable
+from sixfold.dist_ckpt.save_load.request import read_config
 from sixfold.dist_ckpt.state import tree
-from sixfold.dist_ckpt.state.by_name import PlainObject
+from sixfold.dist_ckpt.state.dcp_names import PlainObject
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
-from sixfold.dist_ckpt.stores import Store, paths, safetensors_folder
-from sixfold.dist_ckpt.stores.by_pointer import folders
-from sixfold.dist_ckpt.tools import conversion, probe, values
-from sixfold.dist_ckpt.tools.values import equal, nbytes_of
+from sixfold.dist_ckpt.storage import paths
+from sixfold.dist_ckpt.storage.by_pointer import folders
+from sixfold.dist_ckpt.stores import Store
+from sixfold.dist_ckpt.tools import conversion
+from sixfold.dist_ckpt.tools import damage_check as probe
+from sixfold.dist_ckpt.tools import stored_values as values
+from sixfold.dist_ckpt.tools.stored_values import equal, nbytes_of
 
 _COMPARED_ELEMENTS = 1 << 18  # at once; differences take some 60 bytes each
 _OBJECT_BYTES = 16 * 2**20  # of objects that are compared at once, as they are stored

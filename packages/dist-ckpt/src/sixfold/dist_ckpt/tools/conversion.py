@@ -1,7 +1,7 @@
 """Conversion: a checkpoint written anew, in another format or without some of its tensors.
 
     folder --> records that map its files (this file) --> save: torch_dist, zarr
-    folder --> values.py: batches of values --> files of safetensors (this file)
+    folder --> stored_values.py: batches of values --> files of safetensors (this file)
 
 A record whose values lie plain in a file of the source maps them, so that the page cache and not the process holds
 them. Safetensors, the format that model hubs and inference engines read, are streamed: the ``safetensors`` library
@@ -25,22 +25,24 @@ from typing import Any, NamedTuple
 import torch
 
 from sixfold.dist_ckpt import serialization
+from sixfold.dist_ckpt.checkpoint.opening import Checkpoint
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, typed
-from sixfold.dist_ckpt.files.frame import tensor_bytes
-from sixfold.dist_ckpt.files.safetensors import INDEX_NAME, NAMES
+from sixfold.dist_ckpt.formats.frame import tensor_bytes
+from sixfold.dist_ckpt.formats.safetensors import INDEX_NAME, NAMES
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.plans.plan import Read
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.road.request import read_config
-from sixfold.dist_ckpt.road.sources import Sources
-from sixfold.dist_ckpt.state.by_name import PlainObject
+from sixfold.dist_ckpt.save_load.chunk_sources import Sources
+from sixfold.dist_ckpt.save_load.request import read_config
+from sixfold.dist_ckpt.state.dcp_names import PlainObject
 from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores import LocalStore, Store, paths, store_at
-from sixfold.dist_ckpt.stores import local as storage
-from sixfold.dist_ckpt.stores.folder import Checkpoint
+from sixfold.dist_ckpt.storage import local as storage
+from sixfold.dist_ckpt.storage import paths
+from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
 from sixfold.dist_ckpt.strategies.base import owns_file
-from sixfold.dist_ckpt.tools import probe, values
-from sixfold.dist_ckpt.tools.values import nbytes_of
+from sixfold.dist_ckpt.tools import damage_check as probe
+from sixfold.dist_ckpt.tools import stored_values as values
+from sixfold.dist_ckpt.tools.stored_values import nbytes_of
 
 _ALIGNMENT = 8
 

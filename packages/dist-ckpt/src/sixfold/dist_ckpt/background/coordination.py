@@ -1,0 +1,343 @@
+"""Control of a background save: how trainers and workers of several hosts agree without a group.
+
+    worker's share --> record --> first rank's worker --> outcome (this file) --> every rank
+
+A worker cannot use the trainer's group: its messages would meet the trainer's own, and both would hang. So they leave
+word on a board (save_status.py): each rank's worker puts a record there, the first rank's worker waits for all,
+commits, and puts the outcome. A trainer speaks for its dead worker.
+
+[Note: quiet waiting] Who waits looks once a turn of ``look_s``, at names that it knows: at the outcome, at one other
+rank, and the first one at the next record that it needs. No rank looks at all: each looks at the one before it, at
+the first one now and then, and passes over a rank that is lost but has put its record. Of any ranks that die
+together a living one stands behind the last, and sees it. Who sees it ends the save for all. What happens on this
+host rings a bell, and costs no look.
+
+[Note: what moves] A deadline is of standing still: timeout_s since anything was last seen to move. A worker counts what
+it writes, and its turns while it waits, in its gauge; its trainer sees that, and shows the count in its sign of life.
+Until a worker counts, its processor time is the count: it may take a minute to import torch on a busy machine.
+
+[Note: who gives up when] Before timeout_s of standing still, in steps of 5 s or a quarter of it: two steps before, who
+looks at a rank without a record gives the save up; one step before, a trainer kills its own worker if that has not put
+its record, or is the first rank's; then who looks at the first rank gives up, and at the end a trainer waits for its
+worker no longer.
+
+[Note: one verdict] Whoever was stopped may go on at any later instant, so no order of waits keeps a first rank from
+committing what another has just given up. Before it commits, and before another rank gives up, each asks for the
+verdict: the board lets one of them make it, and that one holds for all. Who has made it, and nobody else, puts the
+outcome, so that all hear the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Set as AbstractSet
+from contextlib import closing, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from sixfold.dist_ckpt.background.arena import Gauge, Place
+from sixfold.dist_ckpt.background.save_status import Board, FolderBoard, State, Stillness
+from sixfold.dist_ckpt.collectives.exchange import Outcome
+from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
+from sixfold.dist_ckpt.save_load import saving
+from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.storage.store import overtaken
+from sixfold.dist_ckpt.stores import ByPointer
+
+COMMIT, GIVE_UP = "commit", "give-up"  # verdicts; behind the second stands which rank made it
+OUTCOME_NAME = "outcome"
+# At most 2 operations of the file system a second, and a death told within 10: a turn takes 4.5 in the mean, a beat 2.
+_LOOK_S, _BEAT_S = 3.2, 4.0
+_ROUND = 4  # of so many turns one is of the first rank, and two show what has moved
+# Steps before the end, see [Note: who gives up when].
+RECORDS, OWN_WORKER, OUTCOME, END = 2.0, 1.0, 0.25, 0.0
+_STEP_S = 5.0
+_ACKNOWLEDGED_S = 2.0  # and two turns
+_WORD_S = 4.0  # from a verdict to the outcome of who made it, besides two turns
+_ORPHANED_S = 4.0  # a worker ends with its trainer, and may have committed just before
+_ADVICE = "the older checkpoint, if there was one, stays until the newer one is visible"
+_HERE = (State.LIVES, State.UNSEEN)
+_SILENT = "rank 0 died, or gave no outcome in time"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One rank's share of one save, as its worker gets it.
+
+    ``content`` has records without data; ``places`` says where the data of record i lies in the arena.
+    """
+
+    rank: int
+    ranks: int
+    content: transfer.RankContent
+    ticket: saving.Ticket
+    check_finite: bool
+    places: dict[int, Place] = field(default_factory=dict)
+    key: bytes
+    locks_work: bool = True
+    timeout_s: float
+    stale_s: float
+
+    def patience_s(self, steps: float) -> float:
+        """Seconds of standing still that a wait bears. See [Note: who gives up when]."""
+        return self.timeout_s - steps * min(_STEP_S, self.timeout_s / 4)
+
+    @property
+    def beat_s(self) -> float:
+        """Seconds between two signs of life."""
+        return min(_BEAT_S if self.locks_work else self.stale_s / 3, self.timeout_s / 20)
+
+    @property
+    def look_s(self) -> float:
+        """Seconds of a turn. See [Note: quiet waiting]."""
+        return min(_LOOK_S, self.timeout_s / 40)
+
+
+class Loss(NamedTuple):
+    """A rank that will do its part no more, and why the save fails of it."""
+
+    rank: int
+    state: State
+    error: LostPeerError
+
+
+class Wait:
+    """A worker that waits: the first rank's for the records of all, another, its record put, for the outcome.
+
+    Or the trainer in place of its dead worker. It looks at one rank a turn, see [Note: quiet waiting].
+
+    Args:
+        share: the first rank's own record.
+    """
+
+    def __init__(self, job: Job, board: Board, gauge: Gauge, share: Any = None) -> None:
+        self._job, self._board, self._gauge = job, board, gauge
+        self._shares = [share]
+        self._at = (job.rank - 1) % job.ranks
+        self._still, self._gone = defaultdict[int, Stillness](Stillness), Stillness()
+        self._moves: dict[int, bytes] = {}
+        self._turn, self._is_first_lost = 0, False
+
+    @property
+    def names(self) -> set[str]:
+        """What it waits for, and what tells of those it looks at."""
+        return {OUTCOME_NAME, f"alive-{self._at}", "alive-0" if self._job.rank else f"rank-{len(self._shares)}"}
+
+    def turn(self, changed: AbstractSet[str] = frozenset()) -> Outcome | None:
+        """The outcome, for the first rank the shares of all in rank order or why there are none; None: it goes on.
+
+        Args:
+            changed: those of ``names`` that have appeared or gone since the last turn.
+        """
+        job = self._job
+        self._gauge.add(0)
+        if not self._board.is_there():
+            return settle(job, _SILENT) if job.rank else Outcome(error=overtaken(job.ticket.save.target))
+        if job.rank == 0 and self._has_all():
+            return Outcome(value=self._shares)
+        told = self._board.get(OUTCOME_NAME)
+        loss = self._look(changed) if told is None else None
+        if loss is None:
+            return told
+        return self._ended_by(loss) if job.rank else Outcome(error=loss.error)
+
+    def _has_all(self) -> bool:
+        while len(self._shares) < self._job.ranks:
+            record = self._board.get(f"rank-{len(self._shares)}")
+            if record is None:
+                return False
+            self._shares.append(record.value)
+            self._gauge.add(0)
+        return True
+
+    def _look(self, changed: AbstractSet[str]) -> Loss | None:
+        """One look at one rank, at those of ``changed`` first."""
+        turn, self._turn, rank = self._turn % _ROUND, self._turn + 1, self._job.rank
+        if rank == 0 and turn % 2 and not changed & self.names:
+            return None  # it looks at records, too
+        if rank and (turn == _ROUND - 1 or self._is_first_lost or "alive-0" in changed):
+            return self._lost(0, True)
+        while self._at != rank:
+            loss = self._lost(self._at, turn >= _ROUND / 2)
+            if loss is None or loss.rank == 0 or not self._board.has(f"rank-{loss.rank}"):
+                return loss
+            self._at = (self._at - 1) % self._job.ranks  # it is lost, and its share is not
+        return None
+
+    def _lost(self, rank: int, with_moves: bool) -> Loss | None:
+        job, life = self._job, self._board.life(rank, with_moves)
+        self._moves[rank] = moves = life.moves or self._moves.get(rank, b"")
+        if life.state in _HERE and self._still[rank].of(moves) <= job.patience_s(RECORDS if rank else OUTCOME):
+            return None
+        self._is_first_lost = self._is_first_lost or rank == 0
+        text = f"rank {rank} of {job.ranks} {life.state.value} during a background save; {_ADVICE}"
+        if rank == 0:
+            text = _blame(job, _SILENT)
+        elif life.state in _HERE:
+            text = (
+                f"ranks [{rank}] of {job.ranks} have written nothing within timeout_s={job.timeout_s:g}: stopped, or "
+                f"their disk hangs; {_ADVICE}"
+            )
+        return Loss(rank, life.state, LostPeerError(text))
+
+    def _ended_by(self, loss: Loss) -> Outcome | None:
+        job, board = self._job, self._board
+        if (told := board.get(OUTCOME_NAME)) is not None:
+            return told
+        try:
+            ended = give_up(job, board, loss.error)
+        except OSError:  # such as a full disk: each rank is told by who looks at it
+            return Outcome(error=loss.error)
+        if ended is not None or loss.rank:
+            return ended
+        # The first rank was lost when it had begun to commit.
+        if settle(job, _SILENT).error is None:
+            return tell(board, Outcome())
+        if loss.state in _HERE or self._gone.of(loss.state) > _ORPHANED_S:
+            text = _blame(job, "rank 0 stopped while it moved the checkpoint into place", "it may still do so")
+            return tell(board, Outcome(error=LostPeerError(text)))
+        return None
+
+
+def board_of(job: Job) -> Board:
+    """The board of a job of several ranks."""
+    save, store = job.ticket.save, job.content.store
+    if store.local_folder is not None:
+        return FolderBoard(Path(save.target), save.save_id, job.key, locks_work=job.locks_work, stale_s=job.stale_s)
+    # Another kind of store was refused by the call.
+    return Board.at(cast(ByPointer, store), save, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
+
+
+def decide(job: Job, share: Any, gauge: Gauge) -> Outcome:
+    """What the first rank's worker does when its own share is written: wait for all, commit, tell."""
+
+    def committed() -> None:
+        shares = [share]
+        if job.ranks > 1:
+            outcome = await_outcome(job, gauge, share)
+            if outcome.error is not None:
+                raise outcome.error
+            if board_of(job).verdict(COMMIT) != COMMIT:
+                raise LostPeerError(f"rank 0 died or was stopped during a background save; {_ADVICE}")
+            shares = outcome.value
+        saving.commit(shares, job.content, job.ticket)
+
+    outcome = Outcome.of(lambda: typed(committed), "rank 0")
+    return _announced(job) if outcome.error is None else fail(job, outcome.error, gauge)
+
+
+def await_outcome(job: Job, gauge: Gauge, share: Any = None) -> Outcome:
+    """What one of its turns gives, a turn whenever the bell rings or ``look_s`` are over. See ``Wait``."""
+    board = board_of(job)
+    wait, changed = Wait(job, board, gauge, share), set[str]()
+    with closing(board.bell()) as bell:
+        while (found := wait.turn(changed)) is None:
+            changed = bell.wait(job.look_s, wait.names)
+    return found
+
+
+def fail(job: Job, error: CheckpointError, gauge: Gauge) -> Outcome:
+    """A rank has met an error: it ends the save for all, unless another rank has done so."""
+    if job.rank == 0:
+        with suppress(OSError):  # first: who finds its files gone must not take that for the work of another save
+            if job.ranks > 1:
+                board_of(job).verdict(f"{GIVE_UP}-0")
+        job.content.store.abandon(job.ticket.save)  # which also frees the disk for what is put now
+    if job.ranks == 1:
+        return Outcome(error=error)
+    board = board_of(job)
+    try:
+        ended = give_up(job, board, error)
+        return ended or (await_outcome(job, gauge) if job.rank else tell(board, Outcome(error=error)))
+    except OSError:
+        return Outcome(error=error)
+
+
+def _announced(job: Job) -> Outcome:
+    """The first rank's save is committed; if the others do not hear it, they look at the target."""
+    if job.ranks > 1:
+        with suppress(OSError):
+            tell(board_of(job), Outcome())
+    return Outcome()
+
+
+def give_up(job: Job, board: Board, error: CheckpointError, *, waits: bool = True) -> Outcome | None:
+    """End the save for all with ``error``, or with that of who was faster; None if it is being committed.
+
+    Args:
+        waits: for the word of another who was faster.
+    """
+    own = f"{GIVE_UP}-{job.rank}"
+    try:
+        made = board.verdict(own)
+        if made == COMMIT or (made != own and not waits):
+            return None
+        told = None if made == own else _word(job, board)
+        return told or tell(board, Outcome(error=error))  # who was faster has died of it
+    except FileNotFoundError:
+        return settle(job, _SILENT)
+
+
+def _word(job: Job, board: Board) -> Outcome | None:
+    """The outcome that another rank is about to put."""
+    until = time.monotonic() + _WORD_S + 2 * job.look_s
+    with closing(board.bell()) as bell:
+        while (told := board.get(OUTCOME_NAME)) is None and time.monotonic() < until:
+            bell.wait(job.look_s, {OUTCOME_NAME})
+    return told
+
+
+def tell(board: Board, outcome: Outcome) -> Outcome:
+    """Put the outcome for the other ranks; what was told first holds for them. OSError: the board may be gone."""
+    board.put(OUTCOME_NAME, outcome)
+    return outcome
+
+
+def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointError] = LostPeerError) -> Outcome:
+    """The worker of this trainer is dead: say so to the other ranks, and find out what became of the save."""
+    if job.rank:
+        is_written = board_of(job).has(f"rank-{job.rank}")
+        return await_outcome(job, gauge) if is_written else fail(job, kind(_blame(job, reason)), gauge)
+    told = board_of(job).get(OUTCOME_NAME) if job.ranks > 1 else None
+    outcome = told or settle(job, reason, kind)
+    return _announced(job) if outcome.error is None else fail(job, outcome.error, gauge)
+
+
+def speak_for_trainer(job: Job) -> None:
+    """The trainer of this worker is dead: say so to the other ranks, unless the share is written and they need nothing.
+
+    What was written stays for the next save to take away, as behind any save that is killed.
+    """
+    if job.ranks > 1 and not (board := board_of(job)).has(f"rank-{job.rank}"):
+        text = f"rank {job.rank} died during a background save; {_ADVICE}"
+        give_up(job, board, LostPeerError(text), waits=False)
+
+
+def settle(job: Job, reason: str, kind: type[CheckpointError] = LostPeerError) -> Outcome:
+    """The outcome of a save whose first rank can commit no more: what the target says."""
+    try:
+        is_there = job.content.store.holds(job.ticket.save.save_id)
+    except CheckpointError as error:
+        return Outcome(error=kind(_blame(job, reason, f"whether it was committed cannot be seen ({error})")))
+    return Outcome() if is_there else Outcome(error=kind(_blame(job, reason)))
+
+
+def _blame(job: Job, reason: str, advice: str = _ADVICE) -> str:
+    return (
+        f"{reason} (background save to {job.ticket.save.target}, timeout_s={job.timeout_s:g}); {advice}. "
+        "The next save starts a fresh worker [see errors/dist-ckpt.html#a-lost-worker]"
+    )
+
+
+def remove(job: Job, board: Board) -> None:
+    """The first rank's last act: when all have acknowledged, or soon, the board goes."""
+    until, rank = time.monotonic() + _ACKNOWLEDGED_S + 2 * job.look_s, 1
+    with closing(board.bell()) as bell:
+        while rank < job.ranks and (rest_s := until - time.monotonic()) > 0:
+            if board.life(rank, False).state in _HERE:
+                bell.wait(min(job.look_s, rest_s), {f"alive-{rank}"})
+            else:
+                rank += 1
+    board.remove()

@@ -1,0 +1,1 @@
+"""An existing checkpoint, opened: found, its small files read, its large ones mapped."""

@@ -1,0 +1,299 @@
+"""Common data on several ranks: is it the same everywhere? Only the first rank's is written.
+
+    common data --> digests (this file) --> first rank: equal? --> if not, check: an error or a warning that names paths
+
+[Note: what may differ] Where values differ between ranks, saving one of them loses the others, so that is an error; so
+is a value that the first rank does not have. Floats and texts are only warned of: host names, clocks and losses differ
+in most jobs. So is a value that is no tensor or array and that the first rank has and others do not: none is lost.
+``preprocess_common_before_consistancy_check`` may drop either from the check.
+
+[Note: replicas that disagree] Of copies of one shard the first is written. So each rank sends digests of
+at most ``_MOST_SAMPLES`` of its shards, of all elements up to ``_WHOLE``, of ``_SAMPLE`` of a larger one: copies that
+have grown apart differ nearly everywhere. A digest of all of them would cost as much as the save.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import pickle
+import sys
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from heapq import nsmallest
+from typing import Any, NamedTuple
+
+import torch
+
+from sixfold.dist_ckpt.collectives.exchange import Exchange
+from sixfold.dist_ckpt.errors import ShardingError
+from sixfold.dist_ckpt.formats.crc import crc32
+from sixfold.dist_ckpt.formats.frame import tensor_bytes
+from sixfold.dist_ckpt.state import plain_types as plain
+from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId, is_main_replica
+from sixfold.dist_ckpt.state.tensor_memory import has_values, is_freed
+
+_MOST_SHOWN, _MOST_INNER = 20, 4
+_DEPTH = 4  # within a value: what refers to itself has no end
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
+_LOOSE = frozenset({float, str})
+_MOST_SAMPLES, _WHOLE, _SAMPLE = 64, 1 << 14, 1 << 10  # shards; elements
+_log = logging.getLogger("sixfold.dist_ckpt")
+
+
+class Digest(NamedTuple):
+    """Equal for equal leaves, whichever process made them; ``is_data`` if tensors or arrays are in it.
+
+    ``strict`` leaves out what may differ: see [Note: what may differ].
+    """
+
+    value: int
+    is_data: bool = False
+    strict: int = 0
+
+
+class Place(NamedTuple):
+    """A path as it is shown, and in a form that no other has: ``{"a.b": 1}`` and ``{"a": {"b": 1}}`` read alike."""
+
+    text: str
+    exact: str
+
+
+Found = dict[Place, Digest]
+Inner = dict[Place, dict[str, int]]  # of values that hold others: strict digests by name, to tell what differs
+Samples = dict[tuple[ShardId, tuple[int, ...]], int]  # by shard and local shape
+
+
+def digests(common: dict[Any, Any], preprocess: Callable[..., Any] | None) -> Found:
+    """The digest of each leaf, by its path."""
+    compared = preprocess(common) if preprocess else common
+    return {Place(tree.path_text(path), repr(path)): digest_of(leaf) for path, leaf in tree.leaves(compared)}
+
+
+def summary(found: Found) -> int:
+    """One number for all of them."""
+    return crc32(repr(sorted((*path, digest.value) for path, digest in found.items())).encode("utf-8", "surrogatepass"))
+
+
+def digest_of(leaf: Any) -> Digest:
+    """The digest of a leaf, by what it holds and not by how it lies in memory."""
+    if type(leaf) in _ATOMS:  # most leaves: pickled alone, they give equal bytes for equal values
+        value = crc32(pickle.dumps(leaf, 4))
+        return Digest(value, strict=0 if type(leaf) in _LOOSE else value)
+    if isinstance(leaf, torch.Tensor):
+        value = _of_tensor(leaf)
+        return Digest(value, True, value)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(leaf, numpy.generic) and type(item := leaf.item()) in _ATOMS:
+        return digest_of(item)  # numpy's numbers and texts mean what Python's do
+    if numpy is not None and isinstance(leaf, numpy.ndarray) and not leaf.dtype.hasobject:
+        value = crc32(leaf.tobytes(), crc32(f"{leaf.dtype.str}{leaf.shape}".encode()))
+        return Digest(value, True, value)
+    parts = plain.parts_of(leaf)
+    if not parts:
+        return _of_object(leaf)
+    found = [digest_of(part) for _, part in parts]
+    if isinstance(leaf, set | frozenset):
+        found.sort()  # the order of a set of texts is another in each process
+    elif not isinstance(leaf, tuple | list | deque):
+        found += [digest_of(name) for name, _ in parts]
+    value, strict = (
+        crc32(f"{type(leaf).__qualname__}{numbers}".encode())
+        for numbers in ([digest.value for digest in found], [digest.strict for digest in found])
+    )
+    return Digest(value, any(digest.is_data for digest in found), strict)
+
+
+def _of_tensor(tensor: torch.Tensor) -> int:
+    dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if not dense or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        buffer = io.BytesIO()
+        torch.save(tensor.detach(), buffer)
+        return crc32(buffer.getvalue())
+    kind = crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    if tensor.is_meta or is_freed(tensor):  # the first rank's dump refuses it
+        return kind
+    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return crc32(tensor_bytes(values), kind)
+
+
+class _Pickler(pickle.Pickler):
+    """Sees whether tensors or arrays are in what it pickles: an object of a user's class may hold some."""
+
+    has_data = False
+
+    def persistent_id(self, obj: Any) -> None:
+        numpy = sys.modules.get("numpy")
+        self.has_data |= isinstance(obj, torch.Tensor) or (numpy is not None and isinstance(obj, numpy.ndarray))
+
+
+def _of_object(leaf: Any) -> Digest:
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, protocol=4)
+    pickler.fast = True  # without a memo equal values give equal bytes, whatever they share
+    try:
+        pickler.dump(leaf)
+    except Exception:  # the first rank's dump reports what cannot be pickled, with its path
+        return Digest(0)
+    value = crc32(buffer.getvalue())
+    return Digest(value, pickler.has_data, value)
+
+
+def inner(common: dict[Any, Any], preprocess: Callable[..., Any] | None) -> Inner:
+    """The digests of what lies within leaves: fields of namespaces and of objects, parts of tuples."""
+    compared = preprocess(common) if preprocess else common
+    found = (
+        (path, dict(_within(leaf, "", _DEPTH))) for path, leaf in tree.leaves(compared) if type(leaf) not in _ATOMS
+    )
+    return {Place(tree.path_text(path), repr(path)): names for path, names in found if names}
+
+
+def _within(leaf: Any, name: str, depth: int) -> Iterator[tuple[str, int]]:
+    parts = plain.parts_of(leaf) if not isinstance(leaf, set | frozenset) else []
+    is_object = not parts and hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | type)
+    is_field = is_object or not isinstance(leaf, dict | list | tuple | deque)
+    for part, value in (vars(leaf).items() if is_object else parts) if depth else ():
+        text = f"{name}.{part}" if is_field else f"{name}[{part!r}]"
+        below = list(_within(value, text, depth - 1))
+        yield from below or [(text, digest_of(value).strict)]
+
+
+def check(exchange: Exchange, found: Found, within: Inner) -> None:
+    """Say what differs, when the summaries of all ranks have shown that something does. Collective.
+
+    A warning on the first rank, and a line on the logger ``sixfold.dist_ckpt`` of each other rank that differs from it.
+
+    Raises:
+        ShardingError: values differ; see [Note: what may differ]. On every rank.
+    """
+    _, (differing, first) = exchange.together(lambda: (None, (found, within)), _differing)
+    if not differing:
+        return
+    if exchange.rank == 0:
+        shown = ", ".join(place.text for place in differing[:_MOST_SHOWN]) + (
+            ", ..." if len(differing) > _MOST_SHOWN else ""
+        )
+        warnings.warn(f"common data differs between ranks at {shown}; the first rank's was saved", stacklevel=5)
+    elif found != first:
+        _log.warning(
+            "Rank %d common state dict differs from rank 0 common state dict. Keys only on rank 0: %s, "
+            "Keys only on %d: %s, Mismatched keys: %s",
+            exchange.rank,
+            sorted(place.text for place in first.keys() - found.keys()),
+            exchange.rank,
+            sorted(place.text for place in found.keys() - first.keys()),
+            sorted(place.text for place in first.keys() & found.keys() if first[place] != found[place]),
+        )
+
+
+def _differing(reports: list[tuple[Found, Inner]]) -> tuple[list[Place], Found]:
+    """Paths whose leaves are not the same on all ranks, and the first rank's digests."""
+    by_rank, inner_by_rank = [found for found, _ in reports], [within for _, within in reports]
+    paths = {path for found in by_rank for path in found}
+    differing = sorted(path for path in paths if len({found.get(path) for found in by_rank}) > 1)
+    lost = [path for path in differing if _is_lost([found.get(path) for found in by_rank])]
+    if lost:
+        lines = [f"{path.text}: {_who(path, by_rank)}{_where(path, inner_by_rank)}" for path in lost[:_MOST_SHOWN]]
+        lines += [f"and {len(lost) - _MOST_SHOWN} more"] * (len(lost) > _MOST_SHOWN)
+        raise ShardingError(
+            "values in common data differ between ranks, and common data is saved once:\n  "
+            + "\n  ".join(lines)
+            + "\nDescribe tensors by ShardedTensor (or DTensor). Give each rank its own value by "
+            'ShardedObject("name", value, (ranks,), (rank,)), under one key of the state dict. Drop them by '
+            "LocalNonpersistentObject, or drop them from the check by preprocess_common_before_consistancy_check; "
+            "then the first rank's are saved"
+        )
+    return differing, by_rank[0]
+
+
+def _is_lost(by_rank: list[Digest | None]) -> bool:
+    """Whether saving the first rank's value loses those of others. See [Note: what may differ]."""
+    there = [digest for digest in by_rank if digest is not None]
+    if by_rank[0] is None or len({digest.strict for digest in there}) > 1:
+        return True
+    return any(digest.is_data for digest in there) and (len(there) < len(by_rank) or len(set(there)) > 1)
+
+
+def samples(records: Sequence[ShardedTensor], rank: int) -> Samples:
+    """Digests of samples of this rank's shards. See [Note: replicas that disagree].
+
+    Raises:
+        ShardingError: two records of this rank name one shard and hold different values.
+    """
+    chosen = [r for r in records if r.data is not None and has_values(r.data) and r.data.numel()]
+    if len(chosen) > _MOST_SAMPLES:  # the same on all ranks, as far as they have the same keys, and what stands twice
+        counts = Counter(record.shard_id for record in chosen)
+        twice = [record for record in chosen if counts[record.shard_id] > 1] if len(counts) < len(chosen) else []
+        few = nsmallest(_MOST_SAMPLES, chosen, key=lambda record: crc32(record.key.encode("utf-8", "surrogatepass")))
+        chosen = few + twice
+    found: Samples = {}
+    main = set[ShardId]()
+    for record in chosen:
+        assert record.data is not None, f"{record} was chosen for its data"
+        value, is_main = digest_of_sample(record.data), is_main_replica(record.replica_id)
+        both = is_main and record.shard_id in main  # which is wrong whatever they hold: plans/validation.py tells it
+        main |= {record.shard_id} if is_main else set()
+        if found.setdefault((record.shard_id, record.local_shape), value) != value and not both:
+            raise ShardingError(
+                f"{record}: two records of rank {rank} name this shard and hold different values; one would be lost. "
+                "Give one of them another key"
+            )
+    return found
+
+
+def digest_of_sample(data: torch.Tensor) -> int:
+    """Of a tensor, or of a part of its elements. See [Note: replicas that disagree]."""
+    return _of_tensor(_sample(data.detach()))
+
+
+def _sample(data: torch.Tensor) -> torch.Tensor:
+    """Elements from all over a tensor, on whatever device; no copy of the whole, also if it is strided."""
+    if data.numel() <= _WHOLE:
+        return data
+    most = max(2, int(_SAMPLE ** (1 / data.dim())))
+    return data[tuple(slice(None, None, -(-length // most)) for length in data.shape)]
+
+
+def replica_problems(by_rank: Sequence[Samples]) -> list[str]:
+    """One line for each shard of which ranks hold different values."""
+    return [
+        f"{key} from {offset}: ranks {ranks} hold different values of one shard, and one of them is saved. "
+        "Broadcast it from the first of them, or pass validate_access_integrity=False to save that one"
+        for (key, offset, _), ranks in holders_that_differ(by_rank)
+    ]
+
+
+def holders_that_differ(by_rank: Sequence[Samples]) -> list[tuple[ShardId, str]]:
+    """The shards of which ranks hold different values, and those ranks, as ``[0, 1], [2]``."""
+    holders: dict[tuple[ShardId, tuple[int, ...]], dict[int, list[int]]] = {}
+    for rank, found in enumerate(by_rank):
+        for shard, value in found.items():
+            holders.setdefault(shard, {}).setdefault(value, []).append(rank)
+    return [
+        (shard, ", ".join(map(_ranks, values.values()))) for (shard, _), values in holders.items() if len(values) > 1
+    ]
+
+
+def _who(path: Place, by_rank: list[Found]) -> str:
+    """``ranks [0, 1], [2] hold different values; ranks [3] hold none``."""
+    ranks: dict[Digest | None, list[int]] = {}
+    for rank, found in enumerate(by_rank):
+        ranks.setdefault(found.get(path), []).append(rank)
+    without = ranks.pop(None, [])
+    text = f"ranks {', '.join(map(_ranks, ranks.values()))} hold {'different values' if len(ranks) > 1 else 'it'}"
+    return text + (f", ranks {_ranks(without)} do not have it" if without else "")
+
+
+def _where(path: Place, by_rank: list[Inner]) -> str:
+    """`` (in .local_rank)``: what differs within a value that several ranks have."""
+    there = [within[path] for within in by_rank if path in within]
+    names = dict.fromkeys(name for within in there for name in within)
+    differing = [name for name in names if len({within.get(name) for within in there}) > 1]
+    more = ", ..." if len(differing) > _MOST_INNER else ""
+    return f" (in {', '.join(differing[:_MOST_INNER])}{more})" if differing else ""
+
+
+def _ranks(ranks: list[int]) -> str:
+    return str(ranks) if len(ranks) <= 8 else f"[{', '.join(map(str, ranks[:8]))}, ...]"

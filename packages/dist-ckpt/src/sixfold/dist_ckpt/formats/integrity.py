@@ -1,0 +1,237 @@
+"""Checksums of a folder: ``integrity.json``, one digest per file and block of 4 MiB.
+
+    bytes as they are written --> integrity.py (this file) --> integrity.json
+    integrity.json + touched byte ranges --> integrity.py --> CorruptError, or nothing
+
+DCP and megatron check nothing at load: flipped bytes, zeroed pages and a shard file of another step
+load silently there (pytorch#126952, torchtitan#4011).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from sixfold.dist_ckpt.errors import CorruptError, UnsafeError
+from sixfold.dist_ckpt.formats.crc import Piece, crc32, crc32_at, shift
+from sixfold.dist_ckpt.geometry.manifest import ByteRange
+
+FILE_NAME = "integrity.json"
+BLOCK_BYTES = 4 * 2**20
+_ALGORITHMS = ("crc32", "sha256")
+_MOST_BLOCK_BYTES = 2 * BLOCK_BYTES  # one is read at once
+
+
+class FileDigest(NamedTuple):
+    """Size of a file and a digest of each of its blocks, the last one shorter."""
+
+    size: int
+    digests: tuple[str, ...]
+
+
+class Block(NamedTuple):
+    """Block ``number`` of a file, counted from 0."""
+
+    file: str
+    number: int
+
+
+class Span(NamedTuple):
+    """Blocks ``first`` to ``stop - 1`` of a file. ``alone``: wanted by one rank of a host only."""
+
+    file: str
+    first: int
+    stop: int
+    alone: bool = False
+
+    def blocks(self) -> Iterator[Block]:
+        """One by one."""
+        return (Block(self.file, number) for number in range(self.first, self.stop))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Integrity:
+    """What every file of a checkpoint must be, this one apart."""
+
+    save_id: str
+    files: dict[str, FileDigest]
+    algorithm: str = "crc32"
+    block_bytes: int = field(default_factory=lambda: BLOCK_BYTES)
+
+    def encode(self) -> bytes:
+        """Canonical JSON: sorted keys, no spaces, with a digest of the rest under ``self``."""
+        rest = {
+            "algorithm": self.algorithm,
+            "block_bytes": self.block_bytes,
+            "files": {name: {"size": file.size, "digests": file.digests} for name, file in self.files.items()},
+            "save_id": self.save_id,
+        }
+        return _canonical({**rest, "self": digest(self.algorithm, _canonical(rest))})
+
+    def all_spans(self) -> list[Span]:
+        """Every block of every file."""
+        return [Span(name, 0, len(file.digests)) for name, file in sorted(self.files.items())]
+
+    def all_blocks(self) -> set[Block]:
+        """Every block of every file."""
+        return {block for span in self.all_spans() for block in span.blocks()}
+
+    def check_sizes(self, folder: Path) -> None:
+        """CorruptError for the first file that is missing, short or long."""
+        for name, expected in sorted(self.files.items()):
+            try:
+                size = (folder / name).stat().st_size
+            except FileNotFoundError:
+                raise CorruptError(f"{folder / name} is missing; {expected.size} bytes were saved") from None
+            if size != expected.size:
+                raise CorruptError(f"{folder / name} has {size} bytes; {expected.size} were saved")
+
+    def check_file_bytes(self, path: Path, data: bytes) -> None:
+        """CorruptError unless ``data`` is the whole content of the file."""
+        for index in range(max(1, -(-len(data) // self.block_bytes))):
+            start = index * self.block_bytes
+            self.compare(path, index, digest(self.algorithm, data[start : start + self.block_bytes]))
+
+    def check_blocks(self, folder: Path, blocks: Iterable[Block]) -> int:
+        """Read and hash ``blocks``; CorruptError names the first that differs. Returns the bytes read."""
+        total = 0
+        for name, same in groupby(sorted(blocks), lambda block: block.file):
+            with (folder / name).open("rb") as file:
+                for block in same:
+                    file.seek(block.number * self.block_bytes)
+                    data = file.read(self.block_bytes)
+                    total += len(data)
+                    self.compare(folder / name, block.number, digest(self.algorithm, data))
+        return total
+
+    def hasher(self) -> Hasher:
+        """For one block."""
+        return Hasher(self.algorithm)
+
+    def compare(self, path: Path, index: int, found: str) -> None:
+        """CorruptError unless ``found`` is the digest of block ``index``."""
+        file = self.files.get(path.name, FileDigest(0, ()))
+        if index >= len(file.digests) or found != file.digests[index]:
+            start = index * self.block_bytes
+            stop = min(start + self.block_bytes, max(file.size, start))
+            raise CorruptError(f"{path}: bytes {start}:{stop} are not those that were saved ({self.algorithm} differs)")
+
+
+def spans_of(ranges: Iterable[ByteRange], block_bytes: int) -> list[Span]:
+    """The blocks of a size that hold any byte of ``ranges``, as few sorted spans."""
+    size, spans = block_bytes, list[Span]()
+    for file, offset, length in sorted(r for r in ranges if r.length):
+        first, stop = offset // size, -(-(offset + length) // size)
+        if spans and spans[-1].file == file and spans[-1].stop >= first:
+            first, stop = spans[-1].first, max(stop, spans.pop().stop)
+        spans.append(Span(file, first, stop))
+    return spans
+
+
+def cut_at_blocks(data: memoryview, start: int) -> Iterator[memoryview]:
+    """``data``, which will lie at byte ``start`` of its file, in parts that lie in one block each."""
+    while len(data):
+        take = min(len(data), BLOCK_BYTES - start % BLOCK_BYTES)
+        yield data[:take]
+        data, start = data[take:], start + take
+
+
+class Hasher:
+    """The digest of one block, taken piece by piece."""
+
+    def __init__(self, algorithm: str) -> None:
+        self._crc = 0
+        self._sha = hashlib.sha256() if algorithm == "sha256" else None
+
+    def update_at(self, address: int, nbytes: int) -> None:
+        """Add the next bytes, which lie in memory."""
+        if self._sha is None:
+            self._crc = crc32_at(address, nbytes, self._crc)
+        else:
+            self._sha.update((ctypes.c_char * nbytes).from_address(address))
+
+    def hexdigest(self) -> str:
+        """As it stands in ``integrity.json``."""
+        return f"{self._crc:08x}" if self._sha is None else self._sha.hexdigest()
+
+
+class BlockHasher:
+    """CRC-32 per block of a stream of bytes, updated as it is written."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self._digests: list[str] = []
+        self._crc = 0
+
+    def update(self, data: bytes | memoryview) -> None:
+        """Add the next bytes of the file."""
+        for piece in cut_at_blocks(memoryview(data), self.size):
+            self._close_block_after(crc32(piece, self._crc), len(piece))
+
+    def add(self, pieces: Iterable[Piece]) -> None:
+        """Add bytes, cut at blocks for this place of the file, that are hashed already."""
+        for piece in pieces:
+            self._close_block_after(shift(self._crc, piece.length) ^ piece.crc, piece.length)
+
+    def _close_block_after(self, crc: int, nbytes: int) -> None:
+        self._crc = crc
+        self.size += nbytes
+        if self.size % BLOCK_BYTES == 0:
+            self._digests.append(f"{crc:08x}")
+            self._crc = 0
+
+    def finish(self) -> FileDigest:
+        """Size and digests of all that was added; an empty file has one digest."""
+        rest = (f"{self._crc:08x}",) if self.size % BLOCK_BYTES or not self.size else ()
+        return FileDigest(self.size, (*self._digests, *rest))
+
+
+def digest(algorithm: str, data: bytes | memoryview) -> str:
+    """Lower-case hex digest."""
+    return f"{crc32(data):08x}" if algorithm == "crc32" else hashlib.sha256(data).hexdigest()
+
+
+def digest_of(data: bytes) -> FileDigest:
+    """The entry of a file with this content."""
+    hasher = BlockHasher()
+    hasher.update(data)
+    return hasher.finish()
+
+
+def decode(path: Path, data: bytes) -> Integrity:
+    """Read ``integrity.json``; CorruptError if one character of it has changed."""
+    try:
+        content = json.loads(data)
+        claimed = content.pop("self")
+        algorithm, block_bytes = content["algorithm"], content["block_bytes"]
+        if algorithm not in _ALGORITHMS or type(block_bytes) is not int or not 0 < block_bytes <= _MOST_BLOCK_BYTES:
+            raise CorruptError(f"{path}: algorithm {algorithm!r} with blocks of {block_bytes!r} bytes is unknown")
+        if _canonical({**content, "self": claimed}) != data or digest(algorithm, _canonical(content)) != claimed:
+            raise CorruptError(f"{path} is damaged: it does not match its own digest")
+        files = {name: FileDigest(file["size"], tuple(file["digests"])) for name, file in content["files"].items()}
+        for name, file in files.items():
+            _check_entry(path, name, file, block_bytes)
+        return Integrity(save_id=content["save_id"], files=files, algorithm=algorithm, block_bytes=block_bytes)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def _check_entry(path: Path, name: str, file: FileDigest, block_bytes: int) -> None:
+    """Refuse what no save wrote, though its digest is right: whoever made the file can make that too."""
+    if name in ("", ".", "..") or "/" in name or not name.isprintable():
+        raise UnsafeError(f"{path}: the file name {name!r} leaves the folder; it is a bare file name")
+    fits = type(file.size) is int and 0 <= file.size < 2**63
+    if not fits or len(file.digests) != max(1, -(-file.size // block_bytes)):
+        raise CorruptError(
+            f"{path}: {name} of {file.size!r} bytes has {len(file.digests)} digests of {block_bytes} bytes"
+        )
+
+
+def _canonical(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, sort_keys=True, separators=(",", ":")).encode()

@@ -1,0 +1,1 @@
+"""The mirror of a store: a local folder that the ranks of a host share while they load."""

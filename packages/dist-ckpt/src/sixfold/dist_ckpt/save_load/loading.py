@@ -1,0 +1,520 @@
+"""Loading: the story of ``load``, and what a checkpoint holds without reading a tensor.
+
+state dicts + folder --> look --> agree --> verify and read --> assemble (this file) --> result
+path --> common data, listings (this file) --> serialization.py, strategies
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, open_checkpoint
+from sixfold.dist_ckpt.collectives.exchange import Exchange
+from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, StorageError, typed
+from sixfold.dist_ckpt.formats import metadata, weights_only
+from sixfold.dist_ckpt.formats.integrity import Span
+from sixfold.dist_ckpt.gc_pause import collection_paused
+from sixfold.dist_ckpt.geometry.box import intersect, whole
+from sixfold.dist_ckpt.geometry.manifest import Manifest, Stored
+from sixfold.dist_ckpt.plans import plan, validation
+from sixfold.dist_ckpt.plans.shard_table import Encoded, merge, tabulate
+from sixfold.dist_ckpt.progress import Meter
+from sixfold.dist_ckpt.save_load import requested_keys as asked_keys
+from sixfold.dist_ckpt.save_load.host_view import Seen, Shares, block_bytes, seen_at
+from sixfold.dist_ckpt.save_load.reader import WINDOW_BYTES, Reader, copy_values
+from sixfold.dist_ckpt.save_load.request import LoadRequest
+from sixfold.dist_ckpt.state import dcp_names as by_name
+from sixfold.dist_ckpt.state import factory, in_place, tree
+from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor, check_data
+from sixfold.dist_ckpt.state.tensor_memory import check_readable, check_writable, has_values
+from sixfold.dist_ckpt.strategies.base import LoadEngine
+
+if TYPE_CHECKING:
+    from sixfold.dist_ckpt.collectives.relay import Relay
+
+Values = dict[tree.KeyPath, Any]  # what was loaded, by place
+
+_log = logging.getLogger("sixfold.dist_ckpt")
+_DOUBTFUL_BYTES = 1 << 26  # before as much is allocated, the claimed shape is compared with what is stored
+_SHORT_BYTES = 1 << 30  # read before garbage matters: the plan of many small tensors is walked through by no collection
+_RELAY_WINDOW_BYTES = 1 << 24  # what is read is sent on while the next 16 MiB are read
+
+
+class _Report(NamedTuple):
+    """What a rank tells the first one before anything is read."""
+
+    table: Encoded
+    objects: list[ShardedObject]  # without data
+    unexpected: set[str]
+    mismatches: list[str]
+    touched: list[Span]
+    cpus: tuple[str, int]
+    seen: tuple[str | None, str]  # save id and digest of the keys of the checkpoint
+    checkpoint: Checkpoint | None  # of the first rank only, which sends it nowhere
+    has_stateful: bool
+    room: tuple[str, int] | None  # where a mirror lies, and the bytes that are free there
+    owners: frozenset[str]  # see requested_keys.py
+    local: frozenset[str]
+    plain_missing: set[str]
+    has_slices: bool  # see collectives/mesh_slices.py
+
+
+class _Decision(NamedTuple):
+    """What the first rank decides, besides which blocks each rank hashes: the key sets, with how many threads they
+    hash; whether any rank has Stateful objects."""
+
+    missing: set[str]
+    unexpected: set[str]
+    threads: int
+    has_stateful: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What this rank wants of a checkpoint that it has looked into."""
+
+    seen: Seen
+    checkpoint: Checkpoint
+    expanded: Any
+    merges: list[factory.Merge]
+    parts: tree.Split
+    tensors: list[ShardedTensor]
+    table: Encoded
+    reads: plan.LoadPlan
+    common: dict[Any, Any]
+    relay: Relay | None = None
+    replicated: tuple[tuple[ShardedTensor, torch.Tensor], ...] = ()  # saved whole as common data, each with its part
+    tied: in_place.Tied = field(default_factory=in_place.Tied)
+
+
+def load(asked: LoadRequest, engine: LoadEngine) -> Any:
+    """``serialization.load`` by the built-in engine."""
+    return Load(asked, engine).run()
+
+
+class Load:
+    """One load. Strategies of users do what ``opened`` and ``values`` do by themselves (user_strategies.py)."""
+
+    def __init__(self, asked: LoadRequest, engine: LoadEngine) -> None:
+        self.asked, self.engine = asked, engine
+        self.exchange = Exchange(asked.group, asked.timeout_s)
+
+    def run(self) -> Any:
+        """The result, on every rank."""
+        asked, exchange, mode = self.asked, self.exchange, self.asked.strict
+        with seen_at(asked.store, exchange) as seen:
+            if self.engine.parallel and seen.mirror is None:  # which has been an exchange
+                exchange.hear()
+            looked, decision, shares = exchange.apart(
+                lambda: self._requested(seen), lambda reports: _agree(reports, asked, seen)
+            )
+            values, casts = exchange.together(
+                lambda: self._read(looked, decision.threads, shares), lambda casts: _of_one_save(seen, casts)
+            )
+        if casts and asked.dtype_policy == "cast":
+            warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
+        if exchange.rank == 0 and not mode.logs:
+            _warn_of_stateful(looked, decision)
+        if decision.has_stateful:  # they get their values when no rank has an error left to raise
+            result, found = exchange.everyone(lambda: _assembled(looked, values))
+            exchange.everyone(lambda: _hand_over(found))
+        else:
+            result, _ = _assembled(looked, values)
+        in_place.fill_plain(asked.state, result, exchange.rank == 0)
+        missing = decision.missing if mode.minds_missing else set()
+        if mode.logs:
+            _warn_of_keys(missing, decision.unexpected)
+        if not mode.returns:
+            return result
+        stored = looked.checkpoint.manifest
+        return result, _given_keys(missing, stored), _given_keys(decision.unexpected, stored)
+
+    def opened(self, seen: Seen) -> tuple[Checkpoint, dict[Any, Any], bool]:
+        """The checkpoint, its common data, and whether each value was stored under its own name: by DCP, or its way."""
+        checkpoint = seen.opened(self.asked.verify)
+        if not self.engine.with_common:
+            return checkpoint, {}, False
+        common, manifest = common_data(checkpoint, self.asked.safe_globals), checkpoint.manifest
+        is_plain = manifest.save_id is None or any(map(by_name.is_plain, () if common else manifest.objects))
+        return checkpoint, common, is_plain and not common
+
+    def values(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
+        """What was loaded by place, and the keys whose dtype was converted. ``shares``: blocks to hash."""
+        seen, checkpoint, relay = looked.seen, looked.checkpoint, looked.relay
+        waits = relay is not None or seen.mirror is not None
+        try:
+            with (
+                seen.giving_up(),
+                nullcontext() if waits or looked.reads.nbytes > _SHORT_BYTES else collection_paused(),
+            ):
+                # A relay sends what is promised, come what may, and waits for ranks that wait for this one's blocks.
+                with nullcontext() if relay is None else relay.running(), seen.giving_up():
+                    meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
+                    window_bytes = WINDOW_BYTES if relay is None else _RELAY_WINDOW_BYTES
+                    reader = Reader(checkpoint, self.asked.dtype_policy, threads, window_bytes, meter.add)
+                    seen.start(shares, block_bytes(checkpoint))
+                    has_digests = checkpoint.integrity is not None and checkpoint.verify != "off"
+                    own = shares[self.exchange.rank] if has_digests else ()
+                    blocks = [block for span in own for block in span.blocks()]
+                    reader.run(looked.tensors, looked.reads, blocks, None if relay is None else relay.on_complete)
+                values = _values(looked, reader, self.asked.safe_globals)
+                meter.finish()
+            return values, reader.cast_keys
+        except CorruptError:  # which another save that takes the place meanwhile explains
+            seen.check_unchanged()
+            raise
+        finally:
+            checkpoint.check_unchanged()
+
+    def _read(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
+        with looked.seen.told():
+            try:
+                return typed(lambda: self._filled(looked, threads, shares))
+            finally:
+                records = (record for _, record in looked.parts.records)
+                in_place.raise_versions(in_place.written_by(records, self.asked.state))
+
+    def _filled(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
+        values, casts = self.values(looked, threads, shares)
+        for record, part in looked.replicated:
+            assert record.data is not None, f"{record} was allocated"
+            copy_values(record.key, part, record.data.detach(), self.asked.dtype_policy)
+            if part.dtype != record.dtype:
+                casts.add(record.key)
+        looked.tied.settle(values)
+        return values, casts
+
+    def _requested(self, seen: Seen) -> tuple[Looked, _Report]:
+        with seen.told():
+            looked, wanted = typed(lambda: self._shared(seen) if self.engine.parallel else (self._look(seen),) * 2)
+            return looked, typed(lambda: _report(looked, wanted, self.exchange, self.asked, self.engine.with_common))
+
+    def _shared(self, seen: Seen) -> tuple[Looked, Looked]:
+        """What this rank reads where ranks read for each other, and what it wants."""
+        from sixfold.dist_ckpt.collectives.relay import Relay
+
+        found: list[Looked] = []
+
+        def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
+            """The tensors that can be loaded, and the place of the last frame that each of them needs."""
+            found.append(self._look(seen))
+            tensors, reads = found[0].tensors, found[0].reads
+            wanted = {step.record for step in reads.reads} | {index for index, _ in reads.zeroed}
+            number = {index: n for n, index in enumerate(sorted(wanted))}
+            last = {number[s.record]: (s.chunk.frame.file, s.chunk.frame.offset) for s in reads.reads}
+            return [tensors[index] for index in number], last
+
+        group, exchange = self.engine.group, self.exchange
+        within = exchange if group is None else Exchange(group, exchange.timeout_s)
+        relay = Relay(look, within, self.engine.memory)
+        manifest = found[0].checkpoint.manifest
+        with collection_paused():
+            reads = plan.plan_load(relay.mine, manifest, dtype_policy=self.asked.dtype_policy)
+        return replace(found[0], tensors=relay.mine, reads=reads, relay=relay), found[0]
+
+    @collection_paused()
+    def _look(self, seen: Seen) -> Looked:
+        """What this rank wants of the checkpoint; records without data get some."""
+        checkpoint, common, is_bare = self.opened(seen)
+        expanded, merges = factory.expand(tree.checked(self.asked.state))
+        stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
+        expanded = by_name.ask(expanded, common, by_name.Names(stored, objects, is_bare, self.exchange.rank))
+        parts = tree.split(expanded)
+        tensors, replicated = list[ShardedTensor](), list[tuple[ShardedTensor, torch.Tensor]]()
+        policy, unlike, tied = self.asked.dtype_policy, in_place.unlike_plain(expanded, common), in_place.Tied()
+        for number, (place, record) in enumerate(parts.records):
+            if not isinstance(record, ShardedTensor):
+                continue
+            if record.key not in stored and (part := _replicated(record, place, common)) is not None:
+                if record.data is None:
+                    record = record.without_data()
+                    record.init_data("cpu")
+                    parts.records[number] = (place, record)
+                assert record.data is not None, f"{record} was allocated"
+                check_writable(record, record.data)
+                if problem := plan.mismatch(record, record.global_shape, part.dtype, policy):
+                    unlike.append(problem)
+                parts.records[number] = (place, record := tied.apart(place, record))
+                replicated.append((record, part))
+                continue
+            if record.key in stored and record.data is None:
+                record = record.without_data()  # a copy: the caller's record stays without data
+                _allocate(record, stored[record.key])
+                parts.records[number] = (place, record)
+            elif record.key in stored and record.data is not None:
+                check_writable(record, record.data)
+                check_data(record, record.data)
+                parts.records[number] = (place, record := tied.apart(place, record))
+            tensors.append(record)
+        table, pieces = tabulate(tensors)
+        reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=policy, pieces=pieces)
+        if unlike:
+            reads = replace(reads, mismatches=[*reads.mismatches, *unlike])
+        return Looked(
+            seen,
+            checkpoint,
+            expanded,
+            merges,
+            parts,
+            tensors,
+            table.encode(),
+            reads,
+            common,
+            replicated=tuple(replicated),
+            tied=tied,
+        )
+
+
+def _replicated(record: ShardedTensor, place: tree.KeyPath, common: Any) -> torch.Tensor | None:
+    """The part that a record wants of a tensor that was saved as common data at its place, as a plain model's are.
+
+    Its shape is that of the record's global tensor, or ``load`` says that it is not stored.
+    """
+    found = tree.get(common, place)
+    if found is tree.GONE and place and isinstance(place[-1], int):  # one of several blocks of a DTensor
+        found = tree.get(common, place[:-1])
+    if not isinstance(found, torch.Tensor) or tuple(found.shape) != record.global_shape or not has_values(found):
+        return None
+    part = found.detach()[record.global_slice()]
+    flat = record.flattened_range
+    return part if flat is None else part.reshape(-1)[flat.start : flat.stop]
+
+
+def _allocate(record: ShardedTensor, stored: Stored) -> None:
+    """Make the tensor of a record, unless ``.metadata`` claims a shape that nothing is stored of."""
+    nbytes = prod(record.local_shape) * record.dtype.itemsize
+    alike = nbytes > _DOUBTFUL_BYTES and len(record.global_shape) == len(stored.shape)
+    wanted = intersect(record.box, whole(stored.shape)) if alike else None
+    if wanted is not None and wanted.volume > sum(chunk.box.volume for chunk in stored.near(wanted)):
+        raise CorruptError(f"{record.key}: the chunks of the checkpoint do not fill its shape {stored.shape}")
+    try:
+        record.init_data("cpu")
+    except RuntimeError as error:  # of torch's allocator
+        raise StorageError(f"{record}: no memory for a tensor of {nbytes} bytes", errno.ENOMEM) from error
+
+
+@collection_paused()
+def _report(looked: Looked, wanted: Looked, exchange: Exchange, request: LoadRequest, with_common: bool) -> _Report:
+    """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
+    checkpoint, manifest = looked.checkpoint, looked.checkpoint.manifest
+    objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
+    strict = request.strict
+    mismatches, unknown = _object_mismatches(objects, manifest, strict.raises_unexpected)
+    plain_missing, plain_unexpected = set[str](), set[str]()
+    if strict.minds_missing and with_common:
+        plain_missing, plain_unexpected = asked_keys.plain_keys(wanted.expanded, wanted.common)
+    elif with_common:
+        plain_unexpected = asked_keys.tensors_not_stored(wanted.expanded, wanted.common)
+    unexpected = {wanted.tensors[index].key for index in wanted.reads.unexpected} | unknown
+    empty = factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
+    below = tuple(f"{name}." for name in empty)
+    unexpected |= empty | {name for name in plain_unexpected if not name.startswith(below)}
+    frames = {manifest.objects[record.unique_key] for record in objects if record.unique_key in manifest.objects}
+    frames |= looked.reads.frames() | set(checkpoint.unread)
+    return _Report(
+        wanted.table,
+        [record.without_data() for record in objects],
+        unexpected,
+        [*wanted.reads.mismatches, *mismatches],
+        looked.seen.touched(checkpoint, frames, exchange.ranks),
+        (socket.gethostname(), len(os.sched_getaffinity(0))),
+        (manifest.save_id, manifest.keys_digest),
+        checkpoint if exchange.rank == 0 else None,
+        any(step.owner is not None for step in wanted.merges),
+        looked.seen.room(),
+        # Weights alone, of Hugging Face say, are asked for in part as a rule.
+        asked_keys.owners(request.state, wanted.merges, wanted.parts, wanted.common)
+        if manifest.save_id is not None or manifest.objects or wanted.common
+        else frozenset(),
+        asked_keys.local_names(wanted.parts),
+        plain_missing,
+        any(record.is_on_slice for record in wanted.tensors),
+    )
+
+
+def _object_mismatches(
+    objects: Sequence[ShardedObject], manifest: Manifest, raises: bool
+) -> tuple[list[str], set[str]]:
+    """Objects whose grid is another than the saved one, and objects that are not stored at all.
+
+    Both are not stored where ``strict`` raises for neither.
+    """
+    absent = [record for record in objects if record.unique_key not in manifest.objects]
+    names = [] if not absent else [name for name in manifest.objects if not by_name.is_plain(name)]
+    grids = {record.key: record.global_shape for record in map(by_name.record_of, names)}
+    lines, unknown = [], set()
+    for record in absent:
+        grid = grids.get(record.key, record.global_shape)
+        if raises and grid != record.global_shape:
+            lines.append(
+                f"{record.key}: asked for a grid {record.global_shape} of objects, saved was {grid}; objects cannot be "
+                "cut anew"
+            )
+        else:
+            unknown.add(record.unique_key)
+    return lines, unknown
+
+
+@collection_paused()
+def _agree(reports: list[_Report], request: LoadRequest, seen: Seen) -> tuple[_Decision, list[Shares]]:
+    if len({report.seen for report in reports}) > 1:
+        raise CorruptError(
+            "the ranks see different checkpoints under this path: they share no file system, or a save replaced it "
+            "while they opened it. Load it again"
+        )
+    table = merge([report.table for report in reports])
+    asked = table.keys | {cell.unique_key for report in reports for cell in report.objects}
+    unexpected: set[str] = set().union(*(report.unexpected for report in reports))
+    checkpoint = reports[0].checkpoint
+    assert checkpoint is not None, "the first rank's report"
+    # All keys are looked at only if they are asked about.
+    strict = request.strict
+    owners = frozenset[str]().union(*(report.owners for report in reports))
+    counts = strict.minds_missing or bool(owners)
+    stored = checkpoint.manifest
+    missing = {key for keys in (stored.tensors, stored.objects) for key in keys} - asked if counts else set[str]()
+    if strict is validation.StrictHandling.ASSUME_OK_UNEXPECTED:
+        asked_keys.check_whole(missing, owners, frozenset[str]().union(*(report.local for report in reports)))
+    missing |= set[str]().union(*(report.plain_missing for report in reports))
+    validation.check_keys(strict, missing, unexpected)
+    mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
+    validation.raise_problems(mismatches, "asked for", MismatchError)
+    if request.validate_access_integrity:
+        copies = any(report.has_slices for report in reports)  # each rank is filled, whoever else holds a copy
+        problems = validation.table_problems(table, "asked for", copies=copies)
+        problems += validation.object_problems([report.objects for report in reports], "asked for")
+        validation.raise_problems(problems, "asked for", ShardingError)
+    shares = seen.shares([report.touched for report in reports])
+    seen.check_room(shares, [report.room for report in reports], block_bytes(checkpoint))
+    threads = threads_of([report.cpus for report in reports])
+    decision = _Decision(missing, unexpected, threads, any(report.has_stateful for report in reports))
+    return decision, seen.parts(shares)
+
+
+def threads_of(cpus: Sequence[tuple[str, int]]) -> int:
+    """Threads for each rank: the cores of the fullest node shared among its ranks, at most 4."""
+    ranks = Counter(host for host, _ in cpus)
+    return min(4, *(max(1, count // ranks[host]) for host, count in cpus))
+
+
+def _of_one_save(seen: Seen, casts: list[set[str]]) -> list[str]:
+    """The keys whose dtype was converted on any rank."""
+    seen.check_unchanged()
+    return sorted(set().union(*casts))
+
+
+def _values(looked: Looked, reader: Reader, safe_globals: Sequence[Any]) -> Values:
+    """What is at each place when all tensors are filled; objects are read now."""
+    manifest = looked.checkpoint.manifest
+    values: Values = {path: leaf.unwrap() for path, leaf in looked.parts.local}
+    replicated = {id(record) for record, _ in looked.replicated}
+    for path, record in looked.parts.records:
+        if isinstance(record, ShardedTensor) and (record.key in manifest.tensors or id(record) in replicated):
+            assert record.data is not None, f"{record} has no data after init_data"
+            values[path] = record.data.detach()
+        elif isinstance(record, ShardedObject) and record.unique_key in manifest.objects:
+            frame = manifest.objects[record.unique_key]
+            values[path] = reader.read_object(record.unique_key, frame, safe_globals)
+    return values
+
+
+def _hand_over(found: Sequence[tuple[Any, Any]]) -> None:
+    for owner, own in found:
+        if isinstance(owner, torch.nn.Module):
+            _check_has_memory(owner, own)
+    for owner, own in found:
+        owner.load_state_dict(own)
+
+
+def _check_has_memory(module: torch.nn.Module, own: Any) -> None:
+    """A copy into a tensor on the meta device changes nothing: torch warns of it, and the module has no values."""
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        given = own.get(name) if isinstance(own, dict) else None
+        if (
+            isinstance(tensor, torch.Tensor)
+            and tensor.is_meta
+            and isinstance(given, torch.Tensor)
+            and not given.is_meta
+        ):
+            check_readable(name, tensor)
+
+
+def _assembled(looked: Looked, values: Values) -> tuple[Any, list[tuple[Any, Any]]]:
+    """The result of a load, and what its Stateful objects are to get."""
+    common, parts = looked.common, looked.parts
+    values = factory.keep_own(values, looked.merges, parts, common)
+    result = tree.assemble(common, looked.expanded, values)
+    wanted = [path for path, _ in (*parts.records, *parts.local)]
+    found = factory.merge(result, looked.merges, [path for path in wanted if path not in values])
+    return ({} if result is tree.GONE else result), found
+
+
+def _warn_of_stateful(looked: Looked, decision: _Decision) -> None:
+    """What is stored of a Stateful object and not in its own state dict, such as that of a fresh optimizer."""
+    owners = tuple(f"{tree.key_text(step.path)}." for step in looked.merges if step.owner is not None)
+    if lost := sorted(key for key in decision.missing if owners and key.startswith(owners)):
+        _log.warning("Not in the state dicts of the objects that load, and so not loaded: %s", ", ".join(lost))
+
+
+def _given_keys(names: set[str], stored: Manifest) -> set[str]:
+    """Keys as users give them to records: of a cell of objects its grid's key, as megatron-core returns them."""
+    return {name if name in stored.tensors else by_name.record_of(name).key for name in names}
+
+
+def _warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
+    """One line on the logger ``sixfold.dist_ckpt`` for each kind of keys; a warning would be shown only once."""
+    if unexpected:
+        _log.warning("Unexpected keys (asked for, not found in the checkpoint): %s", ", ".join(sorted(unexpected)))
+    if missing:
+        _log.warning("Missing keys (in the checkpoint, asked for by no rank): %s", ", ".join(sorted(missing)))
+
+
+def common_data(checkpoint: Checkpoint, safe_globals: Sequence[Any]) -> dict[Any, Any]:
+    """What a checkpoint holds besides tensors and objects; {} for a plain DCP folder."""
+    config = checkpoint.small_file("metadata.json")
+    if config is not None:
+        metadata.check_common_config(config)
+    data = checkpoint.small_file("common.pt")
+    path = checkpoint.folder / "common.pt"
+    if data is None:
+        if config is not None:
+            raise CorruptError(f"{path} is missing; every checkpoint with a metadata.json has one")
+        return {}
+    common = weights_only.load(data, str(path), safe_globals)
+    if not isinstance(common, dict):
+        raise CorruptError(f"{path} holds a {type(common).__name__}, not a dict")
+    return common
+
+
+def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
+    """The common data alone: what decides on config and version before any tensor is read.
+
+    Raises: as ``load``. {} for a plain DCP folder.
+    """
+    return typed(lambda: common_data(open_checkpoint(checkpoint_dir), safe_globals))
+
+
+def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:
+    """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
+    found = load_sharded_metadata(checkpoint_dir)
+    return {key: record for key, record in found.items() if isinstance(record, ShardedTensor)}
+
+
+def load_sharded_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor | ShardedObject]:
+    """``load_tensors_metadata`` plus the objects by stored key, bytes of plain DCP under their own."""
+    manifest = open_checkpoint(checkpoint_dir).manifest
+    objects = {key: by_name.record_of(key) for key in manifest.objects}
+    return {key: by_name.whole(key, stored) for key, stored in manifest.tensors.items()} | objects

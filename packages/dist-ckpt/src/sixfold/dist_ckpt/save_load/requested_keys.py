@@ -1,0 +1,95 @@
+"""What a load asks for against what is stored, besides the keys of records: parts of one object, plain values.
+
+    state dict of a load + common data --> requested_keys.py (this file) --> loading.py --> what ``strict`` says
+
+[Note: half of an object] An optimizer of FSDP2 that has made no step has no moments in its state dict. Its learning
+rate would be loaded and its moments would not. So what is stored below a name of the state dict, and asked for by no
+rank, is an error where something else below that name is asked for. Another ``strict`` than the default allows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from sixfold.dist_ckpt.errors import MismatchError
+from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state.factory import Merge
+from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
+
+_MOST_SHOWN = 4
+
+
+def owners(state: Mapping[Any, Any], merges: Sequence[Merge], parts: tree.Split, common: Any) -> frozenset[str]:
+    """Names of what is asked for in part: dicts and lists at the top of a state dict, Stateful objects anywhere.
+
+    Only of those whose content is stored under their own name, as common data or with keys that are paths.
+    """
+    tops = [(name,) for name, node in state.items() if (tree.is_dict(node) or type(node) is list) and node]
+    places = {*tops, *(step.path for step in merges if step.owner is not None)}
+    by_path = {path for path, record in parts.records if record.key == tree.key_text(path)}
+    named = {path[:depth] for path in by_path for depth in range(1, len(path))} & places
+    return frozenset(
+        tree.key_text(place) for place in places if place in named or tree.get(common, place) is not tree.GONE
+    )
+
+
+def local_names(parts: tree.Split) -> frozenset[str]:
+    """Names of what the caller keeps for itself: it need not be asked for.
+
+    An empty dict is kept where plain DCP stores none (dcp_names.py), and holds nothing.
+    """
+    held = ((path, leaf.unwrap()) for path, leaf in parts.local)
+    return frozenset(tree.key_text(path) for path, value in held if value or not tree.is_dict(value))
+
+
+def check_whole(missing: Iterable[str], owners: Iterable[str], local: Iterable[str]) -> None:
+    """MismatchError for stored keys below the name of an object that is asked for in part.
+
+    See [Note: half of an object].
+    """
+    below, kept = {f"{name}.": name for name in owners}, tuple(local)
+    if not below:
+        return
+    starts, excused = tuple(below), tuple(f"{name}." for name in kept)
+    lost = sorted(
+        key for key in missing if key.startswith(starts) and key not in kept and not (kept and key.startswith(excused))
+    )
+    if not lost:
+        return
+    name = max((name for start, name in below.items() if lost[0].startswith(start)), key=len)
+    more = f" and {len(lost) - _MOST_SHOWN} more" if len(lost) > _MOST_SHOWN else ""
+    raise MismatchError(
+        f"{', '.join(lost[:_MOST_SHOWN])}{more}: in the checkpoint, asked for by no rank, while other state of "
+        f"{name!r} is. An optimizer that has made no step has no state to load into: call "
+        "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) first, which makes it. "
+        "strict='raise_unexpected' loads the rest without them"
+    )
+
+
+def plain_keys(expanded: Any, common: Any) -> tuple[set[str], set[str]]:
+    """Plain tensors that are stored and not asked for, and plain leaves that are asked for and not stored."""
+    missing = {
+        tree.key_text(path)
+        for path, leaf in tree.leaves(common)
+        if isinstance(leaf, torch.Tensor) and tree.get(expanded, path) is tree.GONE
+    }
+    unexpected = {
+        tree.key_text(path)
+        for path, leaf in tree.leaves(expanded)
+        if not isinstance(leaf, ShardedBase | LocalNonpersistentObject)
+        and not ((tree.is_dict(leaf) or type(leaf) is list) and not leaf)
+        and tree.get(common, path) is tree.GONE
+    }
+    return missing, unexpected
+
+
+def tensors_not_stored(expanded: Any, common: Any) -> set[str]:
+    """Plain tensors that are asked for and not stored: they would stay as they are, as no sharded one does."""
+    return {
+        tree.key_text(path)
+        for path, leaf in tree.leaves(expanded)
+        if isinstance(leaf, torch.Tensor) and tree.get(common, path) is tree.GONE
+    }

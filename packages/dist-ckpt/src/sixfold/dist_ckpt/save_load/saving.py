@@ -1,0 +1,452 @@
+"""Saving: the story of ``save``, from a state dict on every rank to one committed checkpoint, in any store.
+
+state dicts --> agree_on --> write --> commit (this file) --> the checkpoint
+
+``agree_on`` is the collective half; ``write`` and ``commit`` know no group, so that a background save
+(background/) runs them in another process.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from sixfold.dist_ckpt.collectives import consistency as agreement
+from sixfold.dist_ckpt.collectives import mesh_slices as copies
+from sixfold.dist_ckpt.collectives.exchange import Exchange
+from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
+from sixfold.dist_ckpt.formats import compact_manifest as compact
+from sixfold.dist_ckpt.formats import frame as frames
+from sixfold.dist_ckpt.formats import metadata, weights_only
+from sixfold.dist_ckpt.formats.dcp_pickle import Index
+from sixfold.dist_ckpt.formats.integrity import FileDigest
+from sixfold.dist_ckpt.gc_pause import collection_paused
+from sixfold.dist_ckpt.plans import plan, validation
+from sixfold.dist_ckpt.plans.shard_table import Encoded, merge, tabulate
+from sixfold.dist_ckpt.progress import Meter, Progress
+from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.save_load.request import SaveRequest
+from sixfold.dist_ckpt.save_load.writer import RankContent, Written
+from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state.records import (
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    ShardId,
+    check_data,
+    is_main_replica,
+)
+from sixfold.dist_ckpt.state.tensor_memory import check_readable, has_values
+from sixfold.dist_ckpt.storage.store import Content, Save, complete, pieces_of, write_small
+from sixfold.dist_ckpt.stores import LocalStore
+from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
+
+_KEPT_CHUNKS = 1 << 16  # of the last save
+_NO_TABLE = Encoded(b"", 0, b"")
+
+
+@dataclass(slots=True)
+class Kept:
+    """What the first rank keeps of the last save by a strategy: the tables, and the index files.
+
+    [Note: plan cache] Ranks first send digests of their tables. If those are the ones of the last save, nothing is
+    gathered or checked again; else all are asked once more, for the tables. Where frames lie as they did then, the
+    index files are the last ones with another save id.
+    """
+
+    digests: list[str]
+    tables: list[Encoded]
+    keys: frozenset[str]
+    index: tuple[object, str, dict[str, bytes]] | None = None  # what it was made of, save id, index files
+
+
+class _Report(NamedTuple):
+    """What a rank tells the first one before anything is written. See [Note: plan cache]."""
+
+    digest: str  # of the table
+    table: Encoded | None
+    objects: list[ShardedObject]  # without data
+    nbytes: int
+    common_digest: int
+    target: str
+    samples: agreement.Samples
+    has_slices: bool = False  # of which copies are to be compared; see mesh_slices.py
+    copies: agreement.Samples | None = None  # when the first rank has asked for them
+
+
+class Ticket(NamedTuple):
+    """What the first rank decides: the save that its store has begun."""
+
+    save: Save
+    common_differs: bool = False
+    again: bool = False  # nothing is decided: the first rank asks for all tables
+    asks_copies: bool = False  # and for digests of what lies on slices of meshes
+    owners: Mapping[ShardId, int] | None = None  # and has those shards written by one rank each
+
+
+def save(request: SaveRequest) -> None:
+    """``serialization.save`` by the built-in engine."""
+    agreed = agree_on(request)
+    with agreed.abandoned_on_error():
+        agreed.exchange.together(lambda: (None, agreed.write(request.check_finite, request.progress)), agreed.commit)
+
+
+@dataclass(frozen=True, slots=True)
+class Agreed:
+    """A save that all ranks agree on; its store has begun it, or is to be asked to by ``begin``; nothing is written."""
+
+    exchange: Exchange
+    content: RankContent
+    ticket: Ticket
+    kept: Kept | None  # on the first rank
+    records: Sequence[tuple[tree.KeyPath, ShardedBase]]  # by place in the state dict
+    begin: Callable[[], Save] | None = None  # on the first rank, if the ticket's save is still to be begun
+
+    def join(self) -> None:
+        """StorageError unless this rank sees what the first one has begun."""
+        if self.exchange.rank:
+            self.content.store.join(self.ticket.save)
+
+    def write(self, check_finite: bool, progress: Progress | None) -> Written:
+        """Write this rank's share. What is agreed on is not sent again."""
+        self.join()
+        meter = Meter(progress, lambda: self.content.total_bytes)
+        written = write(self.content, self.ticket, self.exchange.rank, check_finite, meter.add)
+        meter.finish()
+        return replace(written, table=_NO_TABLE)
+
+    def commit(self, by_rank: list[Written]) -> None:
+        """What the first rank does when all have written."""
+        commit(self.with_tables(by_rank), self.content, self.ticket, self.kept)
+
+    def with_tables(self, by_rank: list[Written]) -> list[Written]:
+        """What all ranks wrote, with their tables; on the first rank."""
+        assert self.kept is not None, "the first rank has the tables"
+        return [replace(part, table=table) for part, table in zip(by_rank, self.kept.tables, strict=True)]
+
+    def abandon(self) -> None:
+        """Remove what was written."""
+        if self.exchange.rank == 0 and self.begin is None:
+            self.content.store.abandon(self.ticket.save)
+
+    @contextmanager
+    def abandoned_on_error(self) -> Iterator[None]:
+        """An error inside removes what was written."""
+        try:
+            yield
+        except BaseException:
+            self.abandon()
+            raise
+
+
+def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
+    """The collective half of a save: what each rank has, whether it fits together, where it goes.
+
+    Errors: as ``serialization.save``. ``begins_later``: the caller asks the store, by ``begin`` of what this returns.
+    """
+    exchange, engine = Exchange(request.group, request.timeout_s), request.engine or SaveEngine()
+    store, begun, later = request.store, list[Save](), list[Callable[[], Save]]()
+    kept: Kept | None = None if engine.memory is None else engine.memory.get("last")
+
+    def described() -> tuple[tuple[RankContent, _Report, tree.Split], _Report]:
+        if exchange.ranks > 1 and not store.is_shared:
+            raise CheckpointError(f"{store.name} is seen by one process alone; save into it with group=None")
+        content, report, parts = describe(request, exchange, engine)
+        return (content, report, parts), report
+
+    def agree(reports: list[_Report]) -> Ticket:
+        """On the first rank: the records of all ranks fit together, and the save begins. See [Note: plan cache]."""
+        nonlocal kept
+        targets = sorted({report.target for report in reports})
+        if len(targets) > 1:
+            raise ShardingError(
+                f"the ranks save into different folders ({', '.join(targets[:3])}); pass one path to all"
+            )
+        if kept is not None and kept.digests != [report.digest for report in reports]:
+            kept = None
+        if kept is None and any(report.table is None for report in reports):
+            return Ticket(Save(save_id="", target=store.name), again=True)
+        nothing = Save(save_id="", target=store.name)
+        if asked := [report.copies for report in reports if report.copies is not None]:
+            validation.raise_problems(copies.slice_problems(asked), "saved", ShardingError)
+            return Ticket(nothing, again=True, owners=copies.owners(asked))
+        try:
+            kept = check_together(reports, kept)
+        except ShardingError:
+            if any(report.has_slices for report in reports):
+                kept = None
+                return Ticket(nothing, again=True, asks_copies=True)
+            raise
+        nbytes, differs = sum(report.nbytes for report in reports), len({r.common_digest for r in reports}) > 1
+        save_id = secrets.token_hex(8)
+        begin = partial(store.begin, save_id, nbytes, request.if_exists, owns_file)
+        if begins_later:
+            later.append(begin)
+            return Ticket(Save(save_id=save_id, target=store.name), differs)
+        begun.append(begin())
+        return Ticket(begun[0], differs)
+
+    try:
+        if engine.arrange is not None:  # by an exchange of its own
+            exchange.hear()
+        (content, report, parts), ticket = exchange.together(described, agree)
+        while ticket.again:
+            (content, report), ticket = exchange.together(
+                partial(_told_more, content, report, ticket, exchange.rank), agree
+            )
+        if ticket.common_differs:
+            common, preprocess = content.common, request.preprocess_common_before_consistancy_check
+            agreement.check(exchange, agreement.digests(common, preprocess), agreement.inner(common, preprocess))
+    except BaseException:
+        for save in begun:
+            store.abandon(save)
+        raise
+    if engine.memory is not None:
+        engine.memory["last"] = kept
+    return Agreed(exchange, content, ticket, kept, parts.records, *later)
+
+
+def _told_more(
+    content: RankContent, report: _Report, ticket: Ticket, rank: int
+) -> tuple[tuple[RankContent, _Report], _Report]:
+    """What this rank saves and reports when the first one has asked for more, or has decided who writes copies."""
+    if ticket.asks_copies:
+        report = report._replace(copies=copies.on_slices(content.records))
+    if ticket.owners is not None:
+        before = plan.total_bytes(content.writes)
+        copies.settle(content.records, ticket.owners, rank)
+        table, pieces = tabulate(content.records)
+        writes, encoded = plan.plan_save(content.records, pieces), table.encode()
+        nbytes = content.nbytes - before + plan.total_bytes(writes)
+        content = replace(content, writes=writes, table=encoded, nbytes=nbytes)
+        report = report._replace(digest=encoded.digest, nbytes=nbytes, has_slices=False, copies=None)
+    report = report._replace(table=content.table)
+    return (content, report), report
+
+
+def check_together(reports: list[_Report], kept: Kept | None) -> Kept:
+    """What the next save of these records need not look at again, such as this one, if ``kept`` is of the same tables.
+
+    Raises:
+        ShardingError: the records of all ranks do not describe each tensor and each grid once and whole.
+    """
+    problems: list[str] = []
+    if kept is None:
+        tables = [report.table for report in reports if report.table is not None]
+        table = merge(tables)
+        problems = validation.table_problems(table, "saved")
+        kept = Kept([report.digest for report in reports], tables, table.keys)
+    problems += agreement.replica_problems([report.samples for report in reports])
+    objects = [report.objects for report in reports]
+    problems += validation.object_problems(objects, "saved")
+    both = kept.keys & {cell.unique_key for cells in objects for cell in cells}
+    problems += [f"{key}: a tensor and an object share this key" for key in sorted(both)]
+    validation.raise_problems(problems, "saved", ShardingError)
+    return kept
+
+
+def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tuple[RankContent, _Report, tree.Split]:
+    """What this rank saves, its report to the first rank, and its state dict taken apart."""
+    sorted_out: list[tree.Split] = []
+
+    def own_records() -> list[ShardedBase]:
+        expanded, _ = factory.expand(tree.checked(request.sharded_state_dict))
+        sorted_out.append(tree.split(expanded))
+        return [record for _, record in sorted_out[0].records]
+
+    records = own_records() if engine.arrange is None else engine.arrange(own_records, exchange)
+    parts, rank = sorted_out[0], exchange.rank
+    tensors = [record for record in records if isinstance(record, ShardedTensor)]
+    # Compared as they were before ``arrange`` cut them: two ranks that write parts of one shard share none.
+    whole = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
+    objects = [record for record in records if isinstance(record, ShardedObject)]
+    with collection_paused():
+        table, pieces = tabulate(tensors)
+        writes = plan.plan_save(tensors, pieces)
+    for record, own in zip(tensors, pieces, strict=True):
+        if own and is_main_replica(record.replica_id):
+            if record.data is None:
+                raise ShardingError(f"{record}: data is None on rank {rank}; a save needs the tensor")
+            check_readable(record, record.data)
+            check_data(record, record.data)
+            try:
+                frames.data_pickle(record.dtype, ())
+            except (KeyError, RuntimeError) as error:  # of torch's storages
+                raise ShardingError(
+                    f"{record}: torch has no saved form of {record.dtype}; save its bytes, as .view(torch.uint8)"
+                ) from error
+    common = dict(parts.common)
+    if request.content_metadata is not None:
+        if "content_metadata" in common:
+            raise ShardingError(
+                "the state dict has a key 'content_metadata' of its own, and content_metadata= is saved there. Rename "
+                "the key, or leave the argument out"
+            )
+        common["content_metadata"] = request.content_metadata
+    stored = [
+        (record.unique_key, weights_only.dump(record.payload, f"the object {record}"))
+        for record in objects
+        if is_main_replica(record.replica_id)
+    ]
+    if request.check_finite and not rank:
+        for path, leaf in tree.leaves(common):
+            if isinstance(leaf, torch.Tensor) and has_values(leaf):
+                transfer.check_tensor_finite(tree.path_text(path), leaf.detach(), (0,) * leaf.dim(), rank)
+    common_bytes = b"" if rank else weights_only.dump(common, "common data")
+    nbytes = plan.total_bytes(writes) + sum(len(data) for _, data in stored) + len(common_bytes)
+    encoded = table.encode()
+    report = _Report(
+        encoded.digest,
+        encoded if engine.memory is None else None,
+        [record.without_data() for record in objects],
+        nbytes,
+        agreement.summary(agreement.digests(common, request.preprocess_common_before_consistancy_check)),
+        request.store.name,
+        agreement.samples(whole, rank) if request.validate_access_integrity else {},
+        request.validate_access_integrity and any(record.is_on_slice for record in tensors),
+    )
+    content = RankContent(
+        request.store,
+        tensors,
+        writes,
+        stored,
+        common,
+        common_bytes,
+        nbytes,
+        encoded,
+        engine.thread_count,
+        request.metadata,
+    )
+    return content, report, parts
+
+
+def write(
+    content: RankContent,
+    ticket: Ticket,
+    rank: int,
+    check_finite: bool,
+    moved: Callable[[int], None] | None = None,
+) -> Written:
+    """Write this rank's share into the store. No group: any process that sees the data may do it.
+
+    ``moved``: told of each part that is written, by its bytes.
+    """
+    return transfer.write(content, ticket.save, rank, check_finite, moved)
+
+
+def commit(written: list[Written], content: RankContent, ticket: Ticket, kept: Kept | None = None) -> None:
+    """Write the small files, metadata.json last, and make the save visible: what the first rank does.
+
+    Args:
+        written: what each rank wrote, in rank order; content: the first rank's.
+        kept: of the last save, or None; it is brought up to date.
+    """
+    save = ticket.save
+    index = index_of(written, save.save_id, kept, content.metadata)
+
+    def for_torch() -> Iterable[bytes]:
+        """A ``.metadata`` that names the files by their folder."""
+        return metadata.encode_parts(index_of_written(written, save.save_id).within(save.inside))
+
+    small = index | {"common.pt": content.common_bytes}
+    is_inside = ".metadata" in index and save.inside
+    complete(content.store, save, _digests(written), small, metadata.encode_config(), for_torch if is_inside else None)
+
+
+def index_of(written: list[Written], save_id: str, kept: Kept | None, form: str = "torch") -> dict[str, Content]:
+    """The index files by name, streamed if they are large. ``form``: "torch", or "compact" without ``.metadata``."""
+    made_of = [form, *((part.table, part.places, part.objects, list(part.files), part.counts) for part in written)]
+    if kept is not None and kept.index is not None and kept.index[0] == made_of:
+        _, before, last = kept.index
+        if all(data.count(before.encode()) == 1 for data in last.values()):
+            return {name: data.replace(before.encode(), save_id.encode()) for name, data in last.items()}
+    index = index_of_written(written, save_id)
+    if kept is None or index.chunk_count > _KEPT_CHUNKS:
+        return _streams(index, form)
+    with collection_paused():
+        files = {name: b"".join(pieces_of(data)) for name, data in _streams(index, form).items()}
+    kept.index = made_of, save_id, files
+    return dict(files)
+
+
+def _streams(index: Index, form: str) -> dict[str, Content]:
+    if form == "compact":
+        return {compact.FILE_NAME: lambda: compact.encode(index, is_alone=True)}
+    return {".metadata": lambda: metadata.encode_parts(index), compact.FILE_NAME: lambda: compact.encode(index)}
+
+
+def index_of_written(written: list[Written], save_id: str) -> Index:
+    """What all ranks wrote, the chunks of a tensor in the order of their places. See ``Written``."""
+    table = merge([part.table for part in written])
+    places = bytearray(b"".join(part.places for part in written))
+    places_M2 = (
+        torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64, device="cpu")
+    )
+    row_M, order_M = table.main_rows()
+    places_M2 = places_M2.view(-1, 2)
+    counts = [part.counts or (len(part.places) // 16,) * len(part.files) for part in written]
+    count_F = torch.tensor([count for own in counts for count in own], dtype=torch.int64, device="cpu")
+    return Index(
+        tensors=table.kinds,
+        tensor_N=table.rows_NW[:, 0],
+        offsets_ND=table.offsets_ND,
+        sizes_ND=table.sizes_ND,
+        files=[name for part in written for name in part.files],
+        file_N=torch.repeat_interleave(count_F),
+        start_N=places_M2[:, 0],
+        length_N=places_M2[:, 1],
+        objects=dict(entry for part in written for entry in part.objects),
+        save_id=save_id,
+        order=(row_M, order_M),
+    )
+
+
+def _digests(written: list[Written]) -> dict[str, FileDigest]:
+    return {name: digest for part in written for name, digest in part.files.items()}
+
+
+class _Unfinished(LocalStore):
+    """A folder that somebody else makes a checkpoint of."""
+
+    def begin(self, save_id: str, *_: Any) -> Save:
+        return Save(save_id=save_id, target=self.name, staging=self.name)
+
+    def abandon(self, save: Save) -> None:
+        pass
+
+
+def share_of_records(state: Mapping[Any, Any], folder: Path, exchange: Exchange) -> Share:
+    """The records of all ranks for an existing folder: all but common data, ``metadata.json`` and the commit.
+
+    For strategies that wrap this format; collective. ``integrity.json`` covers what is written here.
+    """
+    store = _Unfinished(folder)
+    return Share(agree_on(SaveRequest(state, store, group=exchange.group, timeout_s=exchange.timeout_s)))
+
+
+@dataclass(slots=True)
+class Share:
+    """This rank's part of a save into an existing folder, in two steps."""
+
+    agreed: Agreed
+    written: Written | None = None
+
+    def write(self) -> Written:
+        """Write the frames. No group."""
+        self.written = self.agreed.write(False, None)
+        return self.written
+
+    def index(self) -> None:
+        """Write what says where they lie; collective, when all ranks have written."""
+        self.agreed.exchange.together(lambda: (None, self.written or self.write()), self._write_index)
+
+    def _write_index(self, by_rank: list[Written]) -> None:
+        written, save = self.agreed.with_tables(by_rank), self.agreed.ticket.save
+        write_small(self.agreed.content.store, save, _digests(written), index_of(written, save.save_id, None))

@@ -1,0 +1,270 @@
+"""Transfer: a save plan becomes bytes.
+
+    save plan + tensors --> write (this file) --> frames --> parts of a store
+    load plan + frames --> reader.py --> the caller's tensors
+
+No group and no decision: what goes where was planned. Tensors of callers pass through CPU copies of ``COPY_BYTES``
+each (see [Note: what is hashed is written] of storage/stream.py), of which ``FrameFile`` holds a few: a save into a
+folder needs 4 MiB times ``4 * threads + 6`` besides the tensors, whatever their size and number. A store that takes
+several streams gets several files of a rank at once, each with the next frames of the plan; what it holds of them
+url.py says.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, wait
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from threading import Event
+from typing import Any
+from weakref import finalize
+
+import torch
+
+from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
+from sixfold.dist_ckpt.formats import frame as frames
+from sixfold.dist_ckpt.formats.crc import crc32
+from sixfold.dist_ckpt.formats.integrity import FileDigest
+from sixfold.dist_ckpt.geometry.box import cuts
+from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.plans.plan import Write, file_counts, total_bytes
+from sixfold.dist_ckpt.plans.shard_table import Encoded
+from sixfold.dist_ckpt.reused_memory import recycled
+from sixfold.dist_ckpt.save_load.chunk_sources import comparable
+from sixfold.dist_ckpt.state.records import ShardedTensor
+from sixfold.dist_ckpt.state.tensor_memory import is_plain
+from sixfold.dist_ckpt.storage.store import Part, Save, Store, part_name
+from sixfold.dist_ckpt.storage.stream import PartFile
+from sixfold.dist_ckpt.storage.thread_pool import Pool
+
+COPY_BYTES = 1 << 22
+
+
+@dataclass(slots=True)
+class Written:
+    """What one rank wrote.
+
+    ``table`` is the rank's table, whose main replicas are the writes of its plan in their order.
+    ``places`` are int64 pairs, start and length of the frame of each of them.
+    ``counts``: how many of the writes lie in each of ``files``, in their order; empty: all in the first.
+    """
+
+    table: Encoded
+    places: bytes = b""
+    objects: list[tuple[str, ByteRange]] = field(default_factory=list)
+    files: dict[str, FileDigest] = field(default_factory=dict)
+    counts: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankContent:
+    """What this rank has to save, and where."""
+
+    store: Store
+    records: list[ShardedTensor]
+    writes: tuple[Write, ...]
+    objects: list[tuple[str, bytes]]
+    common: dict[Any, Any]
+    common_bytes: bytes
+    nbytes: int
+    table: Encoded
+    threads: int = 1
+    metadata: str = "torch"  # or "compact": no .metadata is written
+    is_owned: bool = False  # the tensors lie in memory of this package: nobody changes them while they are written
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of the files that ``write`` makes, where frames lie end to end in one."""
+        at = 0
+        for step in self.writes:
+            at += frames.template(step.dtype, step.piece.box.size, at).nbytes
+        return at + sum(len(data) for _, data in self.objects)
+
+    @property
+    def total_bytes(self) -> int:
+        """The same with the common data, which the first rank writes."""
+        return self.file_bytes + len(self.common_bytes)
+
+
+def write(
+    content: RankContent, save: Save, rank: int, check_finite: bool, moved: Callable[[int], None] | None = None
+) -> Written:
+    """Write this rank's chunks and objects as frames of its files, the objects into the last; no file without any.
+
+    ``moved``: as of ``Part``.
+    """
+    store, records, plan, objects = content.store, content.records, content.writes, content.objects
+    if not plan and not objects:
+        return Written(content.table)
+    counts = file_counts([step.nbytes for step in plan], store.streams)
+    frames_of, copies, failed, at = list[_Frames](), Copies(), Event(), 0
+
+    def fill(own: _Frames, file: PartFile) -> None:
+        """Add the frames of a file; from the start again if that is asked for."""
+        own.places, own.object_places = array("q"), []
+        for step in own.steps:
+            if failed.is_set():
+                raise CheckpointError(f"{own.name} was given up: another file of this rank failed")
+            start = file.position
+            add_frame(file, records[step.record], step, rank, check_finite, copies, content.is_owned)
+            own.places.extend((start, file.position - start))
+        for stored_key, data in own.objects:
+            own.object_places.append((stored_key, ByteRange(own.name, file.position, len(data))))
+            file.append(data)
+
+    for number, count in enumerate(counts):
+        last = number + 1 == len(counts)
+        frames_of.append(_Frames(part_name(rank, number), plan[at : at + count], objects if last else ()))
+        at += count
+    parts = [
+        Part(name=own.name, fill=partial(fill, own), nbytes=own.nbytes, threads=content.threads, moved=moved)
+        for own in frames_of
+    ]
+    digests = write_parts(store, save, parts, failed)
+    return Written(
+        content.table,
+        places=b"".join(own.places.tobytes() for own in frames_of),
+        objects=frames_of[-1].object_places,
+        files={part.name: digest for part, digest in zip(parts, digests, strict=True)},
+        counts=counts if len(counts) > 1 else (),
+    )
+
+
+def write_parts(store: Store, save: Save, parts: Sequence[Part], failed: Event | None = None) -> list[FileDigest]:
+    """Several files at once, as many as the store takes; ``failed`` is set by the first error."""
+    if len(parts) < 2:
+        return [store.write_part(save, part) for part in parts]
+    with Pool(min(store.streams, len(parts)), thread_name_prefix="sixfold-part") as pool:
+        running = [pool.submit(store.write_part, save, part) for part in parts]
+        try:
+            for done in wait(running, return_when=FIRST_EXCEPTION).done:
+                done.result()
+            return [future.result() for future in running]
+        except BaseException:
+            if failed is not None:
+                failed.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+@dataclass(slots=True)
+class _Frames:
+    """What goes into one file, and where it came to lie there."""
+
+    name: str
+    steps: Sequence[Write]
+    objects: Sequence[tuple[str, bytes]]
+    places: array[int] = field(default_factory=lambda: array("q"))
+    object_places: list[tuple[str, ByteRange]] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        """An upper bound."""
+        return total_bytes(self.steps) + sum(len(data) for _, data in self.objects)
+
+
+def add_frame(
+    file: PartFile,
+    record: ShardedTensor,
+    step: Write,
+    rank: int,
+    check_finite: bool,
+    copies: Copies,
+    is_owned: bool = False,
+) -> None:
+    """Write one chunk, an empty one too. Its data is hashed once, for the frame's CRC-32 and for the file's blocks."""
+    size, nbytes = step.piece.box.size, prod(step.piece.box.size) * step.dtype.itemsize
+    if check_finite:
+        check_tensor_finite(step.key, record.view(step.piece), step.piece.box.offset, rank)
+    if nbytes >= frames.LARGE_BYTES:
+        file.add_large(step.dtype, size, lambda at: _raw_parts(record, step, None if is_owned else copies, copies, at))
+        return
+    template = frames.template(step.dtype, size, file.position)
+    raw = b"".join(bytes(part) for part, _ in _raw_parts(record, step, None, copies, 0))  # the first copy
+    crc = crc32(raw).to_bytes(4, "little")
+    (head, more_head), (tail, more_tail) = template.head, template.tail
+    file.add((head, crc, more_head, raw, tail, crc, more_tail), template.nbytes)
+
+
+def _raw_parts(
+    record: ShardedTensor, step: Write, plain: Copies | None, copies: Copies, at: int
+) -> Iterator[tuple[memoryview, object]]:
+    """The bytes of one chunk, which will lie at byte ``at`` of a file, part by part, and who owns their memory.
+
+    ``plain``: copies of what is plain CPU memory; None gives that where it lies. All else is copied anyway.
+    """
+    data, piece, itemsize = record.data, step.piece, step.dtype.itemsize
+    elements = prod(piece.box.size)
+    if not elements:
+        return
+    if data is not None and data.is_cpu and is_plain(data):
+        first = 0 if piece.flat is None else piece.flat[0]
+        assert first + elements <= data.numel(), f"{step} leaves its tensor"
+        address = data.data_ptr() + first * itemsize
+        left = elements * itemsize
+        if plain is None:
+            yield memoryview((ctypes.c_char * left).from_address(address)).cast("B"), data
+        while plain is not None and left:
+            take = min(left, COPY_BYTES - at % COPY_BYTES)  # at the borders of the file's blocks
+            yield plain.of_bytes(address, take)
+            address, at, left = address + take, at + take, left - take
+        return
+    view = record.view(piece)
+    for cut in cuts(view.shape, COPY_BYTES // itemsize):
+        yield copies.of(view[cut])
+
+
+class Copies:
+    """CPU memory for parts of tensors, ``COPY_BYTES`` each, used again when the last who looks at it is gone."""
+
+    def __init__(self) -> None:
+        self._free: deque[torch.Tensor] = deque()  # its append and pop hold no lock: threads write
+
+    def of(self, part: torch.Tensor) -> tuple[memoryview, object]:
+        """The values of ``part`` in row-major order, and the owner of that memory."""
+        memory, loan = self._lent()
+        copy = memory[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
+        copy.copy_(part)
+        return frames.tensor_bytes(copy), loan
+
+    def of_bytes(self, address: int, nbytes: int) -> tuple[memoryview, object]:
+        """What lies in memory, and the owner of the copy."""
+        memory, loan = self._lent()
+        ctypes.memmove(memory.data_ptr(), address, nbytes)
+        return frames.tensor_bytes(memory)[:nbytes], loan
+
+    def _lent(self) -> tuple[torch.Tensor, object]:
+        try:
+            memory = self._free.pop()
+        except IndexError:
+            memory = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cpu")
+        loan = _Loan()
+        finalize(loan, self._back, memory)
+        return memory, loan
+
+    def _back(self, memory: torch.Tensor) -> None:
+        recycled(memory)
+        self._free.append(memory)
+
+
+class _Loan:
+    """When nobody holds it any more, memory goes back to where it came from."""
+
+
+def check_tensor_finite(key: str, tensor: torch.Tensor, offset: Sequence[int], rank: int) -> None:
+    """ShardingError for a NaN or an infinity; ``offset`` is where the tensor begins in the one that ``key`` names."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or tensor.dtype is torch.float4_e2m1fn_x2:
+        return  # of integers and of four bits all are finite
+    for cut in cuts(tensor.shape, COPY_BYTES // max(4, tensor.element_size())):  # float8 is looked at as float32
+        part = tensor[cut]
+        bad = ~torch.isfinite(comparable(part))
+        if bool(bad.any()):
+            local = torch.nonzero(bad.reshape(part.shape))[0].tolist()
+            index = [sum(places) for places in zip(offset, (axis.start or 0 for axis in cut), local, strict=True)]
+            value = part[tuple(local)].item()
+            raise ShardingError(f"{key}{index} is {value} on rank {rank}, and check_finite is set")

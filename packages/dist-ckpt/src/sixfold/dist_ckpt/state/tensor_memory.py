@@ -1,0 +1,88 @@
+"""Which tensors have memory that is their values, so that it may be copied byte by byte.
+
+    caller's tensor --> this file --> those who take its address: writer.py, reader.py, relay.py, arena.py
+
+A DTensor, a fake or a wrapped quantised tensor says that it is a contiguous CPU tensor and has memory of its own
+nowhere, or somewhere else: copying from its address saves garbage, and copying to it is a crash. No files, no ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from sixfold.dist_ckpt.errors import ShardingError
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a tensor, on whatever device, is its values in row-major order."""
+    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def check_readable(name: object, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose memory is not its values.
+
+    Args:
+        name: what the tensor is, for the error; made into text only then.
+    Raises:
+        ShardingError: a subclass that computes its values, a sparse, a quantised, a meta tensor.
+    """
+    kind = type(tensor)
+    if kind not in _PLAIN and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        raise ShardingError(
+            f"{name}: data is a {kind.__module__}.{kind.__qualname__}, which has no memory of its own; pass the local "
+            "tensor (ShardedTensor.from_dtensor does for a DTensor) or a plain copy"
+        )
+    if tensor.is_meta:
+        raise ShardingError(
+            f"{name}: data is on the meta device and holds no values; give it memory first, as "
+            "module.to_empty(device=...) does. For a load a record may have data=None"
+        )
+    if tensor._is_zerotensor() or tensor.layout is not torch.strided or tensor.is_quantized:
+        form = "a tensor of zeros without memory" if tensor._is_zerotensor() else tensor.layout
+        form = f"quantised {tensor.dtype}" if tensor.is_quantized else form
+        raise ShardingError(
+            f"{name}: data is {form} on {tensor.device}; it is dense and holds values. Save its dense parts instead"
+        )
+    if is_freed(tensor):
+        raise ShardingError(
+            f"{name}: the storage of data was freed: {tuple(tensor.shape)} elements and 0 bytes. Pass the tensor that "
+            "holds the values, or give the storage its bytes again first (untyped_storage().resize_)"
+        )
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether a dense tensor has elements and a storage of no bytes, as FSDP leaves parameters: reading it crashes."""
+    if tensor.is_nested or type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return False  # what dispatches its own calls keeps its values where it likes
+    return tensor.numel() > 0 and tensor.untyped_storage().nbytes() == 0
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Whether ``check_readable`` lets a tensor through."""
+    try:
+        check_readable("", tensor)
+    except ShardingError:
+        return False
+    return True
+
+
+def check_writable(name: object, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that values cannot be put into: as ``check_readable``, and one with two elements in one place.
+
+    Raises:
+        ShardingError: the elements of an expanded or overlapping view would overwrite each other.
+    """
+    check_readable(name, tensor)
+    if tensor.is_contiguous():
+        return
+    reach = 0  # of all axes with a smaller stride
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride <= reach:
+                raise ShardingError(
+                    f"{name}: data of shape {tuple(tensor.shape)} and strides {tensor.stride()} has several elements "
+                    "in one place, so that a load cannot fill it; pass a tensor of its own, such as .clone()"
+                )
+            reach += (length - 1) * stride

@@ -1,0 +1,1 @@
+"""Where bytes lie: local folder, URL, memory, a store of a user; each commits in one act."""

@@ -1,0 +1,146 @@
+"""A file of frames on a local disk: written where it belongs by threads, hashed in the same pass.
+
+frames --> FrameFile (this file) --> a file of the staging folder
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from sixfold.dist_ckpt.formats import frame
+from sixfold.dist_ckpt.formats.crc import join_pieces
+from sixfold.dist_ckpt.formats.integrity import FileDigest
+from sixfold.dist_ckpt.storage.stream import GATHER_BYTES, PartFile, hashed
+from sixfold.dist_ckpt.storage.thread_pool import Pool
+
+_RESERVE_BYTES = 1 << 22  # files below are written without threads and without asking for space first
+_SYNC_BYTES = 1 << 26  # of a file that are waited for at once
+_SYNC_FILE_RANGE_WRITE, _SYNC_FILE_RANGE_ALL = 2, 7
+
+
+class FrameFile(PartFile):
+    """A file of frames, written once from start to end, hashed in the same pass.
+
+    Small parts are gathered and written a megabyte at a time; large ones are written from where they are, piece by
+    piece right after each was hashed, by threads: at most ``4 * threads`` pieces of 4 MiB wait for them, and what owns
+    the memory of a piece is held until it is written, no longer. The kernel is asked for the whole length before the
+    first byte, and to start with each piece at once, so that the last fsync has little left to do. (O_DIRECT was no
+    faster on the disks that we measured, and leaves the page cache cold for the load that follows.)
+
+    Args:
+        nbytes: an upper bound of what will come; 0 if that is not known.
+        threads: how many write at once, >= 1; small files are written without.
+        moved: told of each part that is written, by its bytes, and with 0 while the disk takes what was written; from
+            any thread.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, nbytes: int = 0, threads: int = 1, moved: Callable[[int], None] | None = None
+    ) -> None:
+        super().__init__(moved)
+        self.name = name
+        self._writing: deque[Future[None]] = deque()
+        self._threads = threads
+        self._pool: Pool | None = None
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+        self._handle = os.open(folder / name, flags, 0o666)
+        self._reserved = nbytes >= _RESERVE_BYTES and _reserve(self._handle, nbytes)
+
+    def add_large(
+        self, dtype: torch.dtype, shape: tuple[int, ...], parts: Callable[[int], Iterable[tuple[memoryview, object]]]
+    ) -> None:
+        """As its base. The parts are taken one by one as the writing goes on."""
+        self._flush()
+        start = self.position
+        template = frame.template(dtype, shape, start)
+        pieces = hashed(parts(start + template.head_bytes), start + template.head_bytes, self._write)
+        head, tail = template.fill(join_pieces(pieces))
+        self._hasher.update(head)
+        self._hasher.add(pieces)
+        self._write(head, start)
+        self.append(tail)
+
+    def _write(self, data: bytes | memoryview, at: int, owner: object = None) -> None:
+        if self._pool is None and at + len(data) < _RESERVE_BYTES:
+            self._write_now(data, at, owner)
+            return
+        self._pool = self._pool or Pool(self._threads)
+        while len(self._writing) >= 4 * self._threads:
+            self._writing.popleft().result()
+        self._writing.append(self._pool.submit(self._write_now, data, at, owner))
+
+    def _write_now(self, data: bytes | memoryview, at: int, _owner: object) -> None:
+        """``_owner`` keeps the memory of ``data`` as long as this call waits or runs."""
+        _write_at(self._handle, data, at)
+        self._moved(len(data))
+
+    def finish(self) -> FileDigest:
+        """Put the bytes on disk and return size and digests."""
+        self._flush()
+        while self._writing:
+            self._writing.popleft().result()
+        if self._reserved:
+            os.ftruncate(self._handle, self.position)
+        # Part by part: a disk that is slow but takes bytes is told from one that hangs.
+        for at in range(0, self.position, _SYNC_BYTES):
+            _on_disk(self._handle, at, _SYNC_BYTES)
+            self._moved(0)
+        os.fsync(self._handle)
+        return self._hasher.finish()
+
+    def __enter__(self) -> FrameFile:
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+        os.close(self._handle)
+
+
+def _write_at(handle: int, data: bytes | memoryview, at: int) -> None:
+    view = memoryview(data)
+    while len(view):
+        count = os.pwrite(handle, view, at)
+        view, at = view[count:], at + count
+    if len(data) >= GATHER_BYTES and (start_writing := libc("sync_file_range")) is not None:
+        start_writing(handle, ctypes.c_int64(at - len(data)), ctypes.c_int64(len(data)), _SYNC_FILE_RANGE_WRITE)
+
+
+def _on_disk(handle: int, at: int, nbytes: int) -> None:
+    """Wait for the data of a range, where the system can; the kernel tells an error of the disk once, here or there."""
+    wait = libc("sync_file_range")
+    if wait is None or wait(handle, ctypes.c_int64(at), ctypes.c_int64(nbytes), _SYNC_FILE_RANGE_ALL) == 0:
+        return
+    code = ctypes.get_errno()
+    if code not in (errno.ENOSYS, errno.EINVAL, errno.ESPIPE):
+        raise OSError(code, os.strerror(code))
+
+
+def _reserve(handle: int, nbytes: int) -> bool:
+    """Ask for ``nbytes`` on disk; False where the file system cannot say. A full disk is told here already."""
+    fallocate = libc("fallocate")  # not posix_fallocate, which writes zeros where it is not supported
+    if fallocate is None or fallocate(handle, 0, ctypes.c_int64(0), ctypes.c_int64(nbytes)) == 0:
+        return fallocate is not None
+    code = ctypes.get_errno()
+    if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        raise OSError(code, os.strerror(code))
+    return False
+
+
+@cache
+def libc(name: str) -> ctypes._NamedFuncPointer | None:
+    """A function of the C library; None if it has none of this name (renameat2 before glibc 2.28, musl)."""
+    try:
+        found = getattr(ctypes.CDLL(None, use_errno=True), name)
+    except (OSError, AttributeError):
+        return None
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,465 @@
+"""Local folders: staging, writing, commit. The only file that changes what others see on a disk.
+
+    frames --> frame_file.py --> staging folder --> commit (this file) --> the checkpoint
+
+[Note: old or new, never both] A checkpoint is written into a folder in the sibling ``.<name>.tmp-<save_id>`` and moved
+into place by one rename, after every file and the folder are on disk. No file of a visible
+checkpoint is ever written again. Peers overwrite in place: a rank killed meanwhile leaves a folder
+that loads as a mixture of two steps.
+
+[Note: what stays of a folder] A save replaces a folder by another. What an administrator has set on the old one (a
+group that shares it, setgid, an access list, a project id in an extended attribute) is set on the new one, as far as
+this process may.
+
+[Note: one level deeper] Trainers find their steps by names that hold ``step-7`` and a ``.metadata`` within. The sibling
+has such a name, so the files lie in a folder inside it until they are moved into place.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import re
+import shutil
+import stat
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from sixfold.dist_ckpt.errors import CheckpointError, StorageError, UnsafeError
+from sixfold.dist_ckpt.formats.integrity import FILE_NAME, BlockHasher, FileDigest, decode
+from sixfold.dist_ckpt.storage import paths
+from sixfold.dist_ckpt.storage.frame_file import FrameFile, libc
+from sixfold.dist_ckpt.storage.store import (
+    POINTER,
+    Content,
+    Part,
+    Save,
+    Store,
+    check_names,
+    is_checkpoint_file,
+    overtaken,
+    pieces_of,
+)
+from sixfold.dist_ckpt.storage.thread_pool import Pool
+
+INNER = "checkpoint"  # see [Note: one level deeper]
+ENDS = r"[0-9a-f]{16}(?:(?:-gone)+|[a-z0-9_]{8})?"  # of the names of ``siblings``
+_MOUNTS = Path("/proc/self/mountinfo")
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
+_NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+
+
+@dataclass(frozen=True)
+class LocalStore(Store):
+    """A folder of a file system that all ranks share. See [Note: old or new, never both].
+
+    Args:
+        path: from the root and without links.
+    """
+
+    path: Path
+
+    is_shared = True
+    streams = 1
+
+    @classmethod
+    def at(cls, place: Path) -> LocalStore:
+        """The store of a path as a user wrote it. StorageError: as ``paths.resolved``."""
+        return cls(paths.resolved(place))
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
+
+    @property
+    def local_folder(self) -> Path:
+        return self.path
+
+    def list_files(self) -> dict[str, int]:
+        if not self.path.is_dir():
+            return {}
+        names = [name for name in _files(self.path) if not name.endswith("/")]
+        return {name: (self.path / name).stat().st_size for name in names}
+
+    def read(self, name: str, start: int = 0, stop: int | None = None) -> bytes:
+        check_regular(self.path / name)
+        with (self.path / name).open("rb") as file:
+            file.seek(start)
+            return file.read() if stop is None else file.read(max(0, stop - start))
+
+    def marks(self) -> Mapping[str, object]:
+        return {name: (self.path / name).stat().st_mtime_ns for name in self.list_files()}
+
+    def begin(
+        self, save_id: str, nbytes: int, if_exists: str = "replace", owns_file: Callable[[str], bool] | None = None
+    ) -> Save:
+        owns = owns_file or is_checkpoint_file
+        check_target(self.path, if_exists, owns)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        check_space(self.path.parent, nbytes)
+        staging = stage(self.path, save_id)
+        return Save(save_id=save_id, target=self.name, staging=str(staging), if_exists=if_exists, owns_file=owns)
+
+    def join(self, save: Save) -> None:
+        # The name holds a number that was drawn for this save, so that seeing it proves a shared file system.
+        if not Path(save.staging).is_dir():
+            raise StorageError(
+                f"{save.staging} was made by the first rank and is not visible here; a checkpoint needs one file "
+                "system that all ranks share. Save to a path on one, or save one folder per rank with group=None",
+                errno.ENOENT,
+            )
+
+    def write_part(self, save: Save, part: Part) -> FileDigest:
+        folder = Path(save.staging)
+        with self.told(save, part.nbytes), FrameFile(folder, part.name, part.nbytes, part.threads, part.moved) as file:
+            part.fill(file)
+            return file.finish()
+
+    def take_over(self, other: Save, save: Save, name: str) -> None:
+        try:
+            (Path(other.staging) / name).rename(Path(save.staging) / name)
+        except FileNotFoundError as error:
+            raise overtaken(self.path) from error
+
+    def prepare(self, save: Save, parts: Mapping[str, FileDigest]) -> None:
+        with self.told(save, 0):
+            for name, digest in parts.items():
+                path = Path(save.staging) / name
+                if path.stat().st_size != digest.size:
+                    raise CheckpointError(f"{path} is not the file that its rank wrote; it wrote {digest.size} bytes")
+
+    def write(self, save: Save, name: str, data: Content) -> FileDigest:
+        with self.told(save, len(data) if isinstance(data, bytes) else 0):
+            return write_file(Path(save.staging), name, data, False)
+
+    def commit(
+        self,
+        save: Save,
+        pointer: bytes,
+        for_torch: Content | None = None,
+        files: Mapping[str, FileDigest] | None = None,
+    ) -> None:
+        self.write(save, POINTER, pointer)
+        self.publish(save, [name for name in os.listdir(save.staging) if not name.endswith(".distcp")])
+
+    def publish(self, save: Save, unsynced: Collection[str] = ()) -> None:
+        """Move the staging folder into place, ``metadata.json`` included, when the files ``unsynced`` are on disk."""
+        with self.told(save, 0):
+            # Again: data took a while to write, and nothing foreign may go.
+            check_target(self.path, save.if_exists, save.owns_file)
+            commit(Path(save.staging), self.path, save.save_id, unsynced)
+
+    def abandon(self, save: Save) -> None:
+        discard(Path(save.staging))
+
+    def holds(self, save_id: str) -> bool:
+        try:
+            return decode(self.path / FILE_NAME, read_small(self.path / FILE_NAME)).save_id == save_id
+        except (OSError, CheckpointError):
+            return False
+
+    def delete(self, name: str) -> None:
+        (self.path / name).unlink(missing_ok=True)
+
+    @contextmanager
+    def told(self, save: Save, nbytes: int) -> Iterator[None]:
+        """Errors of a full disk and of another save's commit, told as such; ``nbytes`` are what this rank needs."""
+        staging = Path(save.staging)
+        try:
+            with full_disk_told(self.path.parent, nbytes):
+                yield
+        except (OSError, StorageError) as error:
+            is_gone = error.errno == errno.ENOENT and not staging.exists()
+            # Of the last rename, if the system says so.
+            if is_gone or (isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)):
+                raise overtaken(self.path) from error
+            raise
+
+
+def write_file(folder: Path, name: str, data: Content, is_synced: bool = True) -> FileDigest:
+    """Write a file besides the parts, whole or piece by piece, and put it on disk unless ``commit`` does that."""
+    hasher = BlockHasher()
+    with (folder / name).open("xb") as file:
+        for piece in pieces_of(data):
+            file.write(piece)
+            hasher.update(piece)
+        file.flush()
+        if is_synced:
+            os.fsync(file.fileno())
+    return hasher.finish()
+
+
+def read_small(path: Path) -> bytes:
+    """The content of a file that is read whole. UnsafeError: as ``check_regular``."""
+    check_regular(path)
+    return path.read_bytes()
+
+
+def check_regular(path: Path) -> None:
+    """UnsafeError for a pipe or a device, which would give bytes for ever or never any."""
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):  # of a folder the system says itself what is wrong
+        raise UnsafeError(f"{path} is {stat.filemode(mode)[0]!r} and no file; nothing of it was read")
+
+
+def walk(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """The folder and all below, in order, with the names of their files.
+
+    Raises:
+        OSError: one may not be looked into, which is not taken for a folder without files.
+    """
+
+    def refused(error: OSError) -> None:
+        raise error
+
+    for place, folders, names in os.walk(folder, onerror=refused):
+        folders.sort()
+        yield Path(place), sorted(names)
+
+
+def below(folder: Path) -> Iterator[Path]:
+    """All files of ``walk``."""
+    return (at / name for at, names in walk(folder) for name in names)
+
+
+def check_target(target: Path, if_exists: str, owns_file: Callable[[str], bool]) -> None:
+    """Refuse a target that this save must not touch; see ``commit`` for what is left.
+
+    ``owns_file`` says of a relative path whether another format's checkpoint may hold it.
+    """
+    if target.exists() and not target.is_dir():
+        raise StorageError(f"{target} is a file; a checkpoint is a folder", errno.ENOTDIR)
+    if target.exists() and is_mount_point(target):
+        raise StorageError(
+            f"{target} is a mount point, which no other folder can replace; nothing was written. Save into a folder "
+            f"in it, such as {target / 'checkpoint'}",
+            errno.EBUSY,
+        )
+    names = sorted(_files(target)) if target.exists() else []
+    check_names(target, names, if_exists, owns_file, partial(_head, target))
+
+
+def _head(folder: Path, name: str, most: int) -> bytes:
+    """The first bytes of a file; none of what is no file."""
+    path = folder / name
+    if not path.is_file():
+        return b""
+    with path.open("rb") as file:
+        return file.read(most)
+
+
+def _files(folder: Path) -> Iterator[str]:
+    """Relative paths of all files below, and of what is no file, such as an empty folder, with a ``/`` behind."""
+    for path in folder.iterdir():
+        if path.is_file() and not path.is_symlink():
+            yield path.name
+        elif path.is_dir() and not path.is_symlink() and any(path.iterdir()):
+            yield from (f"{path.name}/{name}" for name in _files(path))
+        else:
+            yield f"{path.name}/"
+
+
+@contextmanager
+def full_disk_told(folder: Path, needed_bytes: int) -> Iterator[None]:
+    """A disk that fills inside becomes a StorageError with this rank's bytes and the free ones."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # disk, quota, limit on a file's size
+            raise
+        raise StorageError(
+            f"{errno.errorcode[error.errno]}: {error.strerror}: this rank needs {needed_bytes} bytes, "
+            f"{shutil.disk_usage(folder).free} are free now in {folder}; an older checkpoint is whole",
+            error.errno,
+        ) from error
+
+
+def check_space(folder: Path, needed_bytes: int) -> None:
+    """StorageError if the file system has less free than the plan needs."""
+    free_bytes = shutil.disk_usage(folder).free
+    if needed_bytes > free_bytes:
+        raise StorageError(
+            f"ENOSPC: the checkpoint needs {needed_bytes} bytes, {free_bytes} are free in {folder}; "
+            "nothing was written",
+            errno.ENOSPC,
+        )
+
+
+def stage(target: Path, save_id: str) -> Path:
+    """Make the empty staging folder of a save, beside the target; what is written into it inherits as there.
+
+    Raises:
+        StorageError: the target is the working folder of this process, which would be left without one.
+    """
+    if target.exists() and os.path.samefile(target, os.curdir):
+        raise StorageError(
+            f"{target} is the working folder of this process, and a save puts another folder in its place; nothing "
+            f"was written. Save into a folder in it, such as {target / 'checkpoint'}",
+            errno.EBUSY,
+        )
+    staging = target.with_name(f".{target.name}.tmp-{save_id}") / INNER
+    try:
+        staging.mkdir(parents=True)
+    except PermissionError as error:
+        raise StorageError(
+            f"{target.parent} may not be written to by this user; a save is written beside its place, {target}, and "
+            f"moved there. Save into a folder whose parent may be written to, such as {target / 'checkpoint'}",
+            error.errno,
+        ) from error
+    if target.exists():
+        copy_attributes(target, staging, writable=True)
+    return staging
+
+
+def commit(staging: Path, target: Path, save_id: str, unsynced: Collection[str] = ()) -> None:
+    """Move a complete staging folder into place, replacing what is there. See [Note: old or new, never both].
+
+    Args:
+        unsynced: files and folders in it that are put on disk before, with it and all at once: of a disk that takes
+            long for each that is one wait, and no less is on disk when the folder moves.
+    """
+    if target.exists():
+        copy_attributes(target, staging)
+    with Pool(min(len(unsynced), 64) or 1) as pool:
+        synced = [pool.submit(_sync, staging / name, os.O_RDONLY) for name in unsynced]
+        sync_folder(staging)
+        for file in synced:
+            file.result()
+    old: Path | None = None
+    if not target.exists() or not any(target.iterdir()):
+        staging.rename(target)
+    elif exchange(staging, target):
+        old = staging
+    else:
+        # Between these two renames the target is missing: opening it then falls back to a sibling.
+        old = target.with_name(f".{target.name}.old-{save_id}")
+        target.rename(old)
+        try:
+            staging.rename(target)
+        except OSError:
+            old.rename(target)
+            raise
+    sync_folder(target.parent)
+    if old is not None:
+        with suppress(OSError):
+            old.chmod(0o700)  # of a folder that is read-only nothing can be removed
+        shutil.rmtree(old, ignore_errors=True)
+    jobs = [path for path in siblings(target, "job") if not (path.name.endswith(save_id) or is_held(path / "alive-0"))]
+    for leftover in (*siblings(target, "tmp"), *siblings(target, "old"), *jobs):
+        discard(leftover)
+
+
+def is_held(lock: Path) -> bool:
+    """Whether another process holds the lock file of a rank of a background save, as far as this host can tell."""
+    try:
+        with lock.open("rb") as file:
+            return is_locked(file.fileno())
+    except OSError:
+        return False
+
+
+def is_locked(handle: int) -> bool:
+    """Whether another process holds the lock of a file that is open for reading, as far as this host can tell."""
+    try:
+        fcntl.lockf(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        return error.errno == errno.EACCES  # what some systems say of a lock that is held
+    return False
+
+
+def copy_attributes(source: Path, target: Path, *, writable: bool = False) -> None:
+    """Give ``target`` owner, group, mode and extended attributes (access lists are such) of folder ``source``.
+
+    See [Note: what stays of a folder]. What the system does not let this process set stays as it is: the owner unless
+    it is root, the group unless it is a member, attributes of other name spaces than ``user`` and access lists.
+
+    Args:
+        writable: with all rights for the owner besides.
+    """
+    status = source.stat()
+    if (status.st_uid, status.st_gid) != (target.stat().st_uid, target.stat().st_gid):
+        with suppress(OSError):
+            os.chown(target, -1, status.st_gid)
+        with suppress(OSError):
+            os.chown(target, status.st_uid, -1)
+    with suppress(OSError):  # a file system without them
+        for name in set(os.listxattr(target)) - set(os.listxattr(source)):
+            os.removexattr(target, name)
+    with suppress(OSError):
+        shutil.copystat(source, target)
+    os.utime(target)  # which is newer than its source
+    os.chmod(target, stat.S_IMODE(status.st_mode) | (stat.S_IRWXU if writable else 0))
+
+
+def is_mount_point(folder: Path) -> bool:
+    """Whether something is mounted on a folder, also a folder of the same file system (bind mount)."""
+    if os.path.ismount(folder):
+        return True
+    try:
+        lines = _MOUNTS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    points = (line.split(" ")[4] for line in lines if line.count(" ") > 4)
+    return str(folder) in {re.sub(r"\\([0-7]{3})", lambda m: chr(int(m.group(1), 8)), point) for point in points}
+
+
+def exchange(a: Path, b: Path) -> bool:
+    """Swap two folders in one step; False if this system cannot (older NFS, Lustre)."""
+    renameat2 = libc("renameat2")
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in _NO_EXCHANGE:
+        return False
+    raise OSError(code, os.strerror(code), str(a))
+
+
+def siblings(target: Path, kind: str) -> list[Path]:
+    """Hidden siblings ``.<name>.<kind>-<save id>`` of a target, newest first: no other name is one of ours.
+
+    What ``discard`` has moved aside has an end of its own, and so have the scratch folders of conversions.
+    """
+    pattern = re.compile(re.escape(f".{target.name}.{kind}-") + ENDS)
+    if not target.parent.is_dir():
+        return []
+    found = [path for path in target.parent.iterdir() if pattern.fullmatch(path.name)]
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Put a folder's entries on disk."""
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    handle = os.open(path, flags)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def discard(staging: Path) -> None:
+    """Remove a staging folder, given as ``stage`` gives it or as ``siblings`` does, as far as that goes.
+
+    Renamed aside first: another thread or process that is about to move it into place then finds
+    it gone, and can never commit a folder of which half is deleted.
+    """
+    staging = staging.parent if staging.name == INNER else staging
+    aside = staging.with_name(f"{staging.name}-gone")
+    try:
+        staging.rename(aside)
+    except FileNotFoundError:
+        return
+    except OSError:
+        aside = staging
+    shutil.rmtree(aside, ignore_errors=True)

@@ -8,9 +8,10 @@
 
 The words are those of megatron-core's ``dist_checkpointing``; its guide's code runs with only the
 import line changed. How it works, room by room in the order of the data, each importing only those before it:
-geometry, state, files, plans, stores, ranks, strategies/base.py, road, background; then the doors: serialization.py,
-strategies, retention.py, optimizers.py, doors and dcp.py, tools, and modules under megatron-core's names (mapping,
-validation, core, utils, dict_utils, exchange_utils, optimizer).
+geometry, state, formats, plans, storage, checkpoint, mirror, collectives, strategies/base.py, save_load, background;
+then what callers use: serialization.py, strategies, stores.py, retention.py, optimizers.py, dcp.py over torch_dcp,
+tools, and modules under megatron-core's names (mapping, validation, core, utils, dict_utils, exchange_utils,
+optimizer).
 
 What a plain save or load of a folder does not need is imported when it is first asked for.
 """
@@ -81,7 +82,7 @@ __all__ = [
 ]
 
 _WHERE = dict.fromkeys(["AsyncSave", "async_save"], "background.saver") | {"remove_sharded_tensors": "tools.conversion"}
-_MODULES = frozenset(["background", "dict_utils", "optimizer", "optimizers", "retention", "tools"])
+_MODULES = frozenset(["background", "dict_utils", "optimizer", "optimizers", "retention", "stores", "tools"])
 
 
 def __getattr__(name: str) -> Any:

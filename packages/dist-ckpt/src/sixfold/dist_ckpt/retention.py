@@ -44,8 +44,9 @@ from sixfold.dist_ckpt.formats.crc import crc32
 from sixfold.dist_ckpt.mirror import local_view as view
 from sixfold.dist_ckpt.storage import by_pointer, paths
 from sixfold.dist_ckpt.storage import local as storage
+from sixfold.dist_ckpt.storage.by_pointer import ByPointer
 from sixfold.dist_ckpt.storage.store import is_checkpoint_file
-from sixfold.dist_ckpt.stores import ByPointer, UrlStore
+from sixfold.dist_ckpt.storage.url import UrlStore
 
 # ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it. ``.gone-`` is what a
 # prune has moved aside, ``.tmp-`` and ``.job-`` are a save that goes on, or has died. Trainers that take what holds

@@ -28,7 +28,8 @@ from sixfold.dist_ckpt.save_load import user_strategies as foreign
 from sixfold.dist_ckpt.save_load.request import LoadRequest, SaveRequest, read_config
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.stores import Store, store_at
+from sixfold.dist_ckpt.storage.store import Store
+from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import StrategyAction, register

@@ -1,16 +1,13 @@
-"""Where bytes lie: stores (a folder, a URL, memory, one of a user's own), opened checkpoints; commit in one step.
+"""Stores, for callers: the place of one checkpoint's bytes (a folder, a URL, memory, one of a user's own).
 
-place --> store_at (this file) --> Store (store.py): local.py, url.py, memory.py
+place --> store_at --> Store; they lie in storage/, and ``ByPointer`` is what a store of one's own derives from
 """
 
-from typing import Any
-
-from sixfold.dist_ckpt.errors import CheckpointError
-from sixfold.dist_ckpt.storage import paths
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
 from sixfold.dist_ckpt.storage.local import LocalStore
 from sixfold.dist_ckpt.storage.memory import MemoryStore
 from sixfold.dist_ckpt.storage.store import Part, Save, Store
+from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.storage.stream import PartFile, Sink
 from sixfold.dist_ckpt.storage.url import UrlStore
 
@@ -26,21 +23,3 @@ __all__ = [
     "UrlStore",
     "store_at",
 ]
-
-
-def store_at(place: Any, timeout_s: float | None = None) -> Store:
-    """The store of a checkpoint.
-
-    Args:
-        place: a str, a Path, or a Store, which is returned as it is.
-        timeout_s: how long a store behind a URL is asked again after an error that passes; None: 10 s.
-    Raises:
-        CheckpointError: none of these, or a form of [Note: what is no place] (paths.py).
-        StorageError: a path whose links lead in a circle.
-    """
-    if isinstance(place, type) and issubclass(place, ByPointer | LocalStore):
-        raise CheckpointError(f"checkpoint_dir is the class {place.__name__}; make a store of it")
-    if isinstance(place, Store):
-        return place
-    found = paths.located(place)
-    return UrlStore(found, timeout_s) if isinstance(found, str) else LocalStore.at(found)

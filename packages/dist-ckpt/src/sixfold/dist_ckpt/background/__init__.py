@@ -2,6 +2,8 @@
 
 saver.py: agree, copy into arena.py --> Job --> _worker.py --> files
 trainer and worker: worker_process.py; worker and worker: coordination.py
+
+From outside: arena, coordination, save_status, saver.
 """
 
 from sixfold.dist_ckpt.background.saver import AsyncSave, AsyncSaver, async_save

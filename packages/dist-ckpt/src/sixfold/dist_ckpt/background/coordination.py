@@ -43,8 +43,8 @@ from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.save_load import saving
 from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.storage.by_pointer import ByPointer
 from sixfold.dist_ckpt.storage.store import overtaken
-from sixfold.dist_ckpt.stores import ByPointer
 
 COMMIT, GIVE_UP = "commit", "give-up"  # verdicts; behind the second stands which rank made it
 OUTCOME_NAME = "outcome"

@@ -50,10 +50,9 @@ from sixfold.dist_ckpt.save_load import saving
 from sixfold.dist_ckpt.save_load import writer as transfer
 from sixfold.dist_ckpt.save_load.request import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
-from sixfold.dist_ckpt.storage.by_pointer import ChildStore
+from sixfold.dist_ckpt.storage.by_pointer import ByPointer, ChildStore
 from sixfold.dist_ckpt.storage.range_reads import begun as in_thread
 from sixfold.dist_ckpt.storage.store import Store
-from sixfold.dist_ckpt.stores import ByPointer
 
 __all__ = ["AsyncSave", "AsyncSaver", "async_save"]
 

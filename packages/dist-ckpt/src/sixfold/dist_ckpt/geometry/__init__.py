@@ -1,1 +1,4 @@
-"""Boxes and where they are stored: integers and names, no tensor, no file, no rank."""
+"""Boxes and where they are stored: integers and names, no tensor, no file, no rank.
+
+From outside: box, integers, manifest.
+"""

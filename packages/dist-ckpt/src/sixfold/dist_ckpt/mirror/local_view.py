@@ -14,7 +14,7 @@ from pathlib import Path
 from sixfold.dist_ckpt.checkpoint import opening as folder
 from sixfold.dist_ckpt.storage import paths
 from sixfold.dist_ckpt.storage.store import Store
-from sixfold.dist_ckpt.stores import store_at
+from sixfold.dist_ckpt.storage.store_at import store_at
 
 
 @contextmanager

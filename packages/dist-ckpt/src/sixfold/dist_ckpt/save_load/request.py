@@ -21,7 +21,7 @@ from sixfold.dist_ckpt.plans.validation import StrictHandling
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.storage.local import read_small
 from sixfold.dist_ckpt.storage.store import POINTER, Store
-from sixfold.dist_ckpt.stores import store_at
+from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.strategies import base
 
 

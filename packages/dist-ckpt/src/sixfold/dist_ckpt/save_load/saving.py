@@ -44,8 +44,8 @@ from sixfold.dist_ckpt.state.records import (
     is_main_replica,
 )
 from sixfold.dist_ckpt.state.tensor_memory import check_readable, has_values
+from sixfold.dist_ckpt.storage.local import LocalStore
 from sixfold.dist_ckpt.storage.store import Content, Save, complete, pieces_of, write_small
-from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
 
 _KEPT_CHUNKS = 1 << 16  # of the last save

@@ -33,8 +33,8 @@ from sixfold.dist_ckpt.save_load.saving import Agreed, agree_on
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.storage import local as storage
+from sixfold.dist_ckpt.storage.local import LocalStore
 from sixfold.dist_ckpt.storage.store import POINTER, Store
-from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.strategies import base
 
 Result = TypeVar("Result")

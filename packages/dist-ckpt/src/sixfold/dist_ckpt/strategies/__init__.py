@@ -5,6 +5,8 @@ A strategy is for a new format, in local folders. For a new place of the format 
 
 ``strategies.torch`` the recommended format, ``strategies.fully_parallel`` wrappers that share the work of
 replicas, ``strategies.zarr`` the deprecated format, ``strategies.base`` the abstract classes.
+
+From outside: async_utils, base, checkpointable, common, fully_parallel, torch, zarr.
 """
 
 from sixfold.dist_ckpt.strategies.base import (

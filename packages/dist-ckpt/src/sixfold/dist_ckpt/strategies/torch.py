@@ -22,7 +22,7 @@ from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.storage import paths
 from sixfold.dist_ckpt.storage.store import is_checkpoint_file
-from sixfold.dist_ckpt.stores import store_at
+from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import LoadEngine, SaveEngine

@@ -25,7 +25,7 @@ from sixfold.dist_ckpt.state.dcp_names import PlainObject
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
 from sixfold.dist_ckpt.storage import paths
 from sixfold.dist_ckpt.storage.by_pointer import folders
-from sixfold.dist_ckpt.stores import Store
+from sixfold.dist_ckpt.storage.store import Store
 from sixfold.dist_ckpt.tools import conversion
 from sixfold.dist_ckpt.tools import damage_check as probe
 from sixfold.dist_ckpt.tools import stored_values as values

@@ -38,7 +38,9 @@ from sixfold.dist_ckpt.state.dcp_names import PlainObject
 from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.storage import local as storage
 from sixfold.dist_ckpt.storage import paths
-from sixfold.dist_ckpt.stores import LocalStore, Store, store_at
+from sixfold.dist_ckpt.storage.local import LocalStore
+from sixfold.dist_ckpt.storage.store import Store
+from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.strategies.base import owns_file
 from sixfold.dist_ckpt.tools import damage_check as probe
 from sixfold.dist_ckpt.tools import stored_values as values

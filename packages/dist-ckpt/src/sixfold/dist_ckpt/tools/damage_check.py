@@ -23,8 +23,8 @@ from sixfold.dist_ckpt.mirror.local_view import viewed
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.save_load.request import read_config
 from sixfold.dist_ckpt.storage import local as storage
-from sixfold.dist_ckpt.storage.store import FOLDER, POINTER, is_checkpoint_file
-from sixfold.dist_ckpt.stores import Store, store_at
+from sixfold.dist_ckpt.storage.store import FOLDER, POINTER, Store, is_checkpoint_file
+from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.tools import stored_values as values
 
 Problem = dict[str, Any]

@@ -1,1 +1,4 @@
-"""Doors: ways into this engine by the interfaces of other libraries."""
+"""torch DCP's StorageWriter and StorageReader over this package, for ``torch.distributed.checkpoint``.
+
+From outside: duplicate_names, reader, writer.
+"""

@@ -50,7 +50,8 @@ from sixfold.dist_ckpt.save_load.host_view import Seen, Shares, block_bytes
 from sixfold.dist_ckpt.state.in_place import fresh_like, raise_versions, same_bits, two_values
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import check_writable
-from sixfold.dist_ckpt.stores import Store, store_at
+from sixfold.dist_ckpt.storage.store import Store
+from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.torch_dcp import metadata as dcp_metadata
 from sixfold.dist_ckpt.torch_dcp.writer import Place, is_place
 

@@ -48,10 +48,10 @@ from sixfold.dist_ckpt.save_load.request import check_if_exists
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import check_readable
 from sixfold.dist_ckpt.storage import paths
-from sixfold.dist_ckpt.storage.store import Content, Part, Save, complete, part_name
+from sixfold.dist_ckpt.storage.store import Content, Part, Save, Store, complete, part_name
+from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.storage.stream import PartFile
 from sixfold.dist_ckpt.storage.url import is_known
-from sixfold.dist_ckpt.stores import Store, store_at
 from sixfold.dist_ckpt.torch_dcp import metadata as dcp_metadata
 
 Place = str | os.PathLike[str] | Store

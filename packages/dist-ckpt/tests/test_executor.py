@@ -65,7 +65,7 @@ def not_once(ranks, shape):
 def test_a_load_pauses_the_garbage_collector_over_its_own_work_alone(tmp_path, monkeypatch):
     waiting, planning = [], []
 
-    def apart(self, work, decide, plain=Exchange.apart):
+    def reduce_scatter(self, work, decide, plain=Exchange.reduce_scatter):
         waiting.append(gc.isenabled())
         return plain(self, work, decide)
 
@@ -74,7 +74,7 @@ def test_a_load_pauses_the_garbage_collector_over_its_own_work_alone(tmp_path, m
         return plain(*arguments)
 
     dist_ckpt.save({"w": one("w", torch.ones(5))}, tmp_path / "c", group=None)
-    monkeypatch.setattr(Exchange, "apart", apart)
+    monkeypatch.setattr(Exchange, "reduce_scatter", reduce_scatter)
     monkeypatch.setattr(loading, "tabulate", noted)
     dist_ckpt.load({"w": one("w", torch.zeros(5))}, tmp_path / "c", group=None)
     assert gc.isenabled()
@@ -84,7 +84,7 @@ def test_a_load_pauses_the_garbage_collector_over_its_own_work_alone(tmp_path, m
 def test_the_table_of_a_rank_travels_once(tmp_path, monkeypatch):
     seen = []
 
-    def apart(self, work, decide, plain=Exchange.apart):
+    def reduce_scatter(self, work, decide, plain=Exchange.reduce_scatter):
         def told():
             mine, message = work()
             table = getattr(message, "table", None)
@@ -93,7 +93,7 @@ def test_the_table_of_a_rank_travels_once(tmp_path, monkeypatch):
 
         return plain(self, told, decide)
 
-    monkeypatch.setattr(Exchange, "apart", apart)
+    monkeypatch.setattr(Exchange, "reduce_scatter", reduce_scatter)
     strategy = TorchDistSaveShardedStrategy()
     for value in (1.0, 2.0):
         dist_ckpt.save({"w": one("w", torch.full((5,), value))}, tmp_path / "c", strategy, group=None)

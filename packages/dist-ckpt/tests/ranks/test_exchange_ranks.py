@@ -42,7 +42,7 @@ def shard(rank, ranks):
 def speak(rank, ranks, folder):
     """What is decided, what an error becomes, and whom this rank has sent something to."""
     exchange.STAR_RANKS = 2
-    together, sent, plain = Exchange("world", 20), [], dist.isend
+    everyone, sent, plain = Exchange("world", 20), [], dist.isend
 
     def counted(tensor, **options):
         sent.append((options["group_dst"], tensor.numel() * tensor.element_size()))
@@ -51,12 +51,12 @@ def speak(rank, ranks, folder):
     dist.isend = counted
     rows = memoryview(bytearray([rank]) * 5000)
     report = Encoded(b"names" * 1000, 1, bytes(rows))
-    _, seen = together.together(
+    _, seen = everyone.all_reduce(
         lambda: (None, (rank, report)),
         lambda found: [(number, bytes(one.rows) == bytes([number]) * 5000, one.names) for number, one in found],
     )
     told, sent[:] = list(sent), []
-    own = together.apart(lambda: (None, rank), lambda found: ("all", [bytes([n]) * 5000 for n in found]))
+    own = everyone.reduce_scatter(lambda: (None, rank), lambda found: ("all", [bytes([n]) * 5000 for n in found]))
     parts, sent[:] = (own[1], own[2], sum(nbytes for peer, nbytes in sent if peer > rank)), []
 
     def fail():
@@ -64,7 +64,7 @@ def speak(rank, ranks, folder):
             raise ValueError("my own bug")
         return None, None
 
-    error = caught(lambda: together.together(fail, lambda _: None))
+    error = caught(lambda: everyone.all_reduce(fail, lambda _: None))
     dist.isend = plain
     dist_ckpt.save({"w": shard(rank, ranks)}, folder / "c")
     loaded = dist_ckpt.load({"w": shard(rank, ranks)}, folder / "c")
@@ -91,15 +91,15 @@ def test_reports_come_in_rank_order_through_a_tree_and_errors_are_the_same_every
 
 def lose_one(rank, ranks, dies):
     exchange.STAR_RANKS = 2
-    together = Exchange("world", 20 if dies else 0.8)
-    together.together(lambda: (None, None), lambda _: None)
+    everyone = Exchange("world", 20 if dies else 0.8)
+    everyone.all_reduce(lambda: (None, None), lambda _: None)
     if rank == 4:
         if dies:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(2.5)
         return None
     start = time.monotonic()
-    found = caught(lambda: together.together(lambda: (None, None), lambda _: None))
+    found = caught(lambda: everyone.all_reduce(lambda: (None, None), lambda _: None))
     return found, time.monotonic() - start
 
 
@@ -224,7 +224,7 @@ def objects_of_a_class_of_ones_own(rank, ranks, folder):
 
     dist_ckpt.save({"o": Mine(rank)}, folder, timeout_s=20.0)
     with pytest.raises(CheckpointError, match="local object"):
-        Exchange("world", 20.0).together(lambda: (None, Mine if rank else None), lambda _: None)
+        Exchange("world", 20.0).all_reduce(lambda: (None, Mine if rank else None), lambda _: None)
     return dist_ckpt.load({"o": Mine(None)}, folder, timeout_s=20.0)["o"]
 
 
@@ -235,16 +235,16 @@ def test_objects_of_a_class_that_no_pickle_knows_are_saved_and_what_cannot_trave
 def send_what_only_this_rank_knows(rank, ranks, sender, star):
     """An object of a module that one rank alone has: in a report, in a decision, in a rank's own part of one."""
     exchange.STAR_RANKS = star
-    together, sent = Exchange("world", 20), rank
+    everyone, sent = Exchange("world", 20), rank
     if rank == sender:
         sys.modules["only_here"] = module = types.ModuleType("only_here")
         module.Odd = type("Odd", (), {"__module__": "only_here"})
         sent = module.Odd()
     start = time.monotonic()
-    report = caught(lambda: together.together(lambda: (None, sent), lambda _: None))
-    decision = caught(lambda: together.together(lambda: (None, None), lambda _: sent if sender == 0 else None)[1])
-    part = caught(lambda: together.apart(lambda: (None, None), lambda _: (None, [sent] * ranks))[2])
-    after = together.together(lambda: (None, rank), sum)[1]
+    report = caught(lambda: everyone.all_reduce(lambda: (None, sent), lambda _: None))
+    decision = caught(lambda: everyone.all_reduce(lambda: (None, None), lambda _: sent if sender == 0 else None)[1])
+    part = caught(lambda: everyone.reduce_scatter(lambda: (None, None), lambda _: (None, [sent] * ranks))[2])
+    after = everyone.all_reduce(lambda: (None, rank), sum)[1]
     known = [found if isinstance(found, tuple) else type(found).__name__ for found in (decision, part)]
     return report, known, after, time.monotonic() - start
 

@@ -18,7 +18,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint, opens
-from sixfold.dist_ckpt.collectives.exchange import Group, told_to_all
+from sixfold.dist_ckpt.collectives.exchange import Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.mirror.local_view import viewed
 from sixfold.dist_ckpt.plans.validation import StrictHandling, parse_strict
@@ -163,7 +163,7 @@ def load(
         MismatchError, ShardingError, CorruptError, UnsafeError, StorageError, LostPeerError: see
             errors.py; raised on every rank, and before the result is returned.
     """
-    with told_to_all(group, timeout_s):
+    with errors_to_all(group, timeout_s):
         # Who waits for this rank does so for timeout_s: a store that fails is told of before.
         store = store_at(checkpoint_dir, timeout_s / 2)
         sharded, common = _strategies(store.local_folder, sharded_strategy, common_strategy)

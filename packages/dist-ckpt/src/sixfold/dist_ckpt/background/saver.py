@@ -43,7 +43,7 @@ from sixfold.dist_ckpt.background.coordination import Job
 from sixfold.dist_ckpt.background.handle import AsyncSave
 from sixfold.dist_ckpt.background.save_status import Sign, State
 from sixfold.dist_ckpt.background.worker_process import Worker
-from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, told_to_all
+from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.save_load import saving
@@ -119,7 +119,7 @@ class AsyncSaver:
     def _begun(self, request: SaveRequest) -> AsyncSave:
         start = time.monotonic()
         with self._in_turn(), ExitStack() as undo:
-            with told_to_all(request.group, request.timeout_s):
+            with errors_to_all(request.group, request.timeout_s):
                 if self._is_closed:
                     raise CheckpointError("this AsyncSaver is closed; make a new one")
                 _check_is_possible(request)
@@ -225,13 +225,13 @@ class AsyncSaver:
             store.join(ticket.save)
             return mine or sign(), job.rank == 0 or control.board_of(job).life(0).state is State.LIVES
 
-        (content, places, mine), (key, begun) = exchange.together(copy, lambda tickets: (job.key, tickets[0]))
+        (content, places, mine), (key, begun) = exchange.all_reduce(copy, lambda tickets: (job.key, tickets[0]))
         job = replace(job, content=content, places=places, key=key, ticket=begun)
         if job.ranks == 1:
             return job, None
         if not is_local:
             return job, sign()  # its first beat makes it
-        mine, locks_work = exchange.together(meet, all)
+        mine, locks_work = exchange.all_reduce(meet, all)
         return replace(job, locks_work=locks_work), mine
 
     def _copy(self, content: transfer.RankContent) -> tuple[transfer.RankContent, dict[int, Place]]:

@@ -168,7 +168,7 @@ def check(exchange: Exchange, found: Found, within: Inner) -> None:
     Raises:
         ShardingError: values differ; see [Note: what may differ]. On every rank.
     """
-    _, (differing, first) = exchange.together(lambda: (None, (found, within)), _differing)
+    _, (differing, first) = exchange.all_reduce(lambda: (None, (found, within)), _differing)
     if not differing:
         return
     if exchange.rank == 0:

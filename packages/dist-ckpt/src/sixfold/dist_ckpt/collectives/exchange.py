@@ -1,6 +1,6 @@
 """Control exchange: small messages and errors between the ranks of a group, with a deadline.
 
-    each rank's report --> together, apart (this file) --> one decision on every rank, or one error on every rank
+    each rank's report --> all_reduce, reduce_scatter (this file) --> one decision on every rank, or one error on every rank
 
 Reports go to the first rank of the group, its decision goes back, each rank's own part of it to that rank. Point to
 point, so that a wait that fails names the peer. It runs on CPU
@@ -72,7 +72,7 @@ class Exchange:
         self.rank = 0 if self.channel is None else dist.get_rank(self.channel)
         self.ranks = 1 if self.channel is None else dist.get_world_size(self.channel)
 
-    def together(
+    def all_reduce(
         self, work: Callable[[], tuple[Mine, Message]], decide: Callable[[list[Message]], Decision]
     ) -> tuple[Mine, Decision]:
         """Run ``work`` on every rank and ``decide`` on the first, with the messages of all in rank order.
@@ -83,15 +83,15 @@ class Exchange:
             CheckpointError: raised by ``work`` on any rank (the lowest wins) or by ``decide``: the
                 same type and text on all ranks. LostPeerError if a rank is dead or late.
         """
-        mine, decision, _ = self.apart(work, lambda messages: (decide(messages), ()))
+        mine, decision, _ = self.reduce_scatter(work, lambda messages: (decide(messages), ()))
         return mine, decision
 
-    def apart(
+    def reduce_scatter(
         self,
         work: Callable[[], tuple[Mine, Message]],
         decide: Callable[[list[Message]], tuple[Decision, Sequence[Any]]],
     ) -> tuple[Mine, Decision, Any]:
-        """``together``, where the decision comes with a part for each rank (or none): a rank gets its own alone."""
+        """``all_reduce``, where the decision comes with a part for each rank (or none): a rank gets its own alone."""
         if self.channel is None:
             mine, message = typed(work)
             decided, shares = typed(lambda: decide([message]))
@@ -118,16 +118,16 @@ class Exchange:
             raise decision.error from (own.error.__cause__ if own.error is not None else None)
         return kept[0], decision.value, _unpickled(parts[0], "rank 0") if parts else None
 
-    def hear(self) -> None:
-        """Raise what another rank tells by ``told_to_all``.
+    def raise_errors_of_others(self) -> None:
+        """Raise the error that another rank has met before this exchange, see ``errors_to_all``.
 
         For a call that makes its next exchange inside the ``work`` of another one: who tells takes part in one alone.
         """
-        self.everyone(lambda: None)
+        self.run_on_all(lambda: None)
 
-    def everyone(self, work: Callable[[], Mine]) -> Mine:
+    def run_on_all(self, work: Callable[[], Mine]) -> Mine:
         """Run ``work`` on every rank; an error on any of them is raised on all."""
-        return self.together(lambda: (work(), None), lambda _: None)[0]
+        return self.all_reduce(lambda: (work(), None), lambda _: None)[0]
 
     def _reported(self, above: int, heard: list[bytes]) -> tuple[Outcome, list[bytes]]:
         """Send what this rank and those below have to say; the decision, and the parts of this rank and of those."""
@@ -209,7 +209,7 @@ class Exchange:
 
 
 @contextmanager
-def told_to_all(group: Group, timeout_s: float) -> Iterator[None]:
+def errors_to_all(group: Group, timeout_s: float) -> Iterator[None]:
     """An error inside, before a call's first exchange, is raised by that exchange on every rank.
 
     One that is no CheckpointError, of a strategy of a user say, stays what it is on its own rank.
@@ -223,7 +223,7 @@ def told_to_all(group: Group, timeout_s: float) -> Iterator[None]:
             raise known
 
         try:
-            Exchange(group, timeout_s).everyone(tell)
+            Exchange(group, timeout_s).run_on_all(tell)
         except Exception:
             if isinstance(known, CheckpointError):
                 raise

@@ -194,7 +194,7 @@ def agree(
                 "strategy for it"
             )
         return records, memory["passages"]
-    (records, (wishes, _)), passages = within.together(tell, decide)
+    (records, (wishes, _)), passages = within.all_reduce(tell, decide)
     if memory is not None:
         memory.update(wishes=wishes, passages=passages)
     return records, passages

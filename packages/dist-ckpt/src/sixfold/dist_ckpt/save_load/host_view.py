@@ -151,13 +151,13 @@ def seen_at(store: Store, exchange: Exchange) -> Iterator[Seen]:
         hosts = tuple(tuple(rank for rank in everyone if found[rank] == host) for host in dict.fromkeys(found))
         return secrets.token_hex(8), hosts
 
-    _, (token, hosts) = exchange.together(here, by_host)
+    _, (token, hosts) = exchange.all_reduce(here, by_host)
     mates = next(ranks for ranks in hosts if exchange.rank in ranks)
     mirror = Mirror(store, token, exchange.rank, exchange.timeout_s)
     is_first = exchange.rank == mates[0]
     try:
-        exchange.everyone(mirror.create if is_first else lambda: None)
-        exchange.everyone(lambda: None if is_first else mirror.attach())
+        exchange.run_on_all(mirror.create if is_first else lambda: None)
+        exchange.run_on_all(lambda: None if is_first else mirror.attach())
         yield Seen(store, mirror.folder, mirror, hosts, exchange.rank)
     finally:
         mirror.close()

@@ -117,11 +117,11 @@ class Load:
         asked, exchange, mode = self.asked, self.exchange, self.asked.strict
         with seen_at(asked.store, exchange) as seen:
             if self.engine.parallel and seen.mirror is None:  # which has been an exchange
-                exchange.hear()
-            looked, decision, shares = exchange.apart(
+                exchange.raise_errors_of_others()
+            looked, decision, shares = exchange.reduce_scatter(
                 lambda: self._requested(seen), lambda reports: _agree(reports, asked, seen)
             )
-            values, casts = exchange.together(
+            values, casts = exchange.all_reduce(
                 lambda: self._read(looked, decision.threads, shares), lambda casts: _of_one_save(seen, casts)
             )
         if casts and asked.dtype_policy == "cast":
@@ -129,8 +129,8 @@ class Load:
         if exchange.rank == 0 and not mode.logs:
             _warn_of_stateful(looked, decision)
         if decision.has_stateful:  # they get their values when no rank has an error left to raise
-            result, found = exchange.everyone(lambda: _assembled(looked, values))
-            exchange.everyone(lambda: _hand_over(found))
+            result, found = exchange.run_on_all(lambda: _assembled(looked, values))
+            exchange.run_on_all(lambda: _hand_over(found))
         else:
             result, _ = _assembled(looked, values)
         in_place.fill_plain(asked.state, result, exchange.rank == 0)

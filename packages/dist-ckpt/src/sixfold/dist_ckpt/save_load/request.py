@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sixfold.dist_ckpt.collectives.exchange import Group, told_to_all
+from sixfold.dist_ckpt.collectives.exchange import Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.formats import metadata
 from sixfold.dist_ckpt.plans.plan import check_policy
@@ -55,7 +55,7 @@ class SaveRequest:
     engine: base.SaveEngine | None = field(init=False)
 
     def __post_init__(self) -> None:
-        with told_to_all(self.group, self.timeout_s):
+        with errors_to_all(self.group, self.timeout_s):
             check_if_exists(self.if_exists)
             if self.metadata not in ("torch", "compact"):
                 raise CheckpointError(

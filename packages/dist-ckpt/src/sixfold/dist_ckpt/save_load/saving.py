@@ -95,7 +95,7 @@ def save(request: SaveRequest) -> None:
     """``serialization.save`` by the built-in engine."""
     agreed = agree_on(request)
     with agreed.abandoned_on_error():
-        agreed.exchange.together(lambda: (None, agreed.write(request.check_finite, request.progress)), agreed.commit)
+        agreed.exchange.all_reduce(lambda: (None, agreed.write(request.check_finite, request.progress)), agreed.commit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,10 +195,10 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
 
     try:
         if engine.arrange is not None:  # by an exchange of its own
-            exchange.hear()
-        (content, report, parts), ticket = exchange.together(described, agree)
+            exchange.raise_errors_of_others()
+        (content, report, parts), ticket = exchange.all_reduce(described, agree)
         while ticket.again:
-            (content, report), ticket = exchange.together(
+            (content, report), ticket = exchange.all_reduce(
                 partial(_told_more, content, report, ticket, exchange.rank), agree
             )
         if ticket.common_differs:
@@ -445,7 +445,7 @@ class Share:
 
     def index(self) -> None:
         """Write what says where they lie; collective, when all ranks have written."""
-        self.agreed.exchange.together(lambda: (None, self.written or self.write()), self._write_index)
+        self.agreed.exchange.all_reduce(lambda: (None, self.written or self.write()), self._write_index)
 
     def _write_index(self, by_rank: list[Written]) -> None:
         written, save = self.agreed.with_tables(by_rank), self.agreed.ticket.save

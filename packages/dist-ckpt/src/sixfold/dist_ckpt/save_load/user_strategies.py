@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint
-from sixfold.dist_ckpt.collectives.exchange import told_to_all
+from sixfold.dist_ckpt.collectives.exchange import errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.formats import integrity
 from sixfold.dist_ckpt.geometry.box import whole
@@ -55,7 +55,7 @@ def save(request: SaveRequest) -> None:
             strategy.save(mine, staging)
 
     with agreed.abandoned_on_error():
-        agreed.exchange.together(lambda: (_written(request, agreed, write), None), lambda _: _commit(request, agreed))
+        agreed.exchange.all_reduce(lambda: (_written(request, agreed, write), None), lambda _: _commit(request, agreed))
 
 
 def async_save(request: SaveRequest) -> AsyncRequest:
@@ -65,7 +65,7 @@ def async_save(request: SaveRequest) -> AsyncRequest:
     fails, or is never scheduled, leaves its staging folder to the next save.
     """
     strategy = request.sharded
-    with told_to_all(request.group, request.timeout_s):
+    with errors_to_all(request.group, request.timeout_s):
         if not isinstance(strategy, base.AsyncSaveShardedStrategy):
             raise CheckpointError(
                 f"{strategy} saves by itself and is no AsyncSaveShardedStrategy, so that only a plain save can let it; "
@@ -74,24 +74,24 @@ def async_save(request: SaveRequest) -> AsyncRequest:
     agreed = _begun(request)
     exchange = agreed.exchange
     with agreed.abandoned_on_error():
-        made = exchange.everyone(lambda: _written(request, agreed, strategy.async_save))
+        made = exchange.run_on_all(lambda: _written(request, agreed, strategy.async_save))
 
     def commit() -> None:
         with agreed.abandoned_on_error():
-            exchange.together(lambda: (None, None), lambda _: _commit(request, agreed))
+            exchange.all_reduce(lambda: (None, None), lambda _: _commit(request, agreed))
 
     return made._replace(finalize_fns=[*made.finalize_fns, commit])
 
 
 def _begun(request: SaveRequest) -> Agreed:
     """A save that all ranks agree on, by strategies that write by themselves."""
-    with told_to_all(request.group, request.timeout_s):
+    with errors_to_all(request.group, request.timeout_s):
         if request.check_finite:
             raise CheckpointError(f"check_finite is part of the built-in engine; {request.sharded} saves by itself")
         _local(request.store)
     agreed = agree_on(request)
     with agreed.abandoned_on_error():
-        agreed.exchange.everyone(agreed.join)  # before any rank waits for others inside of a strategy
+        agreed.exchange.run_on_all(agreed.join)  # before any rank waits for others inside of a strategy
     return agreed
 
 

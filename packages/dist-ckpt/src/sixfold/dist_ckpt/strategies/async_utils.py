@@ -65,7 +65,7 @@ class AsyncRequest(NamedTuple):
         """Run it to its end, on all ranks of ``group``: an error of one is raised on all. Collective."""
         running = self.start()
         # A peer may wait all of timeout_s for its own.
-        Exchange(group, 2 * timeout_s).everyone(lambda: running.wait(timeout_s))
+        Exchange(group, 2 * timeout_s).run_on_all(lambda: running.wait(timeout_s))
         for fn in self.finalize_fns:
             fn()
 
@@ -142,7 +142,7 @@ class AsyncCallsQueue:
 
         def has_ended(request: AsyncRequest) -> bool:
             exchange = Exchange(group, self._timeout_s)
-            return bool(exchange.together(lambda: (None, request.start().done()), all)[1])
+            return bool(exchange.all_reduce(lambda: (None, request.start().done()), all)[1])
 
         while self._calls and (blocking or has_ended(self._calls[0])):
             request = self._calls.popleft()

@@ -45,7 +45,7 @@ def same_names(state: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
         return whole
     exchange = Exchange(options.get("process_group") or "world", _TIMEOUT_S)
     if exchange.ranks > 1:
-        exchange.together(lambda: (None, _digests(whole)), _check)
+        exchange.all_reduce(lambda: (None, _digests(whole)), _check)
     return whole
 
 

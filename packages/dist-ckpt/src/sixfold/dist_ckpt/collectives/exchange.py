@@ -1,6 +1,6 @@
 """Control exchange: small messages and errors between the ranks of a group, with a deadline.
 
-    each rank's report --> all_reduce, reduce_scatter (this file) --> one decision on every rank, or one error on every rank
+    each rank's report --> all_reduce, reduce_scatter (this file) --> one decision, or one error, on every rank
 
 Reports go to the first rank of the group, its decision goes back, each rank's own part of it to that rank. Point to
 point, so that a wait that fails names the peer. It runs on CPU

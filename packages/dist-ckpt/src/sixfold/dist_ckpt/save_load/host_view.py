@@ -1,7 +1,7 @@
 """Hosts: which ranks of a load share a mirror of the store, and who of them fetches which block.
 
-store --> seen_at (this file) --> a folder: the store's own, or one mirror per host
-blocks that ranks touch --> Seen.shares (this file) --> blocks that each rank fetches and hashes
+store --> open_host_view (this file) --> a folder: the store's own, or one mirror per host
+blocks that ranks touch --> HostView.shares (this file) --> blocks that each rank fetches and hashes
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Shares = Mapping[int, Sequence[Span]]
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class HostView:
     """A store as this rank's host sees it.
 
     Attributes:
@@ -132,11 +132,11 @@ def block_bytes(checkpoint: Checkpoint) -> int:
 
 
 @contextmanager
-def seen_at(store: Store, exchange: Exchange) -> Iterator[Seen]:
+def open_host_view(store: Store, exchange: Exchange) -> Iterator[HostView]:
     """The store as a local folder while the context lasts. Collective, unless it is one."""
     everyone = tuple(range(exchange.ranks))
     if store.local_folder is not None:
-        yield Seen(store, store.local_folder, None, (everyone,), exchange.rank)
+        yield HostView(store, store.local_folder, None, (everyone,), exchange.rank)
         return
 
     from sixfold.dist_ckpt.mirror.leases import this_host
@@ -158,6 +158,6 @@ def seen_at(store: Store, exchange: Exchange) -> Iterator[Seen]:
     try:
         exchange.run_on_all(mirror.create if is_first else lambda: None)
         exchange.run_on_all(lambda: None if is_first else mirror.attach())
-        yield Seen(store, mirror.folder, mirror, hosts, exchange.rank)
+        yield HostView(store, mirror.folder, mirror, hosts, exchange.rank)
     finally:
         mirror.close()

@@ -33,7 +33,7 @@ from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.shard_table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.save_load import requested_keys as asked_keys
-from sixfold.dist_ckpt.save_load.host_view import Seen, Shares, block_bytes, seen_at
+from sixfold.dist_ckpt.save_load.host_view import HostView, Shares, block_bytes, open_host_view
 from sixfold.dist_ckpt.save_load.reader import WINDOW_BYTES, Reader, copy_values
 from sixfold.dist_ckpt.save_load.request import LoadRequest
 from sixfold.dist_ckpt.state import dcp_names as by_name
@@ -62,7 +62,7 @@ class _Report(NamedTuple):
     mismatches: list[str]
     touched: list[Span]
     cpus: tuple[str, int]
-    seen: tuple[str | None, str]  # save id and digest of the keys of the checkpoint
+    identity: tuple[str | None, str]  # save id and digest of the keys of the checkpoint
     checkpoint: Checkpoint | None  # of the first rank only, which sends it nowhere
     has_stateful: bool
     room: tuple[str, int] | None  # where a mirror lies, and the bytes that are free there
@@ -86,7 +86,7 @@ class _Decision(NamedTuple):
 class Looked:
     """What this rank wants of a checkpoint that it has looked into."""
 
-    seen: Seen
+    view: HostView
     checkpoint: Checkpoint
     expanded: Any
     merges: list[factory.Merge]
@@ -115,14 +115,14 @@ class Load:
     def run(self) -> Any:
         """The result, on every rank."""
         asked, exchange, mode = self.asked, self.exchange, self.asked.strict
-        with seen_at(asked.store, exchange) as seen:
-            if self.engine.parallel and seen.mirror is None:  # which has been an exchange
+        with open_host_view(asked.store, exchange) as view:
+            if self.engine.parallel and view.mirror is None:  # which has been an exchange
                 exchange.raise_errors_of_others()
             looked, decision, shares = exchange.reduce_scatter(
-                lambda: self._requested(seen), lambda reports: _agree(reports, asked, seen)
+                lambda: self._requested(view), lambda reports: _agree(reports, asked, view)
             )
             values, casts = exchange.all_reduce(
-                lambda: self._read(looked, decision.threads, shares), lambda casts: _of_one_save(seen, casts)
+                lambda: self._read(looked, decision.threads, shares), lambda casts: _of_one_save(view, casts)
             )
         if casts and asked.dtype_policy == "cast":
             warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
@@ -142,9 +142,9 @@ class Load:
         stored = looked.checkpoint.manifest
         return result, _given_keys(missing, stored), _given_keys(decision.unexpected, stored)
 
-    def opened(self, seen: Seen) -> tuple[Checkpoint, dict[Any, Any], bool]:
+    def opened(self, view: HostView) -> tuple[Checkpoint, dict[Any, Any], bool]:
         """The checkpoint, its common data, and whether each value was stored under its own name: by DCP, or its way."""
-        checkpoint = seen.opened(self.asked.verify)
+        checkpoint = view.opened(self.asked.verify)
         if not self.engine.with_common:
             return checkpoint, {}, False
         common, manifest = common_data(checkpoint, self.asked.safe_globals), checkpoint.manifest
@@ -153,19 +153,19 @@ class Load:
 
     def values(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
         """What was loaded by place, and the keys whose dtype was converted. ``shares``: blocks to hash."""
-        seen, checkpoint, relay = looked.seen, looked.checkpoint, looked.relay
-        waits = relay is not None or seen.mirror is not None
+        view, checkpoint, relay = looked.view, looked.checkpoint, looked.relay
+        waits = relay is not None or view.mirror is not None
         try:
             with (
-                seen.giving_up(),
+                view.giving_up(),
                 nullcontext() if waits or looked.reads.nbytes > _SHORT_BYTES else collection_paused(),
             ):
                 # A relay sends what is promised, come what may, and waits for ranks that wait for this one's blocks.
-                with nullcontext() if relay is None else relay.running(), seen.giving_up():
+                with nullcontext() if relay is None else relay.running(), view.giving_up():
                     meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
                     window_bytes = WINDOW_BYTES if relay is None else _RELAY_WINDOW_BYTES
                     reader = Reader(checkpoint, self.asked.dtype_policy, threads, window_bytes, meter.add)
-                    seen.start(shares, block_bytes(checkpoint))
+                    view.start(shares, block_bytes(checkpoint))
                     has_digests = checkpoint.integrity is not None and checkpoint.verify != "off"
                     own = shares[self.exchange.rank] if has_digests else ()
                     blocks = [block for span in own for block in span.blocks()]
@@ -174,13 +174,13 @@ class Load:
                 meter.finish()
             return values, reader.cast_keys
         except CorruptError:  # which another save that takes the place meanwhile explains
-            seen.check_unchanged()
+            view.check_unchanged()
             raise
         finally:
             checkpoint.check_unchanged()
 
     def _read(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
-        with looked.seen.told():
+        with looked.view.told():
             try:
                 return typed(lambda: self._filled(looked, threads, shares))
             finally:
@@ -197,12 +197,12 @@ class Load:
         looked.tied.settle(values)
         return values, casts
 
-    def _requested(self, seen: Seen) -> tuple[Looked, _Report]:
-        with seen.told():
-            looked, wanted = typed(lambda: self._shared(seen) if self.engine.parallel else (self._look(seen),) * 2)
+    def _requested(self, view: HostView) -> tuple[Looked, _Report]:
+        with view.told():
+            looked, wanted = typed(lambda: self._shared(view) if self.engine.parallel else (self._look(view),) * 2)
             return looked, typed(lambda: _report(looked, wanted, self.exchange, self.asked, self.engine.with_common))
 
-    def _shared(self, seen: Seen) -> tuple[Looked, Looked]:
+    def _shared(self, view: HostView) -> tuple[Looked, Looked]:
         """What this rank reads where ranks read for each other, and what it wants."""
         from sixfold.dist_ckpt.collectives.relay import Relay
 
@@ -210,7 +210,7 @@ class Load:
 
         def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
             """The tensors that can be loaded, and the place of the last frame that each of them needs."""
-            found.append(self._look(seen))
+            found.append(self._look(view))
             tensors, reads = found[0].tensors, found[0].reads
             wanted = {step.record for step in reads.reads} | {index for index, _ in reads.zeroed}
             number = {index: n for n, index in enumerate(sorted(wanted))}
@@ -226,9 +226,9 @@ class Load:
         return replace(found[0], tensors=relay.mine, reads=reads, relay=relay), found[0]
 
     @collection_paused()
-    def _look(self, seen: Seen) -> Looked:
+    def _look(self, view: HostView) -> Looked:
         """What this rank wants of the checkpoint; records without data get some."""
-        checkpoint, common, is_bare = self.opened(seen)
+        checkpoint, common, is_bare = self.opened(view)
         expanded, merges = factory.expand(tree.checked(self.asked.state))
         stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
         expanded = by_name.ask(expanded, common, by_name.Names(stored, objects, is_bare, self.exchange.rank))
@@ -264,7 +264,7 @@ class Load:
         if unlike:
             reads = replace(reads, mismatches=[*reads.mismatches, *unlike])
         return Looked(
-            seen,
+            view,
             checkpoint,
             expanded,
             merges,
@@ -329,12 +329,12 @@ def _report(looked: Looked, wanted: Looked, exchange: Exchange, request: LoadReq
         [record.without_data() for record in objects],
         unexpected,
         [*wanted.reads.mismatches, *mismatches],
-        looked.seen.touched(checkpoint, frames, exchange.ranks),
+        looked.view.touched(checkpoint, frames, exchange.ranks),
         (socket.gethostname(), len(os.sched_getaffinity(0))),
         (manifest.save_id, manifest.keys_digest),
         checkpoint if exchange.rank == 0 else None,
         any(step.owner is not None for step in wanted.merges),
-        looked.seen.room(),
+        looked.view.room(),
         # Weights alone, of Hugging Face say, are asked for in part as a rule.
         asked_keys.owners(request.state, wanted.merges, wanted.parts, wanted.common)
         if manifest.save_id is not None or manifest.objects or wanted.common
@@ -369,8 +369,8 @@ def _object_mismatches(
 
 
 @collection_paused()
-def _agree(reports: list[_Report], request: LoadRequest, seen: Seen) -> tuple[_Decision, list[Shares]]:
-    if len({report.seen for report in reports}) > 1:
+def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tuple[_Decision, list[Shares]]:
+    if len({report.identity for report in reports}) > 1:
         raise CorruptError(
             "the ranks see different checkpoints under this path: they share no file system, or a save replaced it "
             "while they opened it. Load it again"
@@ -397,11 +397,11 @@ def _agree(reports: list[_Report], request: LoadRequest, seen: Seen) -> tuple[_D
         problems = validation.table_problems(table, "asked for", copies=copies)
         problems += validation.object_problems([report.objects for report in reports], "asked for")
         validation.raise_problems(problems, "asked for", ShardingError)
-    shares = seen.shares([report.touched for report in reports])
-    seen.check_room(shares, [report.room for report in reports], block_bytes(checkpoint))
+    shares = view.shares([report.touched for report in reports])
+    view.check_room(shares, [report.room for report in reports], block_bytes(checkpoint))
     threads = threads_of([report.cpus for report in reports])
     decision = _Decision(missing, unexpected, threads, any(report.has_stateful for report in reports))
-    return decision, seen.parts(shares)
+    return decision, view.parts(shares)
 
 
 def threads_of(cpus: Sequence[tuple[str, int]]) -> int:
@@ -410,9 +410,9 @@ def threads_of(cpus: Sequence[tuple[str, int]]) -> int:
     return min(4, *(max(1, count // ranks[host]) for host, count in cpus))
 
 
-def _of_one_save(seen: Seen, casts: list[set[str]]) -> list[str]:
+def _of_one_save(view: HostView, casts: list[set[str]]) -> list[str]:
     """The keys whose dtype was converted on any rank."""
-    seen.check_unchanged()
+    view.check_unchanged()
     return sorted(set().union(*casts))
 
 

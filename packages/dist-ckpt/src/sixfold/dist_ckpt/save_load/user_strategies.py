@@ -26,7 +26,7 @@ from sixfold.dist_ckpt.geometry.box import whole
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.save_load import loading
-from sixfold.dist_ckpt.save_load.host_view import Seen
+from sixfold.dist_ckpt.save_load.host_view import HostView
 from sixfold.dist_ckpt.save_load.reader import copy_values
 from sixfold.dist_ckpt.save_load.request import LoadRequest, SaveRequest, read_config
 from sixfold.dist_ckpt.save_load.saving import Agreed, agree_on
@@ -180,9 +180,9 @@ class _Load(loading.Load):
         super().__init__(asked, base.LoadEngine())
         self._strategies = strategy, common_strategy
 
-    def opened(self, seen: Seen) -> tuple[Checkpoint, dict[Any, Any], bool]:
+    def opened(self, view: HostView) -> tuple[Checkpoint, dict[Any, Any], bool]:
         """What the strategies list, each tensor as one chunk; where it lies is theirs to know."""
-        folder, nowhere = seen.folder, ByteRange("", 0, 0)
+        folder, nowhere = view.folder, ByteRange("", 0, 0)
         if not folder.is_dir():
             raise MismatchError(f"Checkpoint directory {folder} does not exist")
         for kind, (backend, version) in zip(self._strategies, read_config(folder) or (), strict=False):

@@ -46,7 +46,7 @@ from sixfold.dist_ckpt.plans import plan as plans
 from sixfold.dist_ckpt.plans.validation import raise_problems
 from sixfold.dist_ckpt.save_load import loading
 from sixfold.dist_ckpt.save_load import reader as engine
-from sixfold.dist_ckpt.save_load.host_view import Seen, Shares, block_bytes
+from sixfold.dist_ckpt.save_load.host_view import HostView, Shares, block_bytes
 from sixfold.dist_ckpt.state.in_place import fresh_like, raise_versions, same_bits, two_values
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import check_writable
@@ -81,7 +81,7 @@ class _Share(NamedTuple):
 class _Opened:
     """A checkpoint that is open, until its ``mirrors`` are closed; ``metadata`` is what torch was told of it."""
 
-    seen: Seen
+    view: HostView
     checkpoint: Checkpoint
     metadata: Metadata
     mirrors: ExitStack
@@ -122,22 +122,22 @@ class _Opened:
                 frames.add(self.bytes_at(item))
             else:
                 self.box(item)  # not a chunk's own: which chunks it is of is found when it is read
-        return self.seen.touched(self.checkpoint, frames, 1)
+        return self.view.touched(self.checkpoint, frames, 1)
 
-    def arriving(self, share: _Share) -> tuple[Seen, Checkpoint]:
+    def arriving(self, share: _Share) -> tuple[HostView, Checkpoint]:
         """The checkpoint whose bytes arrive from now on, if it is a mirror. See [Note: mirrors that become one]."""
-        seen, checkpoint, mirror = self.seen, self.checkpoint, self.seen.mirror
+        view, checkpoint, mirror = self.view, self.checkpoint, self.view.mirror
         if mirror is None:
-            return seen, checkpoint
+            return view, checkpoint
         first = next(iter(share.tokens.values()))
         if mirror.token != first:
-            mirror = self.mirrors.enter_context(_held(Mirror(seen.store, first, share.rank)))
+            mirror = self.mirrors.enter_context(_held(Mirror(view.store, first, share.rank)))
             mirror.attach()
-            seen = replace(seen, folder=mirror.folder, mirror=mirror)
-            checkpoint = seen.opened(checkpoint.verify)
+            view = replace(view, folder=mirror.folder, mirror=mirror)
+            checkpoint = view.opened(checkpoint.verify)
         mirror.share(share.rank, share.tokens)
         mirror.start(share.blocks, block_bytes(checkpoint))
-        return seen, checkpoint
+        return view, checkpoint
 
 
 @contextmanager
@@ -243,20 +243,20 @@ class Reader(StorageReader):
         store, mirrors = store_at(self.path), ExitStack()
         self._close()
         self._at_end = weakref.finalize(self, mirrors.close)  # also where nothing is read
-        seen = Seen(store, store.local_folder or Path(), None, ((0,),), 0)
+        view = HostView(store, store.local_folder or Path(), None, ((0,),), 0)
         if store.local_folder is None:
             mirror = mirrors.enter_context(_held(Mirror(store)))
             mirror.create()
-            seen = replace(seen, folder=mirror.folder, mirror=mirror)
-        with seen.told():
-            checkpoint = seen.opened(self.verify)
+            view = replace(view, folder=mirror.folder, mirror=mirror)
+        with view.told():
+            checkpoint = view.opened(self.verify)
             data = checkpoint.small_file(".metadata")
             trusted = checkpoint.integrity is not None and self.verify != "off"
             found = at(
                 checkpoint.folder / ".metadata",
                 lambda: dcp_metadata.metadata_of(checkpoint.manifest, data, trusted_bytes=trusted),
             )
-        self._now = _Opened(seen, checkpoint, found, mirrors)
+        self._now = _Opened(view, checkpoint, found, mirrors)
         return found
 
     def _close(self) -> None:
@@ -278,11 +278,11 @@ class Reader(StorageReader):
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Each rank: which blocks its items touch goes with its plan."""
         now = self._opened()
-        now.wished, mirror = now.touched(plan.items), now.seen.mirror
+        now.wished, mirror = now.touched(plan.items), now.view.mirror
         mine = (None, "") if mirror is None else (this_host(), mirror.token)
         cpus = (socket.gethostname(), len(os.sched_getaffinity(0)))
         return replace(
-            plan, storage_data=_Wish(now.wished, cpus, now.checkpoint.manifest.save_id, now.seen.room(), *mine)
+            plan, storage_data=_Wish(now.wished, cpus, now.checkpoint.manifest.save_id, now.view.room(), *mine)
         )
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
@@ -302,13 +302,13 @@ class Reader(StorageReader):
         by_host: dict[Host | None, list[int]] = {}
         for rank, wish in enumerate(wishes):
             by_host.setdefault(wish.host, []).append(rank)
-        seen = replace(now.seen, hosts=tuple(map(tuple, by_host.values())))
-        blocks = seen.shares([wish.touched for wish in wishes])
-        seen.check_room(blocks, [wish.room for wish in wishes], block_bytes(now.checkpoint))
+        view = replace(now.view, hosts=tuple(map(tuple, by_host.values())))
+        blocks = view.shares([wish.touched for wish in wishes])
+        view.check_room(blocks, [wish.room for wish in wishes], block_bytes(now.checkpoint))
         threads = loading.threads_of([wish.cpus for wish in wishes])
         shares = [
             _Share(rank, own, threads, {mate: wishes[mate].token for mate in own})
-            for rank, own in enumerate(seen.parts(blocks))
+            for rank, own in enumerate(view.parts(blocks))
         ]
         return [replace(plan, storage_data=share) for plan, share in zip(plans, shares, strict=True)]
 
@@ -323,18 +323,18 @@ class Reader(StorageReader):
         """
         now, share = self._opened(), plan.storage_data
         if not isinstance(share, _Share):  # a planner has made another plan
-            now.wished, mirror = now.touched(plan.items), now.seen.mirror
+            now.wished, mirror = now.touched(plan.items), now.view.mirror
             share = _Share(0, {0: now.wished}, 1, {0: mirror.token if mirror else ""})
-            now.seen.check_room([now.wished], [now.seen.room()], block_bytes(now.checkpoint))
+            now.view.check_room([now.wished], [now.view.room()], block_bytes(now.checkpoint))
         try:
-            with now.mirrors, now.seen.told():
+            with now.mirrors, now.view.told():
                 try:
-                    seen, checkpoint = now.arriving(share)
-                    with seen.told():
+                    view, checkpoint = now.arriving(share)
+                    with view.told():
                         typed(lambda: self._read(now, checkpoint, plan.items, planner, share))
                 finally:  # another save that has taken the place meanwhile explains any other error too
                     now.checkpoint.check_unchanged()
-                    now.seen.check_unchanged()
+                    now.view.check_unchanged()
         finally:
             self._close()
         future: Future[None] = Future()
@@ -356,7 +356,7 @@ class Reader(StorageReader):
             planned = plans.plan_load(records, checkpoint.manifest, dtype_policy=self.dtype_policy)
         raise_problems(list(planned.mismatches), "asked for", MismatchError)
         values = [(item, now.bytes_at(item)) for item in items if item.type == LoadItemType.BYTE_IO]
-        touched = now.seen.touched(checkpoint, planned.frames() | {frame for _, frame in values}, 1)
+        touched = now.view.touched(checkpoint, planned.frames() | {frame for _, frame in values}, 1)
         # A planner may have added items since the shares were made.
         hashed = _blocks_of(share.blocks[share.rank]) | (_blocks_of(touched) - _blocks_of(now.wished))
         odd = {n for n, record in enumerate(records) if not _is_writable(record, goals[n][1])}

@@ -13,7 +13,7 @@ from pathlib import Path
 from sixfold.dist_ckpt.errors import CheckpointingException as CheckpointingException
 from sixfold.dist_ckpt.save_load.request import read_config
 from sixfold.dist_ckpt.serialization import check_is_distributed_checkpoint as check_is_distributed_checkpoint
-from sixfold.dist_ckpt.serialization import looked
+from sixfold.dist_ckpt.serialization import with_local_view
 
 
 @dataclass(frozen=True)
@@ -31,5 +31,5 @@ def maybe_load_config(checkpoint_dir: str | Path) -> CheckpointingConfig | None:
 
     It says nothing of the rest: ``check_is_distributed_checkpoint`` tells whether the checkpoint is whole.
     """
-    config = looked(checkpoint_dir, read_config)
+    config = with_local_view(checkpoint_dir, read_config)
     return None if config is None else CheckpointingConfig(*config[0], *config[1])

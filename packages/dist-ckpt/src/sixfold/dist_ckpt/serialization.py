@@ -219,14 +219,14 @@ def _engine(sharded: base.LoadShardedStrategy, common: base.LoadCommonStrategy) 
     return sharded.engine() if common.is_built_in else None
 
 
-def looked(place: str | Path | Store, look: Callable[[Path], Found]) -> Found:
-    """What ``look`` finds in a checkpoint as a local folder; errors of the system are StorageErrors."""
+def with_local_view(place: str | Path | Store, read: Callable[[Path], Found]) -> Found:
+    """What ``read`` finds in a checkpoint as a local folder; errors of the system are StorageErrors."""
 
-    def seen() -> Found:
+    def in_view() -> Found:
         with viewed(place) as folder:
-            return look(folder)
+            return read(folder)
 
-    return typed(seen)
+    return typed(in_view)
 
 
 def load_common_state_dict(checkpoint_dir: str | Path | Store, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
@@ -235,18 +235,20 @@ def load_common_state_dict(checkpoint_dir: str | Path | Store, *, safe_globals: 
     Raises: as ``load``. {} for a plain DCP folder.
     """
 
-    def look(folder: Path) -> dict[Any, Any]:
+    def read(folder: Path) -> dict[Any, Any]:
         sharded, common = _strategies(folder)
         if _engine(sharded, common) is not None:
             return loading.load_common_state_dict(folder, safe_globals=safe_globals)
         return common.load_common(folder)
 
-    return looked(checkpoint_dir, look)
+    return with_local_view(checkpoint_dir, read)
 
 
 def load_tensors_metadata(checkpoint_dir: str | Path | Store, sharded_strategy: Any = None) -> dict[str, ShardedTensor]:
     """Every tensor as one shard without data, with its true dtype and shape: a state dict to load with."""
-    return looked(checkpoint_dir, lambda folder: _strategies(folder, sharded_strategy)[0].load_tensors_metadata(folder))
+    return with_local_view(
+        checkpoint_dir, lambda folder: _strategies(folder, sharded_strategy)[0].load_tensors_metadata(folder)
+    )
 
 
 def load_sharded_metadata(
@@ -257,7 +259,7 @@ def load_sharded_metadata(
     What it returns is a state dict to load with.
     """
     strategies = sharded_strategy, common_strategy
-    return looked(checkpoint_dir, lambda folder: foreign.listing(folder, *_strategies(folder, *strategies)))
+    return with_local_view(checkpoint_dir, lambda folder: foreign.listing(folder, *_strategies(folder, *strategies)))
 
 
 def plain_tensors_of(common: Any, others: Iterable[str], keys: str = "*") -> dict[str, torch.Tensor]:
@@ -312,14 +314,14 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path | Store) -> bool:
     """
     store = store_at(checkpoint_dir)
 
-    def look(folder: Path) -> None:
+    def read(folder: Path) -> None:
         sharded, common = _strategies(folder)
         if _engine(sharded, common) is None:
             foreign.listing(folder, sharded, common)
         else:
             open_checkpoint(folder, verify="off")
 
-    return opens(lambda: looked(store, look))  # no answer is no "no": a run would begin from zero
+    return opens(lambda: with_local_view(store, read))  # no answer is no "no": a run would begin from zero
 
 
 def check_is_registered(folder: Path) -> None:
@@ -345,5 +347,5 @@ def get_default_save_common_strategy(backend: str = "torch", version: int = 1) -
 
 def get_default_load_sharded_strategy(checkpoint_dir: str | Path | Store) -> base.LoadShardedStrategy:
     """The strategy that a folder's metadata.json stands for at load."""
-    config = looked(checkpoint_dir, read_config) or (("torch_dist", 1),)
+    config = with_local_view(checkpoint_dir, read_config) or (("torch_dist", 1),)
     return cast(base.LoadShardedStrategy, base.get(StrategyAction.LOAD_SHARDED, *config[0]))

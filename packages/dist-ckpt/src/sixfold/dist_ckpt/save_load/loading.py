@@ -1,6 +1,6 @@
 """Loading: the story of ``load``, and what a checkpoint holds without reading a tensor.
 
-state dicts + folder --> look --> agree --> verify and read --> assemble (this file) --> result
+state dicts + folder --> describe --> agree --> verify and read --> assemble (this file) --> result
 path --> common data, listings (this file) --> serialization.py, strategies
 """
 
@@ -83,7 +83,7 @@ class _Decision(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class RankLoad:
     """What this rank wants of a checkpoint that it has looked into."""
 
     view: HostView
@@ -118,28 +118,28 @@ class Load:
         with open_host_view(asked.store, exchange) as view:
             if self.engine.parallel and view.mirror is None:  # which has been an exchange
                 exchange.raise_errors_of_others()
-            looked, decision, shares = exchange.reduce_scatter(
+            rank_load, decision, shares = exchange.reduce_scatter(
                 lambda: self._requested(view), lambda reports: _agree(reports, asked, view)
             )
             values, casts = exchange.all_reduce(
-                lambda: self._read(looked, decision.threads, shares), lambda casts: _of_one_save(view, casts)
+                lambda: self._read(rank_load, decision.threads, shares), lambda casts: _of_one_save(view, casts)
             )
         if casts and asked.dtype_policy == "cast":
             warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
         if exchange.rank == 0 and not mode.logs:
-            _warn_of_stateful(looked, decision)
+            _warn_of_stateful(rank_load, decision)
         if decision.has_stateful:  # they get their values when no rank has an error left to raise
-            result, found = exchange.run_on_all(lambda: _assembled(looked, values))
+            result, found = exchange.run_on_all(lambda: _assembled(rank_load, values))
             exchange.run_on_all(lambda: _hand_over(found))
         else:
-            result, _ = _assembled(looked, values)
+            result, _ = _assembled(rank_load, values)
         in_place.fill_plain(asked.state, result, exchange.rank == 0)
         missing = decision.missing if mode.minds_missing else set()
         if mode.logs:
             _warn_of_keys(missing, decision.unexpected)
         if not mode.returns:
             return result
-        stored = looked.checkpoint.manifest
+        stored = rank_load.checkpoint.manifest
         return result, _given_keys(missing, stored), _given_keys(decision.unexpected, stored)
 
     def opened(self, view: HostView) -> tuple[Checkpoint, dict[Any, Any], bool]:
@@ -151,26 +151,26 @@ class Load:
         is_plain = manifest.save_id is None or any(map(by_name.is_plain, () if common else manifest.objects))
         return checkpoint, common, is_plain and not common
 
-    def values(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
+    def values(self, rank_load: RankLoad, threads: int, shares: Shares) -> tuple[Values, set[str]]:
         """What was loaded by place, and the keys whose dtype was converted. ``shares``: blocks to hash."""
-        view, checkpoint, relay = looked.view, looked.checkpoint, looked.relay
+        view, checkpoint, relay = rank_load.view, rank_load.checkpoint, rank_load.relay
         waits = relay is not None or view.mirror is not None
         try:
             with (
                 view.giving_up(),
-                nullcontext() if waits or looked.reads.nbytes > _SHORT_BYTES else collection_paused(),
+                nullcontext() if waits or rank_load.reads.nbytes > _SHORT_BYTES else collection_paused(),
             ):
                 # A relay sends what is promised, come what may, and waits for ranks that wait for this one's blocks.
                 with nullcontext() if relay is None else relay.running(), view.giving_up():
-                    meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
+                    meter = Meter(self.asked.progress, lambda: rank_load.reads.nbytes)
                     window_bytes = WINDOW_BYTES if relay is None else _RELAY_WINDOW_BYTES
                     reader = Reader(checkpoint, self.asked.dtype_policy, threads, window_bytes, meter.add)
                     view.start(shares, block_bytes(checkpoint))
                     has_digests = checkpoint.integrity is not None and checkpoint.verify != "off"
                     own = shares[self.exchange.rank] if has_digests else ()
                     blocks = [block for span in own for block in span.blocks()]
-                    reader.run(looked.tensors, looked.reads, blocks, None if relay is None else relay.on_complete)
-                values = _values(looked, reader, self.asked.safe_globals)
+                    reader.run(rank_load.tensors, rank_load.reads, blocks, None if relay is None else relay.on_complete)
+                values = _values(rank_load, reader, self.asked.safe_globals)
                 meter.finish()
             return values, reader.cast_keys
         except CorruptError:  # which another save that takes the place meanwhile explains
@@ -179,38 +179,42 @@ class Load:
         finally:
             checkpoint.check_unchanged()
 
-    def _read(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
-        with looked.view.told():
+    def _read(self, rank_load: RankLoad, threads: int, shares: Shares) -> tuple[Values, set[str]]:
+        with rank_load.view.told():
             try:
-                return typed(lambda: self._filled(looked, threads, shares))
+                return typed(lambda: self._filled(rank_load, threads, shares))
             finally:
-                records = (record for _, record in looked.parts.records)
+                records = (record for _, record in rank_load.parts.records)
                 in_place.raise_versions(in_place.written_by(records, self.asked.state))
 
-    def _filled(self, looked: Looked, threads: int, shares: Shares) -> tuple[Values, set[str]]:
-        values, casts = self.values(looked, threads, shares)
-        for record, part in looked.replicated:
+    def _filled(self, rank_load: RankLoad, threads: int, shares: Shares) -> tuple[Values, set[str]]:
+        values, casts = self.values(rank_load, threads, shares)
+        for record, part in rank_load.replicated:
             assert record.data is not None, f"{record} was allocated"
             copy_values(record.key, part, record.data.detach(), self.asked.dtype_policy)
             if part.dtype != record.dtype:
                 casts.add(record.key)
-        looked.tied.settle(values)
+        rank_load.tied.settle(values)
         return values, casts
 
-    def _requested(self, view: HostView) -> tuple[Looked, _Report]:
+    def _requested(self, view: HostView) -> tuple[RankLoad, _Report]:
         with view.told():
-            looked, wanted = typed(lambda: self._shared(view) if self.engine.parallel else (self._look(view),) * 2)
-            return looked, typed(lambda: _report(looked, wanted, self.exchange, self.asked, self.engine.with_common))
+            rank_load, wanted = typed(
+                lambda: self._shared(view) if self.engine.parallel else (self._describe(view),) * 2
+            )
+            return rank_load, typed(
+                lambda: _report(rank_load, wanted, self.exchange, self.asked, self.engine.with_common)
+            )
 
-    def _shared(self, view: HostView) -> tuple[Looked, Looked]:
+    def _shared(self, view: HostView) -> tuple[RankLoad, RankLoad]:
         """What this rank reads where ranks read for each other, and what it wants."""
         from sixfold.dist_ckpt.collectives.relay import Relay
 
-        found: list[Looked] = []
+        found: list[RankLoad] = []
 
-        def look() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
+        def describe() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
             """The tensors that can be loaded, and the place of the last frame that each of them needs."""
-            found.append(self._look(view))
+            found.append(self._describe(view))
             tensors, reads = found[0].tensors, found[0].reads
             wanted = {step.record for step in reads.reads} | {index for index, _ in reads.zeroed}
             number = {index: n for n, index in enumerate(sorted(wanted))}
@@ -219,14 +223,14 @@ class Load:
 
         group, exchange = self.engine.group, self.exchange
         within = exchange if group is None else Exchange(group, exchange.timeout_s)
-        relay = Relay(look, within, self.engine.memory)
+        relay = Relay(describe, within, self.engine.memory)
         manifest = found[0].checkpoint.manifest
         with collection_paused():
             reads = plan.plan_load(relay.mine, manifest, dtype_policy=self.asked.dtype_policy)
         return replace(found[0], tensors=relay.mine, reads=reads, relay=relay), found[0]
 
     @collection_paused()
-    def _look(self, view: HostView) -> Looked:
+    def _describe(self, view: HostView) -> RankLoad:
         """What this rank wants of the checkpoint; records without data get some."""
         checkpoint, common, is_bare = self.opened(view)
         expanded, merges = factory.expand(tree.checked(self.asked.state))
@@ -263,7 +267,7 @@ class Load:
         reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=policy, pieces=pieces)
         if unlike:
             reads = replace(reads, mismatches=[*reads.mismatches, *unlike])
-        return Looked(
+        return RankLoad(
             view,
             checkpoint,
             expanded,
@@ -307,9 +311,11 @@ def _allocate(record: ShardedTensor, stored: Stored) -> None:
 
 
 @collection_paused()
-def _report(looked: Looked, wanted: Looked, exchange: Exchange, request: LoadRequest, with_common: bool) -> _Report:
+def _report(
+    rank_load: RankLoad, wanted: RankLoad, exchange: Exchange, request: LoadRequest, with_common: bool
+) -> _Report:
     """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
-    checkpoint, manifest = looked.checkpoint, looked.checkpoint.manifest
+    checkpoint, manifest = rank_load.checkpoint, rank_load.checkpoint.manifest
     objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
     strict = request.strict
     mismatches, unknown = _object_mismatches(objects, manifest, strict.raises_unexpected)
@@ -323,18 +329,18 @@ def _report(looked: Looked, wanted: Looked, exchange: Exchange, request: LoadReq
     below = tuple(f"{name}." for name in empty)
     unexpected |= empty | {name for name in plain_unexpected if not name.startswith(below)}
     frames = {manifest.objects[record.unique_key] for record in objects if record.unique_key in manifest.objects}
-    frames |= looked.reads.frames() | set(checkpoint.unread)
+    frames |= rank_load.reads.frames() | set(checkpoint.unread)
     return _Report(
         wanted.table,
         [record.without_data() for record in objects],
         unexpected,
         [*wanted.reads.mismatches, *mismatches],
-        looked.view.touched(checkpoint, frames, exchange.ranks),
+        rank_load.view.touched(checkpoint, frames, exchange.ranks),
         (socket.gethostname(), len(os.sched_getaffinity(0))),
         (manifest.save_id, manifest.keys_digest),
         checkpoint if exchange.rank == 0 else None,
         any(step.owner is not None for step in wanted.merges),
-        looked.view.room(),
+        rank_load.view.room(),
         # Weights alone, of Hugging Face say, are asked for in part as a rule.
         asked_keys.owners(request.state, wanted.merges, wanted.parts, wanted.common)
         if manifest.save_id is not None or manifest.objects or wanted.common
@@ -416,12 +422,12 @@ def _of_one_save(view: HostView, casts: list[set[str]]) -> list[str]:
     return sorted(set().union(*casts))
 
 
-def _values(looked: Looked, reader: Reader, safe_globals: Sequence[Any]) -> Values:
+def _values(rank_load: RankLoad, reader: Reader, safe_globals: Sequence[Any]) -> Values:
     """What is at each place when all tensors are filled; objects are read now."""
-    manifest = looked.checkpoint.manifest
-    values: Values = {path: leaf.unwrap() for path, leaf in looked.parts.local}
-    replicated = {id(record) for record, _ in looked.replicated}
-    for path, record in looked.parts.records:
+    manifest = rank_load.checkpoint.manifest
+    values: Values = {path: leaf.unwrap() for path, leaf in rank_load.parts.local}
+    replicated = {id(record) for record, _ in rank_load.replicated}
+    for path, record in rank_load.parts.records:
         if isinstance(record, ShardedTensor) and (record.key in manifest.tensors or id(record) in replicated):
             assert record.data is not None, f"{record} has no data after init_data"
             values[path] = record.data.detach()
@@ -452,19 +458,19 @@ def _check_has_memory(module: torch.nn.Module, own: Any) -> None:
             check_readable(name, tensor)
 
 
-def _assembled(looked: Looked, values: Values) -> tuple[Any, list[tuple[Any, Any]]]:
+def _assembled(rank_load: RankLoad, values: Values) -> tuple[Any, list[tuple[Any, Any]]]:
     """The result of a load, and what its Stateful objects are to get."""
-    common, parts = looked.common, looked.parts
-    values = factory.keep_own(values, looked.merges, parts, common)
-    result = tree.assemble(common, looked.expanded, values)
+    common, parts = rank_load.common, rank_load.parts
+    values = factory.keep_own(values, rank_load.merges, parts, common)
+    result = tree.assemble(common, rank_load.expanded, values)
     wanted = [path for path, _ in (*parts.records, *parts.local)]
-    found = factory.merge(result, looked.merges, [path for path in wanted if path not in values])
+    found = factory.merge(result, rank_load.merges, [path for path in wanted if path not in values])
     return ({} if result is tree.GONE else result), found
 
 
-def _warn_of_stateful(looked: Looked, decision: _Decision) -> None:
+def _warn_of_stateful(rank_load: RankLoad, decision: _Decision) -> None:
     """What is stored of a Stateful object and not in its own state dict, such as that of a fresh optimizer."""
-    owners = tuple(f"{tree.key_text(step.path)}." for step in looked.merges if step.owner is not None)
+    owners = tuple(f"{tree.key_text(step.path)}." for step in rank_load.merges if step.owner is not None)
     if lost := sorted(key for key in decision.missing if owners and key.startswith(owners)):
         _log.warning("Not in the state dicts of the objects that load, and so not loaded: %s", ", ".join(lost))
 

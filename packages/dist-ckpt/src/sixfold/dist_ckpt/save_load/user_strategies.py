@@ -198,21 +198,21 @@ class _Load(loading.Load):
         checkpoint = Checkpoint(folder, Manifest(tensors, objects), None, "off", ())
         return checkpoint, self._strategies[1].load_common(folder), False
 
-    def values(self, looked: loading.Looked, *_: Any) -> tuple[loading.Values, set[str]]:
+    def values(self, rank_load: loading.RankLoad, *_: Any) -> tuple[loading.Values, set[str]]:
         """What the strategies return for each record that is stored; they get records of stored dtypes."""
-        meter = Meter(self.asked.progress, lambda: looked.reads.nbytes)
-        stored, (strategy, common_strategy) = looked.checkpoint.manifest, self._strategies
+        meter = Meter(self.asked.progress, lambda: rank_load.reads.nbytes)
+        stored, (strategy, common_strategy) = rank_load.checkpoint.manifest, self._strategies
         asked: dict[tree.KeyPath, ShardedBase] = {}
-        for path, record in looked.parts.records:
+        for path, record in rank_load.parts.records:
             if isinstance(record, ShardedObject) and record.unique_key in stored.objects:
                 asked[path] = record.without_data()
             elif isinstance(record, ShardedTensor) and record.key in stored.tensors:
                 asked[path] = _as_stored(record, stored.tensors[record.key].dtype)
         mine, objects = _shares(asked.items(), strategy.can_handle_sharded_objects)
-        loaded = strategy.load(mine, looked.checkpoint.folder)
-        loaded_objects = common_strategy.load_sharded_objects(objects, looked.checkpoint.folder) if objects else {}
-        values, converted = {path: leaf.unwrap() for path, leaf in looked.parts.local}, set[str]()
-        for path, record in (entry for entry in looked.parts.records if entry[0] in asked):
+        loaded = strategy.load(mine, rank_load.checkpoint.folder)
+        loaded_objects = common_strategy.load_sharded_objects(objects, rank_load.checkpoint.folder) if objects else {}
+        values, converted = {path: leaf.unwrap() for path, leaf in rank_load.parts.local}, set[str]()
+        for path, record in (entry for entry in rank_load.parts.records if entry[0] in asked):
             found = tree.get(loaded, path)
             found = tree.get(loaded_objects, path) if found is tree.GONE else found
             if found is tree.GONE:

@@ -27,7 +27,7 @@ from sixfold.dist_ckpt.formats import compact_manifest as compact
 from sixfold.dist_ckpt.formats import integrity
 from sixfold.dist_ckpt.formats import metadata as schema
 from sixfold.dist_ckpt.formats.integrity import FileDigest, Integrity
-from sixfold.dist_ckpt.serialization import looked
+from sixfold.dist_ckpt.serialization import with_local_view
 from sixfold.dist_ckpt.storage import local as storage
 from sixfold.dist_ckpt.storage.by_pointer import TAIL_BYTES, visible
 from sixfold.dist_ckpt.storage.store import Save, Store
@@ -48,7 +48,7 @@ def metadata(path: str | Path | Store) -> dict[str, Any]:
         StorageError: the system or the store refuses, another process does the same now, or a save has replaced it.
     """
     store = store_at(path)
-    return looked(store, lambda folder: _added(store, open_checkpoint(folder)))
+    return with_local_view(store, lambda folder: _added(store, open_checkpoint(folder)))
 
 
 def _added(store: Store, checkpoint: Checkpoint) -> dict[str, Any]:

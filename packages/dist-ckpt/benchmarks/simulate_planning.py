@@ -8,7 +8,7 @@ Beside torch DCP at the same task, at sizes growing by ten up to 1,024 ranks x 1
 (ranks * 4, 64), cut by rows over all ranks. Every task runs in a process of its own: CPU seconds of the task, and the
 peak of that process's memory, imports and inputs included.
 
-``--save``, from what the ranks have sent to what a commit needs. Sixfold: ``saving.check_together`` (tables merged;
+``--save``, from what the ranks have sent to what a commit needs. Sixfold: ``saving.check_reports`` (tables merged;
 coverage, overlaps, bounds and agreement checked), ``saving.index_of`` (sorted), and the two index files, ``.metadata``
 and the compact manifest, streamed into a folder and hashed. DCP, with its planner's defaults:
 ``DefaultSavePlanner.create_global_plan`` (duplicates removed, global plan, validation) and what
@@ -95,7 +95,7 @@ def encoded_tables(ranks, tensors):
 
 def save_sixfold(written, folder):
     """The first rank's part; what it writes opens as a checkpoint."""
-    saving.check_together([saving._Report(part.table.digest, part.table, [], 0, 0, "") for part in written], None)
+    saving.check_reports([saving._Report(part.table.digest, part.table, [], 0, 0, "") for part in written], None)
     digests = {name: digest for part in written for name, digest in part.files.items()}
     small = {"common.pt": weights_only.dump({}, "common data"), "metadata.json": metadata.encode_config()}
     for name, content in (saving.index_of(written, SAVE_ID, None) | small).items():

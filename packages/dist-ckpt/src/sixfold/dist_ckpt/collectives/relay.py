@@ -74,7 +74,7 @@ def part_of(record: ShardedTensor, start: int, stop: int) -> ShardedTensor:
     return replace(record, data=data, flattened_range=slice(base + start, base + stop))
 
 
-class Held(NamedTuple):
+class ShardInfo(NamedTuple):
     """What other ranks must know of a record that one of them may write or read for all."""
 
     shard: ShardId
@@ -84,14 +84,14 @@ class Held(NamedTuple):
     device: str  # "" without data
 
 
-def held(record: ShardedTensor, whole: bool) -> Held:
+def shard_info(record: ShardedTensor, whole: bool) -> ShardInfo:
     """``whole``: it may not be cut."""
     same, data, row = identity(record), record.data, prod(record.local_shape[1:])
     unit = row if row * 1000 <= same.elements else 1
     if whole or data is None or not data.is_contiguous() or data.nbytes < _CUT_FROM_BYTES:
         unit = max(1, same.elements)
     device = "" if data is None else data.device.type
-    return Held(record.shard_id, same, unit, is_main_replica(record.replica_id), device)
+    return ShardInfo(record.shard_id, same, unit, is_main_replica(record.replica_id), device)
 
 
 class Passage(NamedTuple):
@@ -129,10 +129,10 @@ def on_accelerator(passage: Passage) -> bool:
     return passage.device != "cpu"
 
 
-def plan_passages(by_rank: Sequence[tuple[Mapping[int, Held], Mapping[int, FilePlace]]]) -> list[Passage]:
+def plan_passages(by_rank: Sequence[tuple[Mapping[int, ShardInfo], Mapping[int, FilePlace]]]) -> list[Passage]:
     """Who reads what and whom it is sent to, in the order of the checkpoint, of which records have places. Pure."""
     wanted: dict[tuple[Any, ...], dict[int, int]] = defaultdict(dict)
-    wishes: dict[tuple[Any, ...], Held] = {}
+    wishes: dict[tuple[Any, ...], ShardInfo] = {}
     for rank, (found, _) in enumerate(by_rank):
         copies = Counter[tuple[Any, ...]]()
         for index, wish in found.items():
@@ -159,14 +159,14 @@ def plan_passages(by_rank: Sequence[tuple[Mapping[int, Held], Mapping[int, FileP
 
 
 Make = Callable[[], tuple[list[ShardedTensor], dict[int, FilePlace]]]
-Told = tuple[dict[int, Held], dict[int, FilePlace]]
+Report = tuple[dict[int, ShardInfo], dict[int, FilePlace]]
 
 
 def agree(
     make: Make,
     within: Exchange,
     memory: dict[str, Any] | None,
-    decide: Callable[[list[Told]], list[Passage]] = plan_passages,
+    decide: Callable[[list[Report]], list[Passage]] = plan_passages,
     *,
     whole_shards: bool = False,
 ) -> tuple[list[ShardedTensor], list[Passage]]:
@@ -181,9 +181,9 @@ def agree(
         ShardingError: ``memory`` holds the plan of other records.
     """
 
-    def tell() -> tuple[tuple[list[ShardedTensor], Told], Told]:
+    def tell() -> tuple[tuple[list[ShardedTensor], Report], Report]:
         records, places = make()
-        told = {index: held(record, whole_shards) for index, record in enumerate(records)}, places
+        told = {index: shard_info(record, whole_shards) for index, record in enumerate(records)}, places
         return (records, told), told
 
     if memory:

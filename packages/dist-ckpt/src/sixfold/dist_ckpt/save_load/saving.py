@@ -48,12 +48,12 @@ from sixfold.dist_ckpt.storage.local import LocalStore
 from sixfold.dist_ckpt.storage.store import Content, Save, complete, pieces_of, write_small
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
 
-_KEPT_CHUNKS = 1 << 16  # of the last save
+_CACHED_CHUNKS = 1 << 16  # of the last save
 _NO_TABLE = Encoded(b"", 0, b"")
 
 
 @dataclass(slots=True)
-class Kept:
+class PlanCache:
     """What the first rank keeps of the last save by a strategy: the tables, and the index files.
 
     [Note: plan cache] Ranks first send digests of their tables. If those are the ones of the last save, nothing is
@@ -105,7 +105,7 @@ class Agreed:
     exchange: Exchange
     content: RankContent
     ticket: Ticket
-    kept: Kept | None  # on the first rank
+    cache: PlanCache | None  # on the first rank
     records: Sequence[tuple[tree.KeyPath, ShardedBase]]  # by place in the state dict
     begin: Callable[[], Save] | None = None  # on the first rank, if the ticket's save is still to be begun
 
@@ -124,12 +124,12 @@ class Agreed:
 
     def commit(self, by_rank: list[Written]) -> None:
         """What the first rank does when all have written."""
-        commit(self.with_tables(by_rank), self.content, self.ticket, self.kept)
+        commit(self.with_tables(by_rank), self.content, self.ticket, self.cache)
 
     def with_tables(self, by_rank: list[Written]) -> list[Written]:
         """What all ranks wrote, with their tables; on the first rank."""
-        assert self.kept is not None, "the first rank has the tables"
-        return [replace(part, table=table) for part, table in zip(by_rank, self.kept.tables, strict=True)]
+        assert self.cache is not None, "the first rank has the tables"
+        return [replace(part, table=table) for part, table in zip(by_rank, self.cache.tables, strict=True)]
 
     def abandon(self) -> None:
         """Remove what was written."""
@@ -153,7 +153,7 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
     """
     exchange, engine = Exchange(request.group, request.timeout_s), request.engine or SaveEngine()
     store, begun, later = request.store, list[Save](), list[Callable[[], Save]]()
-    kept: Kept | None = None if engine.memory is None else engine.memory.get("last")
+    cache: PlanCache | None = None if engine.memory is None else engine.memory.get("last")
 
     def described() -> tuple[tuple[RankContent, _Report, tree.Split], _Report]:
         if exchange.ranks > 1 and not store.is_shared:
@@ -163,25 +163,25 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
 
     def agree(reports: list[_Report]) -> Ticket:
         """On the first rank: the records of all ranks fit together, and the save begins. See [Note: plan cache]."""
-        nonlocal kept
+        nonlocal cache
         targets = sorted({report.target for report in reports})
         if len(targets) > 1:
             raise ShardingError(
                 f"the ranks save into different folders ({', '.join(targets[:3])}); pass one path to all"
             )
-        if kept is not None and kept.digests != [report.digest for report in reports]:
-            kept = None
-        if kept is None and any(report.table is None for report in reports):
+        if cache is not None and cache.digests != [report.digest for report in reports]:
+            cache = None
+        if cache is None and any(report.table is None for report in reports):
             return Ticket(Save(save_id="", target=store.name), again=True)
         nothing = Save(save_id="", target=store.name)
         if asked := [report.copies for report in reports if report.copies is not None]:
             validation.raise_problems(copies.slice_problems(asked), "saved", ShardingError)
             return Ticket(nothing, again=True, owners=copies.owners(asked))
         try:
-            kept = check_together(reports, kept)
+            cache = check_reports(reports, cache)
         except ShardingError:
             if any(report.has_slices for report in reports):
-                kept = None
+                cache = None
                 return Ticket(nothing, again=True, asks_copies=True)
             raise
         nbytes, differs = sum(report.nbytes for report in reports), len({r.common_digest for r in reports}) > 1
@@ -209,8 +209,8 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
             store.abandon(save)
         raise
     if engine.memory is not None:
-        engine.memory["last"] = kept
-    return Agreed(exchange, content, ticket, kept, parts.records, *later)
+        engine.memory["last"] = cache
+    return Agreed(exchange, content, ticket, cache, parts.records, *later)
 
 
 def _told_more(
@@ -231,25 +231,25 @@ def _told_more(
     return (content, report), report
 
 
-def check_together(reports: list[_Report], kept: Kept | None) -> Kept:
-    """What the next save of these records need not look at again, such as this one, if ``kept`` is of the same tables.
+def check_reports(reports: list[_Report], cache: PlanCache | None) -> PlanCache:
+    """What the next save of these records need not look at again, such as this one, if ``cache`` is of the same tables.
 
     Raises:
         ShardingError: the records of all ranks do not describe each tensor and each grid once and whole.
     """
     problems: list[str] = []
-    if kept is None:
+    if cache is None:
         tables = [report.table for report in reports if report.table is not None]
         table = merge(tables)
         problems = validation.table_problems(table, "saved")
-        kept = Kept([report.digest for report in reports], tables, table.keys)
+        cache = PlanCache([report.digest for report in reports], tables, table.keys)
     problems += agreement.replica_problems([report.samples for report in reports])
     objects = [report.objects for report in reports]
     problems += validation.object_problems(objects, "saved")
-    both = kept.keys & {cell.unique_key for cells in objects for cell in cells}
+    both = cache.keys & {cell.unique_key for cells in objects for cell in cells}
     problems += [f"{key}: a tensor and an object share this key" for key in sorted(both)]
     validation.raise_problems(problems, "saved", ShardingError)
-    return kept
+    return cache
 
 
 def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tuple[RankContent, _Report, tree.Split]:
@@ -341,15 +341,15 @@ def write(
     return transfer.write(content, ticket.save, rank, check_finite, moved)
 
 
-def commit(written: list[Written], content: RankContent, ticket: Ticket, kept: Kept | None = None) -> None:
+def commit(written: list[Written], content: RankContent, ticket: Ticket, cache: PlanCache | None = None) -> None:
     """Write the small files, metadata.json last, and make the save visible: what the first rank does.
 
     Args:
         written: what each rank wrote, in rank order; content: the first rank's.
-        kept: of the last save, or None; it is brought up to date.
+        cache: of the last save, or None; it is brought up to date.
     """
     save = ticket.save
-    index = index_of(written, save.save_id, kept, content.metadata)
+    index = index_of(written, save.save_id, cache, content.metadata)
 
     def for_torch() -> Iterable[bytes]:
         """A ``.metadata`` that names the files by their folder."""
@@ -360,19 +360,19 @@ def commit(written: list[Written], content: RankContent, ticket: Ticket, kept: K
     complete(content.store, save, _digests(written), small, metadata.encode_config(), for_torch if is_inside else None)
 
 
-def index_of(written: list[Written], save_id: str, kept: Kept | None, form: str = "torch") -> dict[str, Content]:
+def index_of(written: list[Written], save_id: str, cache: PlanCache | None, form: str = "torch") -> dict[str, Content]:
     """The index files by name, streamed if they are large. ``form``: "torch", or "compact" without ``.metadata``."""
     made_of = [form, *((part.table, part.places, part.objects, list(part.files), part.counts) for part in written)]
-    if kept is not None and kept.index is not None and kept.index[0] == made_of:
-        _, before, last = kept.index
+    if cache is not None and cache.index is not None and cache.index[0] == made_of:
+        _, before, last = cache.index
         if all(data.count(before.encode()) == 1 for data in last.values()):
             return {name: data.replace(before.encode(), save_id.encode()) for name, data in last.items()}
     index = index_of_written(written, save_id)
-    if kept is None or index.chunk_count > _KEPT_CHUNKS:
+    if cache is None or index.chunk_count > _CACHED_CHUNKS:
         return _streams(index, form)
     with collection_paused():
         files = {name: b"".join(pieces_of(data)) for name, data in _streams(index, form).items()}
-    kept.index = made_of, save_id, files
+    cache.index = made_of, save_id, files
     return dict(files)
 
 

@@ -249,7 +249,7 @@ def a_box(rng, shape):
 
 def load_any_layout(rank, ranks, place, spool, room):
     """The same parts of the same tensors from the store and from its files as a folder; what differs, and the takes."""
-    tempfile.tempdir, mirror._HELD_BYTES = str(spool), room
+    tempfile.tempdir, mirror._MEMORY_BYTES = str(spool), room
     taken, wrong, plain = [], [], Mirror.take
 
     def take(*args):

@@ -8,10 +8,10 @@ all share. A mapped file has a byte for each block, set when it is there. Who ne
 the rank that fetches it fails (its own error), dies (nobody holds its lock any more) or nothing arrives for
 ``timeout_s``. A block that no rank was to fetch is fetched when it is needed.
 
-[Note: held blocks] A block that one rank alone wants need not go through a file, whose fresh pages cost more than all
-else. Up to ``_HELD_BYTES`` of such blocks wait in the memory of the rank that fetched them, which copies them to where
-it wants them and forgets them. Who looks at the file for one all the same (its rank for a part of it, another rank
-when it tells which keys are damaged) writes it there first, or fetches it again. What is fetched again nobody has
+[Note: blocks in memory] A block that one rank alone wants need not go through a file, whose fresh pages cost more than
+all else. Up to ``_MEMORY_BYTES`` of such blocks wait in the memory of the rank that fetched them, which copies them to
+where it wants them and forgets them. Who looks at the file for one all the same (its rank for a part of it, another
+rank when it tells which keys are damaged) writes it there first, or fetches it again. What is fetched again nobody has
 hashed: reader.py takes a block only where one run alone wants it, and hashes what it has to read again.
 
 [Note: a mirror's end] The folder lies where ``tempfile`` puts files and goes when the load ends, well or not. Each rank
@@ -60,9 +60,9 @@ from sixfold.dist_ckpt.storage.by_pointer import TAIL_BYTES, check_finished, che
 from sixfold.dist_ckpt.storage.range_reads import MOST_RANGE_BYTES, at_once, begun, cut, ranges_of
 from sixfold.dist_ckpt.storage.store import POINTER, Store, is_small_file
 
-_READY, _HELD = 1, 2  # in the file; arrived, and kept for its rank
-_HELD_BYTES = 1 << 26
-_LEAST_HELD_BYTES = 1 << 16  # of a block: reader.py takes none that is shorter
+_READY, _IN_MEMORY = 1, 2  # in the file; arrived, and kept for its rank
+_MEMORY_BYTES = 1 << 26
+_LEAST_MEMORY_BYTES = 1 << 16  # of a block: reader.py takes none that is shorter
 _HEAD_BYTES = 1 << 16  # of a safetensors file, which tells itself how long its header is
 _LOOK_S = 0.2  # between two looks at whether a rank lives
 _LONGEST_PAUSE_S = 0.005
@@ -93,7 +93,9 @@ class Mirror:
         self._owners = array("q")  # by block; -1: nobody's
         self._block_bytes = BLOCK_BYTES
         self._alone = bytearray()  # by block; 1: own, and no other rank of this host wants it
-        self._held: dict[int, tuple[bytes, int]] = {}  # by block: what arrived with it, and where in that it begins
+        self._in_memory: dict[
+            int, tuple[bytes, int]
+        ] = {}  # by block: what arrived with it, and where in that it begins
         self._lock_handle: int | None = None
         self._states: mmap.mmap | None = None
         self._failure: CheckpointError | None = None
@@ -212,7 +214,7 @@ class Mirror:
         return (lambda start, stop: None) if name in self._whole else partial(self._await, name)
 
     def take(self, path: Path, start: int, into: memoryview) -> bool:
-        """Copy a whole block that is held into memory and forget it, when it is there. See [Note: held blocks].
+        """Copy a whole block that is held into memory and forget it, when it is there. See [Note: blocks in memory].
 
         Raises: as what ``arrives`` gives.
         """
@@ -223,11 +225,11 @@ class Mirror:
         if not self._alone[index]:
             return False
         self._await_block(index, self._rank)
-        held = self._held.get(index)
-        if held is None or len(into) != min(size, self._sizes[name] - start):
+        blocks = self._in_memory.get(index)
+        if blocks is None or len(into) != min(size, self._sizes[name] - start):
             return False
-        into[:] = memoryview(held[0])[held[1] : held[1] + len(into)]
-        self._held.pop(index, None)
+        into[:] = memoryview(blocks[0])[blocks[1] : blocks[1] + len(into)]
+        self._in_memory.pop(index, None)
         return True
 
     def fetch_all(self) -> None:
@@ -284,7 +286,7 @@ class Mirror:
         if is_mine and (self._locks is None or self._left_by_all(self._locks)):
             shutil.rmtree(self._root, ignore_errors=True)
         self._is_closed = True
-        self._held.clear()
+        self._in_memory.clear()
         if self._lock_handle is not None:
             os.close(self._lock_handle)
             self._lock_handle = None
@@ -378,19 +380,19 @@ class Mirror:
             raise StorageError(f"{self._root.parent}: {error.strerror or error}", error.errno) from error
 
     def _keep(self, part: ByteRange, data: bytes) -> None:
-        """A range of whole blocks has arrived: it is held, or written. See [Note: held blocks]."""
+        """A range of whole blocks has arrived: it is held, or written. See [Note: blocks in memory]."""
         first, stop = self._blocks_of(part)
         if all(self._alone[first:stop]) and self._may_hold(data):
-            self._held.update((first + n, (data, n * self._block_bytes)) for n in range(stop - first))
-            self._mark(part, _HELD)
+            self._in_memory.update((first + n, (data, n * self._block_bytes)) for n in range(stop - first))
+            self._mark(part, _IN_MEMORY)
         else:
             self._put(part, data)
 
     def _may_hold(self, data: bytes) -> bool:
         """What arrived stays as long as any block of it is held. What is no ``bytes`` the store may use again."""
-        held = {id(whole): len(whole) for whole, _ in list(self._held.values())}
-        fits = sum(held.values()) + len(data) <= _HELD_BYTES
-        return fits and self._block_bytes >= _LEAST_HELD_BYTES and isinstance(data, bytes)
+        blocks = {id(whole): len(whole) for whole, _ in list(self._in_memory.values())}
+        fits = sum(blocks.values()) + len(data) <= _MEMORY_BYTES
+        return fits and self._block_bytes >= _LEAST_MEMORY_BYTES and isinstance(data, bytes)
 
     def _put(self, part: ByteRange, data: bytes | memoryview) -> None:
         self._write(part, data)
@@ -426,8 +428,8 @@ class Mirror:
         for index in blocks:
             at = (index - self._first[name]) * size
             part = ByteRange(name, at, min(size, self._sizes[name] - at))
-            if held := self._held.pop(index, None):
-                self._put(part, memoryview(held[0])[held[1] : held[1] + part.length])
+            if blocks := self._in_memory.pop(index, None):
+                self._put(part, memoryview(blocks[0])[blocks[1] : blocks[1] + part.length])
             else:
                 absent.append(part)
         if absent:

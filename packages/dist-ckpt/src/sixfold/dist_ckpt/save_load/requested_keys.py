@@ -41,8 +41,8 @@ def local_names(parts: tree.Split) -> frozenset[str]:
 
     An empty dict is kept where plain DCP stores none (dcp_names.py), and holds nothing.
     """
-    held = ((path, leaf.unwrap()) for path, leaf in parts.local)
-    return frozenset(tree.key_text(path) for path, value in held if value or not tree.is_dict(value))
+    local = ((path, leaf.unwrap()) for path, leaf in parts.local)
+    return frozenset(tree.key_text(path) for path, value in local if value or not tree.is_dict(value))
 
 
 def check_whole(missing: Iterable[str], owners: Iterable[str], local: Iterable[str]) -> None:

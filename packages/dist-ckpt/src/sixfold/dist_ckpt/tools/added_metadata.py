@@ -68,7 +68,7 @@ def _added(store: Store, checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _into_folder(checkpoint: Checkpoint, known: Integrity) -> FileDigest:
     index = compact.index_of(checkpoint.manifest)
-    with _held(checkpoint) as inside, storage.full_disk_told(checkpoint.folder, 0):
+    with _locked_folder(checkpoint) as inside, storage.full_disk_told(checkpoint.folder, 0):
         (inside / _HIDDEN).unlink(missing_ok=True)
         try:
             digest = storage.write_file(inside, _HIDDEN, lambda: schema.encode_parts(index))
@@ -89,20 +89,20 @@ def _into_store(store: Store, checkpoint: Checkpoint, known: Integrity) -> dict[
     if size and known.save_id.encode() in store.read(".metadata", max(0, size - TAIL_BYTES), size):
         return {"written": False, "nbytes": size}
     index = compact.index_of(checkpoint.manifest).within(visible(found))
-    _check_held(store, known)
+    _check_still_there(store, known)
     save = Save(save_id=known.save_id, target=store.name)
     digest = store.write(save, ".metadata", lambda: schema.encode_parts(index))
-    _check_held(store, known)
+    _check_still_there(store, known)
     return {"written": True, "nbytes": digest.size}
 
 
-def _check_held(store: Store, known: Integrity) -> None:
+def _check_still_there(store: Store, known: Integrity) -> None:
     if not store.holds(known.save_id):
         raise StorageError(f"{store.name} was replaced while its .metadata was made; try again", errno.ESTALE)
 
 
 @contextmanager
-def _held(checkpoint: Checkpoint) -> Iterator[Path]:
+def _locked_folder(checkpoint: Checkpoint) -> Iterator[Path]:
     """The opened folder itself, whatever its path names later; for one process at a time where there are locks."""
     handle = os.open(checkpoint.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -186,15 +186,15 @@ def to_safetensors(
     """See ``tools.convert``. Returns the target and the names of its files. ``plain``: those of common data."""
     tensors = {**{key: _whole(key, value) for key, value in plain.items()}, **tensors}
     store = LocalStore(paths.local(destination, "safetensors are written into a local folder").resolve())
-    files, held = plan_files(tensors, max_shard_bytes), plain
+    files, given = plan_files(tensors, max_shard_bytes), plain
     nbytes = sum(map(nbytes_of, tensors.values()))
     meter = Meter(progress, lambda: nbytes)
 
     def parts() -> Iterator[torch.Tensor]:
-        for is_held, keys in groupby((key for file in files for key in file.keys), key=lambda key: key in held):
-            if is_held:
+        for is_given, keys in groupby((key for file in files for key in file.keys), key=lambda key: key in given):
+            if is_given:
                 for key in keys:
-                    yield held[key]
+                    yield given[key]
                     meter.add(nbytes_of(tensors[key]))
                 continue
             for batch in values.batches(tensors[key] for key in keys):

@@ -131,7 +131,7 @@ class _Opened:
             return view, checkpoint
         first = next(iter(share.tokens.values()))
         if mirror.token != first:
-            mirror = self.mirrors.enter_context(_held(Mirror(view.store, first, share.rank)))
+            mirror = self.mirrors.enter_context(_given_up_on_error(Mirror(view.store, first, share.rank)))
             mirror.attach()
             view = replace(view, folder=mirror.folder, mirror=mirror)
             checkpoint = view.opened(checkpoint.verify)
@@ -141,7 +141,7 @@ class _Opened:
 
 
 @contextmanager
-def _held(mirror: Mirror) -> Iterator[Mirror]:
+def _given_up_on_error(mirror: Mirror) -> Iterator[Mirror]:
     """A mirror until it is closed; who shares it hears of an error."""
     try:
         yield mirror
@@ -245,7 +245,7 @@ class Reader(StorageReader):
         self._at_end = weakref.finalize(self, mirrors.close)  # also where nothing is read
         view = HostView(store, store.local_folder or Path(), None, ((0,),), 0)
         if store.local_folder is None:
-            mirror = mirrors.enter_context(_held(Mirror(store)))
+            mirror = mirrors.enter_context(_given_up_on_error(Mirror(store)))
             mirror.create()
             view = replace(view, folder=mirror.folder, mirror=mirror)
         with view.told():

@@ -256,10 +256,10 @@ def test_the_last_short_block_is_taken_and_no_more_than_it(large):
     try:
         assert taken(last * BLOCK, BLOCK) is None
         assert taken(last * BLOCK, len(data) % BLOCK) == data[last * BLOCK :]
-        assert found._held
+        assert found._in_memory
     finally:
         found.close()
-    assert not found._held
+    assert not found._in_memory
 
 
 def test_blocks_that_others_want_too_are_not_held(large):
@@ -322,16 +322,16 @@ def test_a_rank_that_has_given_up_calls_nothing_there_that_is_not(large):
 @pytest.mark.slow
 def test_what_is_held_is_bounded_also_while_a_part_of_a_range_is_left(large, monkeypatch, block_bytes):
     store, data = large
-    monkeypatch.setattr(mirror, "_HELD_BYTES", 10 << 20)
+    monkeypatch.setattr(mirror, "_MEMORY_BYTES", 10 << 20)
     blocks = -(-len(data) // block_bytes)
     left = []  # ranges stay in memory as long as any of their blocks
 
     def look(self, part, data, keep=Mirror._keep):
         keep(self, part, data)
-        for index in list(self._held):
-            if index + 1 in self._held and self._held[index + 1][0] is self._held[index][0]:
-                del self._held[index]  # as if it had been taken
-        left.append(sum({id(whole): len(whole) for whole, _ in self._held.values()}.values()))
+        for index in list(self._in_memory):
+            if index + 1 in self._in_memory and self._in_memory[index + 1][0] is self._in_memory[index][0]:
+                del self._in_memory[index]  # as if it had been taken
+        left.append(sum({id(whole): len(whole) for whole, _ in self._in_memory.values()}.values()))
 
     monkeypatch.setattr(Mirror, "_keep", look)
     found, path, _ = started(store, blocks, block_bytes=block_bytes)
@@ -339,10 +339,10 @@ def test_what_is_held_is_bounded_also_while_a_part_of_a_range_is_left(large, mon
         assert max(left) <= 10 << 20
         assert bool(max(left)) == (block_bytes >= 1 << 16), "shorter ones nobody takes"
         assert values_at(found, path, 0, len(data)) == data
-        assert not found._held
+        assert not found._in_memory
     finally:
         found.close()
-        assert not found._held
+        assert not found._in_memory
 
 
 @pytest.mark.slow
@@ -388,7 +388,7 @@ def test_loads_of_any_layout_give_what_slicing_gives(monkeypatch, seed):
     rng = random.Random(seed)
     block_bytes = rng.choice([1 << 16, 100_000, 1 << 17])
     monkeypatch.setattr(integrity, "BLOCK_BYTES", block_bytes)
-    monkeypatch.setattr(mirror, "_HELD_BYTES", rng.choice([0, 1 << 20, 5 << 20, 1 << 26]))
+    monkeypatch.setattr(mirror, "_MEMORY_BYTES", rng.choice([0, 1 << 20, 5 << 20, 1 << 26]))
     shapes = {f"t{n}": (rng.randint(1, 700), rng.randint(1, 700)) for n in range(rng.randint(1, 5))}
     wholes = {key: torch.rand(shape) for key, shape in shapes.items()}
     store = stored(**wholes)

@@ -44,8 +44,7 @@ import torch
 
 from sixfold.dist_ckpt import ShardedTensor, load_tensors_metadata
 from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint
-from sixfold.dist_ckpt.formats import compact_manifest as compact
-from sixfold.dist_ckpt.formats import integrity, metadata, weights_only
+from sixfold.dist_ckpt.formats import compact_manifest, integrity, metadata, weights_only
 from sixfold.dist_ckpt.formats.dcp_pickle import Index
 from sixfold.dist_ckpt.formats.integrity import FileDigest
 from sixfold.dist_ckpt.plans import plan
@@ -223,19 +222,19 @@ def keys_task(tensors, chunks, folder):
         return found
 
     small = {"common.pt": weights_only.dump({}, "common data"), "metadata.json": metadata.encode_config()}
-    small[compact.FILE_NAME] = timed(lambda: b"".join(compact.encode(index)))
+    small[compact_manifest.FILE_NAME] = timed(lambda: b"".join(compact_manifest.encode(index)))
     small[".metadata"] = timed(lambda: b"".join(metadata.encode_parts(index)))
     blocks = ("00000000",) * -(-tensors * FRAME_BYTES // integrity.BLOCK_BYTES)
     digests = {name: FileDigest(tensors * FRAME_BYTES, blocks) for name in index.files}
     digests |= {name: local.write_file(folder, name, content) for name, content in small.items()}
-    for name in (compact.FILE_NAME, ".metadata"):  # what a load reads: the second one only without the first
+    for name in (compact_manifest.FILE_NAME, ".metadata"):  # what a load reads: the second one only without the first
         content = integrity.Integrity(save_id=SAVE_ID, files=digests).encode()
         local.write_file(folder, integrity.FILE_NAME, content)
         if name == ".metadata" and tensors * chunks > MOST_DECODED:
             spent.append(float("nan"))
             continue
         plan.plan_load(asked, timed(lambda: open_checkpoint(folder)).manifest, dtype_policy="exact")
-        if name == compact.FILE_NAME:
+        if name == compact_manifest.FILE_NAME:
             assert len(timed(lambda: load_tensors_metadata(folder))) == tensors
         (folder / integrity.FILE_NAME).unlink()
         del digests[name]

@@ -15,7 +15,7 @@ import traceback
 from contextlib import suppress
 
 from sixfold.dist_ckpt import _worker
-from sixfold.dist_ckpt.background import worker_process as process
+from sixfold.dist_ckpt.background import worker_process
 
 
 class Forked:
@@ -23,7 +23,7 @@ class Forked:
 
     def __init__(self, fds):
         self._status = None
-        arguments = [*process._WORKER, *map(str, fds), str(os.getpid())]
+        arguments = [*worker_process._WORKER, *map(str, fds), str(os.getpid())]
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
@@ -51,7 +51,7 @@ class Forked:
 
 def fork_workers():
     """In this process, a rank of a test: workers are forked from it."""
-    process._start_worker = Forked
+    worker_process._start_worker = Forked
 
 
 def _become_a_worker(arguments, fds):

@@ -33,7 +33,7 @@ if kind == "counts":
     note_operations(what)
     _worker.main()
 if kind == "held":
-    path, decide = what, _worker.control.decide
+    path, decide = what, _worker.coordination.decide
     kind, what = "slow", "0.4"
 
     def held(*arguments):
@@ -41,7 +41,7 @@ if kind == "held":
             time.sleep(0.01)
         return decide(*arguments)
 
-    _worker.control.decide = held
+    _worker.coordination.decide = held
 if kind == "moving":
     publish, trainer, path = _worker.saving.LocalStore.publish, os.getppid(), what
     kind, what, _worker._LOOK_S = "slow", "0", 2.0
@@ -66,7 +66,7 @@ if kind == "orphan":
         return write(*arguments)
 
     _worker.saving.write = write_as_an_orphan
-place, _, count = (what if kind in ("dies", "stops") else f"stores.frame_file._write_at:{what}").partition(":")
+place, _, count = (what if kind in ("dies", "stops") else f"storage.frame_file._write_at:{what}").partition(":")
 module_name, _, name = place.rpartition(".")
 module = importlib.import_module(f"sixfold.dist_ckpt.{module_name}")
 plain, calls = getattr(module, name), 0

@@ -15,8 +15,7 @@ from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
 from sixfold.dist_ckpt import ShardingError
-from sixfold.dist_ckpt.formats import compact_manifest as compact
-from sixfold.dist_ckpt.formats import dcp_pickle, metadata
+from sixfold.dist_ckpt.formats import compact_manifest, dcp_pickle, metadata
 from sixfold.dist_ckpt.formats.dcp_pickle import Index
 from sixfold.dist_ckpt.formats.integrity import FileDigest
 from sixfold.dist_ckpt.formats.unpickle import loads
@@ -169,9 +168,11 @@ def test_what_ranks_wrote_becomes_what_torchs_objects_would_be_by_a_plain_loop(m
         assert vars(found.storage_data[index]) == vars(place)
     assert metadata.decode(data, trusted_bytes=False) == manifest
     assert metadata.decode(encoded(dcp_pickle.Index.of(manifest)), trusted_bytes=True) == manifest
-    mapped = compact.read(memoryview(bytearray(b"".join(compact.encode(arrays)))), lambda name: 2**62, lambda *_: None)
+    mapped = compact_manifest.read(
+        memoryview(bytearray(b"".join(compact_manifest.encode(arrays)))), lambda name: 2**62, lambda *_: None
+    )
     assert dict(mapped.objects) == objects and list(mapped.tensors) == sorted(tensors)
     for key, stored in manifest.tensors.items():
         again = mapped.tensors[key]
         assert (again.dtype, again.shape, tuple(again.chunks)) == (stored.dtype, stored.shape, stored.chunks)
-    assert metadata.decode(encoded(compact.index_of(mapped)), trusted_bytes=True) == manifest
+    assert metadata.decode(encoded(compact_manifest.index_of(mapped)), trusted_bytes=True) == manifest

@@ -9,7 +9,7 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor
-from sixfold.dist_ckpt.background import worker_process as process
+from sixfold.dist_ckpt.background import worker_process
 from sixfold.dist_ckpt.dcp import Reader, Writer
 from sixfold.dist_ckpt.stores import MemoryStore
 
@@ -62,7 +62,7 @@ def test_a_save_by_torch_beside_a_thread_that_writes_the_tensor_is_whole(tmp_pat
 
 
 def test_a_background_save_beside_a_thread_that_writes_the_tensor_is_whole(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_start_worker", Forked)
+    monkeypatch.setattr(worker_process, "_start_worker", Forked)
     tensor = torch.zeros(ELEMENTS)
     with Writing(tensor):
         dist_ckpt.async_save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "c", group=None).wait()

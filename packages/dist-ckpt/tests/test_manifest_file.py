@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, UnsafeError
 from sixfold.dist_ckpt.checkpoint import opening
-from sixfold.dist_ckpt.formats import compact_manifest as compact
-from sixfold.dist_ckpt.formats import dcp_pickle, metadata
+from sixfold.dist_ckpt.formats import compact_manifest, dcp_pickle, metadata
 from sixfold.dist_ckpt.formats.dcp_pickle import Index
 from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
@@ -46,11 +45,11 @@ def grids(draw):
 
 
 def written(manifest):
-    return bytearray(b"".join(compact.encode(Index.of(manifest))))
+    return bytearray(b"".join(compact_manifest.encode(Index.of(manifest))))
 
 
 def read(data, check=lambda start, stop: None):
-    return compact.read(memoryview(data), lambda name: SIZE, check)
+    return compact_manifest.read(memoryview(data), lambda name: SIZE, check)
 
 
 def plain(manifest):
@@ -104,8 +103,8 @@ def cut(columns, *, axis, tensors=1):
 
 
 def test_an_open_file_makes_no_object_for_a_key_before_it_is_asked_for(monkeypatch):
-    made, real = [], compact._Stored
-    monkeypatch.setattr(compact, "_Stored", lambda key, *rest: made.append(key) or real(key, *rest))
+    made, real = [], compact_manifest._Stored
+    monkeypatch.setattr(compact_manifest, "_Stored", lambda key, *rest: made.append(key) or real(key, *rest))
     manifest = read(written(cut(2, axis=0, tensors=500)))
     assert len(manifest.tensors) == 500 and "layer.00501" not in manifest.tensors and made == []
     assert manifest.tensors["layer.00007"].chunk_count == 2 and made == ["layer.00007"]
@@ -118,7 +117,7 @@ def test_an_index_without_tensors_is_read_back_in_each_form():
     text = json.loads(bytes(data[24:])) | {"tensors": {}}  # as the second form has it
     text = json.dumps(text).encode()
     text += b" " * (-len(text) % 8)
-    assert plain(read(bytearray(struct.pack("=8s2q", compact._MAGIC_2, 0, len(text)) + text))) == plain(empty)
+    assert plain(read(bytearray(struct.pack("=8s2q", compact_manifest._MAGIC_2, 0, len(text)) + text))) == plain(empty)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ def test_columns_that_contradict_themselves_are_corrupt(columns):
     def with_columns(columns):
         text = json.dumps(json.loads(bytes(data[24:start])) | {"tensors": columns}).encode()
         text += b" " * (-len(text) % 8)
-        return bytearray(struct.pack("=8s2q", compact.MAGIC, 0, len(text)) + text + data[start:])
+        return bytearray(struct.pack("=8s2q", compact_manifest.MAGIC, 0, len(text)) + text + data[start:])
 
     assert len(read(with_columns([["a", "b"], ["int8"] * 2, [[8, 8]] * 2, [1, 1], [4, 4]])).tensors["b"].chunks) == 1
     with pytest.raises(CorruptError):
@@ -255,12 +254,12 @@ def load(folder, **options):
 
 def forge(folder, change):
     """Change the manifest and put all digests right."""
-    path = folder / compact.FILE_NAME
+    path = folder / compact_manifest.FILE_NAME
     data = change(bytearray(path.read_bytes()))
     path.write_bytes(data)
     content = json.loads((folder / "integrity.json").read_bytes())
     del content["self"]
-    content["files"][compact.FILE_NAME] = {"size": len(data), "digests": [f"{zlib.crc32(data):08x}"]}
+    content["files"][compact_manifest.FILE_NAME] = {"size": len(data), "digests": [f"{zlib.crc32(data):08x}"]}
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))
     content["self"] = f"{zlib.crc32(text.encode()):08x}"
     (folder / "integrity.json").write_text(json.dumps(content, sort_keys=True, separators=(",", ":")))
@@ -293,7 +292,7 @@ def test_a_forged_manifest_is_refused_and_nothing_is_read_beyond_a_file(folder, 
 
 @pytest.mark.parametrize("verify", ["touched", "full"])
 def test_a_flipped_bit_of_the_manifest_is_found(folder, verify):
-    path = folder / compact.FILE_NAME
+    path = folder / compact_manifest.FILE_NAME
     intact = path.read_bytes()
     for position in range(0, len(intact), 37):
         data = bytearray(intact)
@@ -344,7 +343,7 @@ def many(chunks):
     )
 
 
-@pytest.mark.parametrize("encode", [metadata.encode_parts, compact.encode])
+@pytest.mark.parametrize("encode", [metadata.encode_parts, compact_manifest.encode])
 @pytest.mark.slow
 def test_the_index_files_are_written_in_bounded_memory(encode):
     """200,000 chunks make 30 and 11 MB; a batch of 8,192 rows is there at a time."""

@@ -13,14 +13,14 @@ from dist_ckpt_helpers import in_child, one
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor, StorageError, retention
-from sixfold.dist_ckpt.checkpoint import opening as folder
+from sixfold.dist_ckpt.checkpoint import opening
 from sixfold.dist_ckpt.checkpoint.mapped_file import Mapped
 from sixfold.dist_ckpt.errors import typed
 from sixfold.dist_ckpt.formats.frame import tensor_bytes
 from sixfold.dist_ckpt.formats.metadata import encode_config
 from sixfold.dist_ckpt.plans.plan import plan_save
 from sixfold.dist_ckpt.plans.shard_table import tabulate
-from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.save_load import writer
 from sixfold.dist_ckpt.save_load.saving import index_of
 from sixfold.dist_ckpt.storage.store import Save, write_small
 from sixfold.dist_ckpt.stores import LocalStore
@@ -43,7 +43,7 @@ def few_descriptors(action):
 
 @pytest.fixture(autouse=True)
 def _few_maps_are_kept(monkeypatch):
-    monkeypatch.setattr(folder, "KEPT_MAPS", KEPT_MAPS)
+    monkeypatch.setattr(opening, "KEPT_MAPS", KEPT_MAPS)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +79,8 @@ def of_ranks(tmp_path_factory):
             record = ShardedTensor.from_rank_offsets("w", WHOLE[rank : rank + 1].clone(), (0, rank, RANKS))
             table, pieces = tabulate([record])
             writes = plan_save([record], pieces)
-            content = transfer.RankContent(store, [record], writes, [], {}, b"", 0, table.encode())
-            written.append(transfer.write(content, save, rank, check_finite=False))
+            content = writer.RankContent(store, [record], writes, [], {}, b"", 0, table.encode())
+            written.append(writer.write(content, save, rank, check_finite=False))
         torch.save({"it": 1}, path / "common.pt")
         small = {"common.pt": (path / "common.pt").read_bytes(), "metadata.json": encode_config()}
         (path / "common.pt").unlink()
@@ -143,7 +143,7 @@ def test_every_tool_reads_them_with_few_descriptors(request, tmp_path, kind):
         assert tools.convert(path, tmp_path / "out", to="torch_dist")["tensors"] == (FILES if kind == "of_dcp" else 1)
         report = tools.diff(path, tmp_path / "out")
         assert not report["different"] and not report["only_in_a"]
-        assert folder.is_complete(path)
+        assert opening.is_complete(path)
         return retention.checkpoints(path.parent)
 
     with warnings.catch_warnings():
@@ -172,7 +172,7 @@ def test_a_damaged_file_among_them_is_named_with_few_descriptors(of_ranks, tmp_p
 
 def test_views_of_a_file_outlive_the_checkpoint_and_its_maps(of_ranks):
     """What is handed out keeps its own file mapped; a checkpoint keeps a bounded number of maps and no descriptor."""
-    checkpoint = folder.open_checkpoint(of_ranks)
+    checkpoint = opening.open_checkpoint(of_ranks)
     frames = [chunk.frame for chunk in checkpoint.manifest.tensors["w"].chunks]
     for frame in frames:
         checkpoint.frame(frame)

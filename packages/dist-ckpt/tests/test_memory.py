@@ -17,10 +17,9 @@ from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.background.arena import Arena
-from sixfold.dist_ckpt.save_load import reader
-from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.save_load import reader, writer
 from sixfold.dist_ckpt.tools import commands as tools
-from sixfold.dist_ckpt.tools import stored_values as values
+from sixfold.dist_ckpt.tools import stored_values
 
 COUNT, ROWS, MIB = 16, 1 << 9, 2
 ALL_MIB = COUNT * MIB
@@ -77,7 +76,7 @@ def measured(rank, ranks, folder):
     """All peaks, in MiB by name, of one fresh process; nothing here needs a disk."""
     warnings.simplefilter("ignore")
     os.fsync = lambda handle: None
-    transfer.COPY_BYTES = reader.PART_BYTES = int(PART_MIB * 2**20)
+    writer.COPY_BYTES = reader.PART_BYTES = int(PART_MIB * 2**20)
     warm_up = {"w": one("w", torch.ones(4))}
     dist_ckpt.save(warm_up, folder / "warm", check_finite=True)
     dist_ckpt.load(warm_up, folder / "warm")
@@ -97,7 +96,7 @@ def measured(rank, ranks, folder):
     state, arena = [KINDS["transposed"]() for _ in range(COUNT)], Arena()
     peaks["arena"] = peak_growth_mib(lambda: arena.take(state))
     arena.close()
-    values.BATCH_BYTES, tools._COMPARED_ELEMENTS = BATCH_MIB << 20, 1 << 14
+    stored_values.BATCH_BYTES, tools._COMPARED_ELEMENTS = BATCH_MIB << 20, 1 << 14
     for to in FORMATS:
         peaks["convert", to] = peak_growth_mib(lambda t=to: tools.convert(saved, folder / t, to=t))
     peaks["verify"] = peak_growth_mib(lambda: tools.verify(saved))
@@ -105,7 +104,7 @@ def measured(rank, ranks, folder):
     dist_ckpt.save(zeros, folder / "zeros")
     for other in ("plain-True", "zeros"):
         peaks["diff", other] = peak_growth_mib(lambda o=other: tools.diff(saved, folder / o))
-    values.BATCH_BYTES, tools._OBJECT_BYTES = 256 << 20, MIB << 20
+    stored_values.BATCH_BYTES, tools._OBJECT_BYTES = 256 << 20, MIB << 20
     objects = [ShardedObject("o", bytes(MIB << 20), (COUNT,), (i,)) for i in range(COUNT)]
     dist_ckpt.save({"o": objects}, folder / "objects")
     peaks["diff", "objects"] = peak_growth_mib(lambda: tools.diff(folder / "objects", folder / "objects"))

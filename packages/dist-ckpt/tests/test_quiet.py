@@ -9,8 +9,7 @@ import pytest
 from counted import LISTING, counting
 
 from sixfold.dist_ckpt import LostPeerError
-from sixfold.dist_ckpt.background import coordination as control
-from sixfold.dist_ckpt.background import folder_watch as bell
+from sixfold.dist_ckpt.background import coordination, folder_watch
 from sixfold.dist_ckpt.background import save_status as board
 from sixfold.dist_ckpt.background.arena import Arena, Gauge
 from sixfold.dist_ckpt.background.coordination import Job, Wait
@@ -35,11 +34,11 @@ class Ranks:
         fields = {"ranks": count, "content": content, "ticket": ticket, "check_finite": False, "places": {}}
         fields |= {"key": b"k" * 32, "locks_work": locks_work, "timeout_s": 600.0, "stale_s": 9.0}
         self.jobs = [Job(rank=rank, **fields) for rank in range(count)]
-        self.board = control.board_of(self.jobs[0])
+        self.board = coordination.board_of(self.jobs[0])
         self.board.make()
         self.signs = [self.board.sign(rank) for rank in range(count)]
         patch.setattr(fcntl, "lockf", self._lockf)
-        self.waits = [Wait(job, control.board_of(job), self.gauge, "share 0") for job in self.jobs]
+        self.waits = [Wait(job, coordination.board_of(job), self.gauge, "share 0") for job in self.jobs]
 
     def _lockf(self, handle, how):
         name = readlink(f"/proc/self/fd/{handle}")
@@ -55,7 +54,7 @@ class Ranks:
         outcome = self.waits[rank].turn()
         if rank or outcome is None or outcome.error is None:
             return outcome
-        return control.fail(self.jobs[0], outcome.error, self.gauge)
+        return coordination.fail(self.jobs[0], outcome.error, self.gauge)
 
 
 @pytest.fixture
@@ -117,7 +116,7 @@ class StoreRanks:
         fields |= {"ticket": Ticket(Save(save_id="01", target="a store")), "check_finite": False, "places": {}}
         fields |= {"timeout_s": timeout_s, "stale_s": 9.0}
         self.jobs = [Job(rank=rank, **fields) for rank in range(count)]
-        self.boards = [control.board_of(job) for job in self.jobs]
+        self.boards = [coordination.board_of(job) for job in self.jobs]
         self.boards[0].make()
         self.signs = [made.sign(rank) for rank, made in enumerate(self.boards)]
         self.waits = [Wait(job, made, self.gauge, "share 0") for job, made in zip(self.jobs, self.boards, strict=True)]
@@ -240,12 +239,12 @@ def test_a_rank_without_a_look_at_a_lost_board_ends(ranks):
 
 def test_a_verdict_whose_maker_died_before_it_said_why_is_taken_over(ranks, monkeypatch):
     all_ranks = ranks(3)
-    all_ranks.board.verdict(f"{control.GIVE_UP}-2")
+    all_ranks.board.verdict(f"{coordination.GIVE_UP}-2")
     all_ranks.dead.add(2)
-    monkeypatch.setattr(control, "_WORD_S", -7.0)
+    monkeypatch.setattr(coordination, "_WORD_S", -7.0)
     ended = [all_ranks.turn(0) or all_ranks.turn(0), all_ranks.turn(1)]
     assert {str(outcome.error) for outcome in ended} == {
-        f"rank 2 of 3 died during a background save; {control._ADVICE}"
+        f"rank 2 of 3 died during a background save; {coordination._ADVICE}"
     }
     assert isinstance(all_ranks.board, FolderBoard)
 
@@ -258,8 +257,8 @@ def test_a_board_at_a_store_stays_until_a_rank_that_has_not_yet_shown_itself_has
         next(steps)()
         return set()
 
-    monkeypatch.setattr(bell.Bell, "wait", wait)
-    control.remove(ranks.jobs[0], control.board_of(ranks.jobs[0]))
+    monkeypatch.setattr(folder_watch.Bell, "wait", wait)
+    coordination.remove(ranks.jobs[0], coordination.board_of(ranks.jobs[0]))
     assert next(steps, None) is None, "the board went before the rank had left"
     assert not ranks.things.data
     ranks.signs[0].close()  # late, when the board is gone

@@ -19,8 +19,8 @@ from forked_worker import Forked
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import StorageError, retention
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.background import worker_process as process
-from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.background import worker_process
+from sixfold.dist_ckpt.save_load import writer
 from sixfold.dist_ckpt.save_load.reader import Reader
 from sixfold.dist_ckpt.storage import local as storage
 
@@ -224,7 +224,7 @@ OVERTAKEN = "another save to the same folder has ended meanwhile"
 def test_a_save_that_another_one_to_the_same_folder_overtakes_says_so(tmp_path, monkeypatch, strategy, when, target_is):
     if target_is == "a checkpoint":
         dist_ckpt.save(state(1), tmp_path / "c")
-    place = storage if strategy else transfer
+    place = storage if strategy else writer
     name = "write_file" if strategy else "write"
     plain, others = getattr(place, name), iter([lambda: dist_ckpt.save(state(2), tmp_path / "c", group=None)])
 
@@ -248,7 +248,7 @@ def test_a_save_that_another_one_to_the_same_folder_overtakes_says_so(tmp_path, 
 def shared_saver():
     """Workers are forked: one that is started as a program imports torch first. In-own-mounts tests start such ones."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "_start_worker", Forked)
+        patch.setattr(worker_process, "_start_worker", Forked)
         with background.AsyncSaver(group=None, timeout_s=60) as saver:
             yield saver
 
@@ -347,7 +347,7 @@ def test_a_relative_path_is_of_the_working_folder_at_the_call(in_flight, tmp_pat
 
 def test_verify_off_decodes_metadata_no_slower_than_touched_though_its_digest_may_be_wrong(tmp_path, monkeypatch):
     """Bytes that no digest vouches for are walked through opcode by opcode first, which takes five times as long."""
-    from sixfold.dist_ckpt.checkpoint import opening as folder
+    from sixfold.dist_ckpt.checkpoint import opening
     from sixfold.dist_ckpt.formats import metadata
 
     dist_ckpt.save(state(1), tmp_path / "c", group=None)
@@ -360,16 +360,16 @@ def test_verify_off_decodes_metadata_no_slower_than_touched_though_its_digest_ma
 
     monkeypatch.setattr(metadata, "decode", decode)
     for verify in ("touched", "off"):
-        folder.open_checkpoint(tmp_path / "c", verify=verify)
+        opening.open_checkpoint(tmp_path / "c", verify=verify)
     assert retention.latest(tmp_path) is None
-    assert folder.is_complete(tmp_path / "c")
+    assert opening.is_complete(tmp_path / "c")
     assert decoded == [True, True, True]
     path = tmp_path / "c" / ".metadata"
     path.write_bytes(path.read_bytes().replace(b"sixfold_save_id", b"sixfold_save_ie"))  # a digest finds it
     with pytest.raises(dist_ckpt.CorruptError, match="not those that were saved"):
-        folder.open_checkpoint(tmp_path / "c")
+        opening.open_checkpoint(tmp_path / "c")
     with pytest.raises(dist_ckpt.CheckpointError):
-        folder.open_checkpoint(tmp_path / "c", verify="off")
+        opening.open_checkpoint(tmp_path / "c", verify="off")
     assert decoded[3:] == [False], "not trusted"
 
 

@@ -19,10 +19,8 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, ShardedTensor
-from sixfold.dist_ckpt.background import coordination as control
-from sixfold.dist_ckpt.background import save_status as board
+from sixfold.dist_ckpt.background import coordination, save_status, worker_process
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.background import worker_process as process
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
@@ -154,17 +152,17 @@ def save_where_one_rank_sees_another_file_system(rank, ranks, folder):
 
 def start_no_worker(rank, ranks, folder, victim):
     """One rank has lost its worker and may start no process."""
-    start = process._start_worker
+    start = worker_process._start_worker
 
     def refuse(fds):
         raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
 
     if rank == victim:
-        process._start_worker = refuse
+        worker_process._start_worker = refuse
     try:
         return ending_of(lambda: dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=20))
     finally:
-        process._start_worker = start
+        worker_process._start_worker = start
 
 
 def save_to_a_store_without_a_place_beside(rank, ranks, folder):
@@ -201,7 +199,7 @@ def live_through_everything(rank, ranks, folder):
         "no place": save_to_a_store_without_a_place_beside(rank, ranks, folder),
         "unshared": save_where_one_rank_sees_another_file_system(rank, ranks, folder),
     }
-    process._start_worker = Forked
+    worker_process._start_worker = Forked
     for victim, signals in LOSSES:
         dist.barrier()
         seen[victim, signals] = lose_a_worker(rank, ranks, folder, victim, signals)
@@ -265,7 +263,7 @@ def test_a_folder_that_the_ranks_do_not_share_is_told_by_the_call(lives):
 
 
 def lose_a_rank(rank, ranks, folder, victim, start_worker=Forked):
-    process._start_worker = start_worker
+    worker_process._start_worker = start_worker
     worker = first_save(rank, ranks, folder)
     if rank == victim:
         os.kill(worker, signal.SIGSTOP)  # so that its share is not written before it dies
@@ -292,8 +290,8 @@ def test_a_dead_rank_raises_on_every_other_within_seconds(tmp_path, victim):
 
 def lose_the_first_rank_before_its_worker_writes(rank, ranks, folder):
     orphan = folder / "orphan"
-    process._WORKER = (ODD_WORKER, f"orphan:{orphan}" if rank == 0 else "slow:0.4")
-    process._start_worker = Forked
+    worker_process._WORKER = (ODD_WORKER, f"orphan:{orphan}" if rank == 0 else "slow:0.4")
+    worker_process._start_worker = Forked
     first_save(rank, ranks, folder)
     orphan.touch()
     saved = state(rank, ranks, 2)
@@ -315,9 +313,9 @@ def test_a_worker_without_a_trainer_is_not_told_as_another_save_to_the_folder(tm
 
 
 def lose_a_rank_without_locks(rank, ranks, folder):
-    board.is_locked = lambda _: False  # this rank says so before the save, and no rank relies on locks then
-    board.STALE_S = 1.5
-    found = lose_a_rank(rank, ranks, folder, 0, process._start_worker)  # a forked one would say so, too
+    save_status.is_locked = lambda _: False  # this rank says so before the save, and no rank relies on locks then
+    save_status.STALE_S = 1.5
+    found = lose_a_rank(rank, ranks, folder, 0, worker_process._start_worker)  # a forked one would say so, too
     return found, time.time() - (folder / "worker").stat().st_mtime  # since the death
 
 
@@ -334,8 +332,8 @@ def test_where_locks_do_not_work_a_still_counter_tells_of_a_death(tmp_path):
 
 def slow_saves(rank, ranks, folder):
     """One rank's disk is slow, and takes longer than the deadline; then that rank is stopped, and its worker too."""
-    process._WORKER = (ODD_WORKER, "slow:0.4" if rank == 1 else "slow:0")
-    process._start_worker = Forked
+    worker_process._WORKER = (ODD_WORKER, "slow:0.4" if rank == 1 else "slow:0")
+    worker_process._start_worker = Forked
     seen, saver = {}, background.AsyncSaver(timeout_s=60)
     one_thread = TorchDistSaveShardedStrategy(thread_count=1)
 
@@ -374,13 +372,13 @@ def test_a_slow_rank_keeps_a_save_alive_and_a_stopped_one_ends_it(tmp_path):
         assert seen["after"] == (2, ["c"])
         assert seen["stopped"][0] == "LostPeerError"
         assert "rank 1" in seen["stopped"][1] or "ranks [1]" in seen["stopped"][1]
-    assert results[0]["stopped"][2] < 1.6 + control._ACKNOWLEDGED_S
+    assert results[0]["stopped"][2] < 1.6 + coordination._ACKNOWLEDGED_S
 
 
 def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
     given_up = folder / "given-up"
-    process._WORKER = (ODD_WORKER, f"held:{given_up}" if rank == 0 else "slow:0")
-    process._start_worker = Forked
+    worker_process._WORKER = (ODD_WORKER, f"held:{given_up}" if rank == 0 else "slow:0")
+    worker_process._start_worker = Forked
     saver = background.AsyncSaver(timeout_s=60)
     given_up.touch()
     start = time.monotonic()
@@ -417,8 +415,8 @@ def test_a_worker_whose_trainer_is_stopped_does_not_commit_what_the_others_have_
 
 def a_first_rank_whose_worker_is_stopped_before_it_moves(rank, ranks, folder):
     """The verdict is to commit, and then nothing of rank 0 goes on until the others have ended."""
-    process._WORKER = (ODD_WORKER, "stops:road.saving.commit" if rank == 0 else "slow:0")
-    process._start_worker = Forked
+    worker_process._WORKER = (ODD_WORKER, "stops:road.saving.commit" if rank == 0 else "slow:0")
+    worker_process._start_worker = Forked
     saver = background.AsyncSaver(timeout_s=6)
     handle = saver.save(state(rank, ranks, 1), folder / "c")
     if rank == 0:
@@ -444,8 +442,8 @@ def test_nobody_says_that_the_older_checkpoint_stays_once_the_first_rank_has_beg
 
 def a_first_rank_that_is_lost_at(rank, ranks, folder, where):
     """Worker and trainer of rank 0 die at once, when its worker comes to ``where``."""
-    process._WORKER = (ODD_WORKER, f"stops:{where}" if rank == 0 else "slow:0")
-    process._start_worker = Forked
+    worker_process._WORKER = (ODD_WORKER, f"stops:{where}" if rank == 0 else "slow:0")
+    worker_process._start_worker = Forked
     saver = background.AsyncSaver(timeout_s=60)
     handle = saver.save(state(rank, ranks, 1), folder / "c")
     if rank == 0:
@@ -458,7 +456,10 @@ def a_first_rank_that_is_lost_at(rank, ranks, folder, where):
 
 @pytest.mark.parametrize(
     ("where", "kind", "said"),
-    [("road.saving.commit", "LostPeerError", "it may still do so"), ("background.control.tell", "committed", "")],
+    [
+        ("save_load.saving.commit", "LostPeerError", "it may still do so"),
+        ("background.coordination.tell", "committed", ""),
+    ],
 )
 def test_a_first_rank_that_dies_after_the_verdict_is_told_of_soon(tmp_path, where, kind, said):
     (found, text, seconds) = run_ranks(a_first_rank_that_is_lost_at, 2, tmp_path, where, timeout=90, allow_exit=(0,))[1]
@@ -470,8 +471,8 @@ def lose_the_first_trainer_in_its_workers_commit(rank, ranks, folder, kind):
     """Its worker has the verdict, and moves the checkpoint into place when the trainer is dead, or never."""
     moving = folder / "moving"
     odd = f"moving:{moving}" if kind == "moves" else "stops:stores.local.commit"
-    process._WORKER = (ODD_WORKER, odd if rank == 0 else "slow:0")
-    process._start_worker = Forked
+    worker_process._WORKER = (ODD_WORKER, odd if rank == 0 else "slow:0")
+    worker_process._start_worker = Forked
     dist_ckpt.save(state(rank, ranks, 1), folder / "c")
     moving.touch()
     dist.barrier()
@@ -504,8 +505,8 @@ def test_a_trainer_that_dies_in_its_workers_commit_is_waited_for_and_the_others_
 
 def lose_the_first_worker_before_another_writes(rank, ranks, folder):
     """The first trainer takes away what was written, and tells of it a little later."""
-    process._WORKER = (ODD_WORKER, "late:1" if rank else "slow:0")
-    process._start_worker = Forked
+    worker_process._WORKER = (ODD_WORKER, "late:1" if rank else "slow:0")
+    worker_process._start_worker = Forked
     dist_ckpt.save(state(rank, ranks, 1), folder / "c")
     abandon = LocalStore.abandon
 
@@ -529,8 +530,8 @@ def test_files_that_the_first_rank_takes_away_are_not_told_as_the_work_of_anothe
 
 def operations_of_a_wait(rank, ranks, folder):
     """What trainer and worker of each rank do in the file system while the other one's worker is stopped."""
-    process._WORKER = (ODD_WORKER, f"counts:{folder / f'worker-{rank}'}")
-    process._start_worker = Forked
+    worker_process._WORKER = (ODD_WORKER, f"counts:{folder / f'worker-{rank}'}")
+    worker_process._start_worker = Forked
     saver, found = background.AsyncSaver(timeout_s=60), {}
     worker = saver.save(state(rank, ranks, 1), folder / "c").worker_pid
     saver._let_go()
@@ -553,7 +554,7 @@ def operations_of_a_wait(rank, ranks, folder):
         seen = [line.split() for lines in notes for line in lines]
         # In 3 s one turn more may begin than there is time for, and one beat.
         operations = [name for at, name in seen if start < float(at) < stop]
-        found[victim] = operations, 2 * (stop - start) * control._LOOK_S / job.look_s + 5 + 2
+        found[victim] = operations, 2 * (stop - start) * coordination._LOOK_S / job.look_s + 5 + 2
     return found
 
 
@@ -566,10 +567,12 @@ def test_waiting_ranks_look_at_the_file_system_twice_a_second_or_less(tmp_path):
 
 
 def test_the_first_verdict_holds_for_all(tmp_path):
-    ours, theirs = (board.FolderBoard(tmp_path / "c", "01", b"k" * 32) for _ in range(2))
+    ours, theirs = (save_status.FolderBoard(tmp_path / "c", "01", b"k" * 32) for _ in range(2))
     with pytest.raises(FileNotFoundError):
-        ours.verdict(control.COMMIT)
+        ours.verdict(coordination.COMMIT)
     ours.make()
-    assert [theirs.verdict(control.GIVE_UP), ours.verdict(control.COMMIT), theirs.verdict(control.GIVE_UP)] == [
-        control.GIVE_UP
-    ] * 3
+    assert [
+        theirs.verdict(coordination.GIVE_UP),
+        ours.verdict(coordination.COMMIT),
+        theirs.verdict(coordination.GIVE_UP),
+    ] == [coordination.GIVE_UP] * 3

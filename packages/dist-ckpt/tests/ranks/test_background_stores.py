@@ -16,9 +16,8 @@ from s3_server import Fault, S3Server
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedTensor
-from sixfold.dist_ckpt.background import coordination as control
+from sixfold.dist_ckpt.background import coordination, worker_process
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.background import worker_process as process
 from sixfold.dist_ckpt.background.saver import AsyncSaver
 from sixfold.dist_ckpt.save_load import saving
 from sixfold.dist_ckpt.stores import ByPointer, MemoryStore
@@ -58,7 +57,7 @@ def url(s3):
 
 @pytest.fixture
 def saver(monkeypatch):
-    monkeypatch.setattr(process, "_start_worker", Forked)
+    monkeypatch.setattr(worker_process, "_start_worker", Forked)
     with AsyncSaver(group=None, timeout_s=60) as made:
         yield made
 
@@ -149,7 +148,7 @@ def live(rank, ranks, environment, url):
     import s3fs  # noqa: F401 - not in each forked worker
 
     os.environ.update(environment)
-    process._start_worker = Forked
+    worker_process._start_worker = Forked
     saver, seen = AsyncSaver(timeout_s=24), {}
 
     def save(value, timeout_s=24, **options):
@@ -206,8 +205,8 @@ def test_several_ranks_commit_to_a_store_and_hear_one_end_of_every_loss(s3, url)
 
 def lose_a_rank(rank, ranks, environment, url, victim, with_worker):
     os.environ.update(environment)
-    process._WORKER = (ODD_WORKER, "slow:0")
-    process._start_worker = Forked
+    worker_process._WORKER = (ODD_WORKER, "slow:0")
+    worker_process._start_worker = Forked
     saver = AsyncSaver(timeout_s=60)
     worker = saver.save(state(1, rank, ranks), url).worker_pid
     saver._let_go()
@@ -215,7 +214,7 @@ def lose_a_rank(rank, ranks, environment, url, victim, with_worker):
     if rank == victim and with_worker:
         os.kill(worker, signal.SIGSTOP)
     saver._timeout_s = 6.0
-    process._WORKER = (ODD_WORKER, "slow:0")
+    worker_process._WORKER = (ODD_WORKER, "slow:0")
     handle = saver.save(state(2, rank, ranks), url)
     if rank == victim:
         if with_worker:
@@ -231,7 +230,7 @@ def test_a_rank_that_dies_with_its_worker_is_told_within_the_deadline(s3, url, v
     kind, text, seconds, value = results[1 - victim]
     assert (kind, value) == ("LostPeerError", 1)
     assert f"rank {victim}" in text or f"[{victim}]" in text
-    assert seconds < 6.0 + control._ACKNOWLEDGED_S + 1
+    assert seconds < 6.0 + coordination._ACKNOWLEDGED_S + 1
 
 
 def asked(s3):
@@ -242,7 +241,7 @@ def asked(s3):
 def wait_in_the_call(rank, ranks, environment, port, url):
     """What was asked when the ranks had agreed, when rank 0 had copied, and when the call returned."""
     os.environ.update(environment)
-    process._start_worker = Forked
+    worker_process._start_worker = Forked
     s3, seen = S3Server(port), []
     with AsyncSaver(timeout_s=60) as saver:
         worker = saver.save(state(1, rank, ranks), url).worker_pid
@@ -287,7 +286,7 @@ def test_the_call_waits_for_no_request_but_those_that_run_beside_its_copies(s3, 
 def refused(rank, ranks, environment, port, url):
     """The errors of calls that the store refuses."""
     os.environ.update(environment)
-    process._start_worker = Forked
+    worker_process._start_worker = Forked
     s3, parent = S3Server(port), url.rpartition("/")[0]
     down = [Fault(what="error", kind="list", status=403, code="AccessDenied")]
     errors = []
@@ -329,7 +328,7 @@ def test_what_a_store_refuses_is_one_error_of_the_call_on_all_ranks_and_nothing_
 def given_up(rank, ranks, environment, port, url):
     """A call that fails while the store is slow; what it leaves when the first rank's threads have ended."""
     os.environ.update(environment)
-    process._start_worker = Forked
+    worker_process._start_worker = Forked
     background._LATE_S = 0.1
     s3, seen = S3Server(port), []
     with AsyncSaver(timeout_s=60) as saver:

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ranktest import run_ranks
 from sixfold.dist_ckpt import dcp, tools
 from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint
-from sixfold.dist_ckpt.formats import compact_manifest as compact
+from sixfold.dist_ckpt.formats import compact_manifest
 from sixfold.dist_ckpt.formats.integrity import BLOCK_BYTES
 from sixfold.dist_ckpt.save_load import reader as engine
 
@@ -72,7 +72,7 @@ def without_compact(folder):
     metadata = FileSystemReader(folder).read_metadata()
     del metadata.sixfold_save_id
     (plain / ".metadata").write_bytes(pickle.dumps(metadata))
-    for name in ("metadata.json", "common.pt", "integrity.json", compact.FILE_NAME):
+    for name in ("metadata.json", "common.pt", "integrity.json", compact_manifest.FILE_NAME):
         (plain / name).unlink()
     found = open_checkpoint(plain)
     shutil.rmtree(plain)

@@ -19,12 +19,9 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import LostPeerError, ShardedTensor
-from sixfold.dist_ckpt.background import coordination as control
-from sixfold.dist_ckpt.background import save_status as board
+from sixfold.dist_ckpt.background import coordination, save_status, worker_process
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.background import worker_process as process
-from sixfold.dist_ckpt.save_load import saving
-from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.save_load import saving, writer
 from sixfold.dist_ckpt.save_load.reader import Reader
 from sixfold.dist_ckpt.storage import local as storage
 from sixfold.dist_ckpt.stores import UrlStore
@@ -75,7 +72,7 @@ def interrupt_at(patch, place, name, after):
     [
         (saving, "describe"),
         (storage, "check_space"),
-        (transfer, "write"),
+        (writer, "write"),
         (saving, "index_of"),
         (storage, "sync_folder"),
         (storage, "commit"),
@@ -151,7 +148,7 @@ BEGINNING = [
     background.AsyncSave.__init__,
     threading.Thread.start,
 ]
-STARTING = [background.AsyncSaver._ready_worker, process.Worker.__init__]
+STARTING = [background.AsyncSaver._ready_worker, worker_process.Worker.__init__]
 
 
 def windows(code):
@@ -207,7 +204,7 @@ def workers_of_this_process():
 def test_an_interrupt_in_any_window_leaves_nothing_or_a_save_that_the_next_call_waits_for(
     tmp_path, monkeypatch, functions, place_at
 ):
-    monkeypatch.setattr(process, "_start_worker", Forked)
+    monkeypatch.setattr(worker_process, "_start_worker", Forked)
     monkeypatch.setattr(background, "_LATE_S", 0.1)
     target = place_at(tmp_path / "c")
     others, places, ends = workers_of_this_process(), [], set()
@@ -306,23 +303,23 @@ def test_ctrl_c_in_wait_comes_at_once_and_the_save_goes_on(tmp_path, ctrl_c, sav
 
 
 STAGES = [
-    ("road.transfer.write:1", "old"),
-    ("stores.frame_file._write_at:1", "old"),
-    ("road.saving.index_of:1", "old"),
-    ("stores.local.write_file:4", "old"),
-    ("stores.local.commit:1", "old"),
-    ("stores.local.sync_folder:2", "new"),  # of the parent, after the move
-    ("stores.local.siblings:1", "new"),
+    ("save_load.writer.write:1", "old"),
+    ("storage.frame_file._write_at:1", "old"),
+    ("save_load.saving.index_of:1", "old"),
+    ("storage.local.write_file:4", "old"),
+    ("storage.local.commit:1", "old"),
+    ("storage.local.sync_folder:2", "new"),  # of the parent, after the move
+    ("storage.local.siblings:1", "new"),
 ]
 
 
 @pytest.mark.slow
 def test_a_worker_that_dies_at_any_stage_leaves_the_old_checkpoint_or_the_new_one(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_start_worker", Forked)
+    monkeypatch.setattr(worker_process, "_start_worker", Forked)
     dist_ckpt.save(state(0), tmp_path / "c", group=None)
     with background.AsyncSaver(group=None, timeout_s=60) as saver:
         for value, (stage, expected) in enumerate(STAGES, 1):
-            monkeypatch.setattr(process, "_WORKER", (str(ODD_WORKER), f"dies:{stage}"))
+            monkeypatch.setattr(worker_process, "_WORKER", (str(ODD_WORKER), f"dies:{stage}"))
             before = value_of(tmp_path / "c")
             handle = saver.save(state(value), tmp_path / "c")
             if expected == "old":
@@ -344,7 +341,7 @@ def stop_in_a_call(rank, ranks, folder, call):
     whole = {"w": ShardedTensor.from_rank_offsets("w", torch.full((1 << 19,), 1.0), replica_id=rank)}
     dist_ckpt.save(whole | {"it": 1}, folder / "c")
     if rank == 1:
-        place, name = (transfer, "write") if call == "save" else (Reader, "run")
+        place, name = (writer, "write") if call == "save" else (Reader, "run")
         plain = getattr(place, name)
 
         def stop(*arguments, **options):
@@ -377,12 +374,12 @@ def test_a_rank_that_is_stopped_in_a_call_is_named_at_the_deadline(tmp_path, cal
 
 def test_a_control_folder_that_a_stopped_rank_never_leaves_goes_all_the_same(tmp_path):
     """The first rank's last wait, for the others to acknowledge the outcome."""
-    left = board.FolderBoard(tmp_path / "c", "01", b"k" * 32, locks_work=False, stale_s=60.0)
+    left = save_status.FolderBoard(tmp_path / "c", "01", b"k" * 32, locks_work=False, stale_s=60.0)
     left.make()
     sign = left.sign(1)
     job = type("Job", (), {"ranks": 2, "look_s": 0.1})()
     start = time.monotonic()
-    control.remove(job, left)
-    assert 1 < time.monotonic() - start < control._ACKNOWLEDGED_S + 1
+    coordination.remove(job, left)
+    assert 1 < time.monotonic() - start < coordination._ACKNOWLEDGED_S + 1
     assert not left.path.exists()
     sign.close()

@@ -20,7 +20,7 @@ from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import LostPeerError, ShardedObject, ShardedTensor, retention
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.background import worker_process as process
+from sixfold.dist_ckpt.background import worker_process
 from sixfold.dist_ckpt.storage import local as storage
 
 KILLS = int(os.environ.get("DIST_CKPT_KILLS", "0"))
@@ -110,7 +110,7 @@ def lose_workers(rank, ranks, folder, kills, seed, first):
     worker = save_in_background(rank, ranks, folder, first + 1).worker_pid
     journal.note(first + 1)
     usual_s = time.perf_counter() - start
-    process._start_worker = Forked
+    worker_process._start_worker = Forked
     for value in range(first + 2, first + 2 + 2 * kills, 2):
         victim, after_s = rng.randrange(ranks), 1.2 * rng.random() * usual_s
         killer = threading.Timer(

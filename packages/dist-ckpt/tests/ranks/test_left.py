@@ -13,8 +13,7 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor, retention
-from sixfold.dist_ckpt.background import save_status as board
-from sixfold.dist_ckpt.background import worker_process as process
+from sixfold.dist_ckpt.background import save_status, worker_process
 from sixfold.dist_ckpt.background.saver import AsyncSaver
 
 
@@ -24,7 +23,7 @@ def state(rank, ranks, value):
 
 def save_beside_a_stopped_worker(rank, ranks, root, step):
     """Checkpoint 1, and a handle of a save of ``step`` of which rank 1 writes nothing."""
-    process._start_worker = Forked
+    worker_process._start_worker = Forked
     first = dist_ckpt.async_save(state(rank, ranks, 1), retention.step_path(root, 1), timeout_s=60)
     first.wait()
     if rank == 1:
@@ -67,7 +66,7 @@ def test_what_killed_trainers_leave_of_the_newest_step_goes_with_a_prune_a_minut
 @pytest.mark.slow
 def test_what_trainers_of_another_host_leave_goes_when_it_has_been_still_for_a_day(tmp_path, monkeypatch):
     run_ranks(be_killed, 2, tmp_path, allow_exit=(0, 1), timeout=60)
-    monkeypatch.setattr(board, "_kernel", lambda: b"0" * 32)
+    monkeypatch.setattr(save_status, "_kernel", lambda: b"0" * 32)
     age(tmp_path, 23 * 3600)
     retention.prune(tmp_path, keep_last=1)
     assert kinds(tmp_path) == ["job", "tmp"], "no lock tells of another host"
@@ -79,7 +78,7 @@ def test_what_trainers_of_another_host_leave_goes_when_it_has_been_still_for_a_d
 def prune_beside_living(rank, ranks, root, silent):
     """A prune of a rank's own process, of a rank in another, and of a process that saves nothing."""
     if silent:  # as where an interpreter stands still: the lock alone tells
-        board.Sign.beat = lambda *_: None
+        save_status.Sign.beat = lambda *_: None
     handle = save_beside_a_stopped_worker(rank, ranks, root, 5)
     seen = []
     for pruner in range(ranks + 1):
@@ -112,7 +111,7 @@ def test_a_living_background_save_that_stands_still_is_left_alone_by_any_prune(t
 
 def test_a_prune_looks_at_no_file_of_a_background_save_of_its_own_process(tmp_path, monkeypatch):
     """Trainers prune when they have begun one, of as many files as a job has ranks."""
-    monkeypatch.setattr(process, "_start_worker", Forked)
+    monkeypatch.setattr(worker_process, "_start_worker", Forked)
     with AsyncSaver(group=None, timeout_s=60) as saver:
         first = saver.save({"it": 1}, retention.step_path(tmp_path, 1))
         first.wait(60)

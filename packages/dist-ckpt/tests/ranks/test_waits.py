@@ -16,7 +16,7 @@ from forked_worker import Forked
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedObject
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.background import worker_process as process
+from sixfold.dist_ckpt.background import worker_process
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
 ODD_WORKER = Path(__file__).parents[1] / "odd_worker.py"
@@ -30,7 +30,7 @@ def large_job():
 
 @pytest.fixture
 def forked(monkeypatch):
-    monkeypatch.setattr(process, "_start_worker", Forked)
+    monkeypatch.setattr(worker_process, "_start_worker", Forked)
 
 
 @pytest.fixture
@@ -74,12 +74,12 @@ def born_stopped(fds):
 @pytest.mark.slow
 def test_the_next_save_and_close_end_beside_a_stopped_worker(stopped, tmp_path, monkeypatch):
     saver, _ = stopped
-    monkeypatch.setattr(process, "_CLOSE_S", 0.3)
+    monkeypatch.setattr(worker_process, "_CLOSE_S", 0.3)
     start = time.monotonic()
     with background.AsyncSaver(group=None, timeout_s=60.0) as other:
         other.save({"it": 1}, tmp_path / "e").wait(60)
     usual_s = time.monotonic() - start  # a worker forked, a save, its end: a tenth of a second where nothing else runs
-    monkeypatch.setattr(process, "_start_worker", born_stopped)
+    monkeypatch.setattr(worker_process, "_start_worker", born_stopped)
     start = time.monotonic()
     saver.save(large_job(), tmp_path / "c")
     with pytest.warns(UserWarning, match="nobody waited for it: the worker of rank 0 hangs"):
@@ -91,7 +91,7 @@ def test_the_next_save_and_close_end_beside_a_stopped_worker(stopped, tmp_path, 
 
 def test_close_ends_a_stopped_worker_that_has_nothing_to_do(stopped, monkeypatch):
     saver, pid = stopped
-    monkeypatch.setattr(process, "_CLOSE_S", 0.3)
+    monkeypatch.setattr(worker_process, "_CLOSE_S", 0.3)
     start = time.monotonic()
     saver.close()
     assert time.monotonic() - start < 3
@@ -127,7 +127,7 @@ def test_an_interpreter_ends_beside_a_stopped_worker(tmp_path):
 
 
 def test_a_slow_save_that_advances_outlives_its_deadline_and_tells_how_far_it_is(tmp_path, monkeypatch, forked):
-    monkeypatch.setattr(process, "_WORKER", (str(ODD_WORKER), "slow:0.5"))
+    monkeypatch.setattr(worker_process, "_WORKER", (str(ODD_WORKER), "slow:0.5"))
     with background.AsyncSaver(group=None, timeout_s=30) as saver:
         saver.save({"it": 1}, tmp_path / "c").wait(60)  # the worker is up
         saver._timeout_s = 2.0
@@ -152,7 +152,7 @@ def test_a_slow_save_that_advances_outlives_its_deadline_and_tells_how_far_it_is
 
 @pytest.mark.slow
 def test_a_worker_that_starts_slowly_is_waited_for_and_one_that_is_stopped_at_its_start_is_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_WORKER", (str(ODD_WORKER), "late:1.5"))
+    monkeypatch.setattr(worker_process, "_WORKER", (str(ODD_WORKER), "late:1.5"))
     with background.AsyncSaver(group=None, timeout_s=1.0) as saver:
         handle = saver.save({"it": 1}, tmp_path / "c")
         time.sleep(1.4)
@@ -202,4 +202,4 @@ def test_a_worker_ends_at_once_though_a_forked_process_holds_its_connection(tmp_
     seconds = time.monotonic() - start
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
-    assert seconds < process._CLOSE_S / 2
+    assert seconds < worker_process._CLOSE_S / 2

@@ -21,11 +21,9 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardingError, StorageError
-from sixfold.dist_ckpt.background import coordination as control
+from sixfold.dist_ckpt.background import coordination, save_status, worker_process
 from sixfold.dist_ckpt.background import handle as handles
-from sixfold.dist_ckpt.background import save_status as board
 from sixfold.dist_ckpt.background import saver as background
-from sixfold.dist_ckpt.background import worker_process as process
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 
 
@@ -53,7 +51,7 @@ def shared_saver():
     """Workers take a second to start, so that most tests use one; those that take its place are forked."""
     with background.AsyncSaver(group=None, timeout_s=60) as saver, pytest.MonkeyPatch.context() as patch:
         saver._ready_worker()
-        patch.setattr(process, "_start_worker", Forked)
+        patch.setattr(worker_process, "_start_worker", Forked)
         yield saver
 
 
@@ -186,7 +184,7 @@ def test_a_progress_that_ends_its_thread_after_the_commit_is_told_as_that(saver,
     assert loaded_value(tmp_path / "c") == 2
 
 
-@pytest.mark.parametrize("place", [(handles.AsyncSave, "_moves_on"), (control, "speak_for_worker")])
+@pytest.mark.parametrize("place", [(handles.AsyncSave, "_moves_on"), (coordination, "speak_for_worker")])
 def test_a_watching_thread_without_an_outcome_is_an_error(saver, stopped, tmp_path, monkeypatch, place):
     def end(*arguments):
         raise SystemExit(3)
@@ -197,7 +195,7 @@ def test_a_watching_thread_without_an_outcome_is_an_error(saver, stopped, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(handles, "_GLANCE_S", 0.02)
         patch.setattr(*place, end)
-        handle = saver.save(state(2), tmp_path / "c", progress=bar if place[0] is control else None)
+        handle = saver.save(state(2), tmp_path / "c", progress=bar if place[0] is coordination else None)
         with pytest.raises(CheckpointError, match="the thread that watches a background save: SystemExit: 3"):
             handle.wait(60)
     assert not is_running(stopped)
@@ -316,7 +314,7 @@ def test_a_saver_that_nobody_keeps_lives_until_its_save_has_ended(saver, stopped
 
 
 def test_the_worker_of_a_saver_that_nobody_keeps_ends(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_start_worker", Forked)
+    monkeypatch.setattr(worker_process, "_start_worker", Forked)
     handle = background.AsyncSaver(group=None, timeout_s=60).save(state(2), tmp_path / "c")
     handle._thread.join()
     pid = handle.worker_pid
@@ -437,7 +435,7 @@ import atexit, os, sys, torch
 sys.path[:0] = [{tests!r}]
 import forked_worker
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt.background import worker_process as process
+from sixfold.dist_ckpt.background import worker_process
 process._start_worker = forked_worker.Forked
 atexit.register(print, "others end in order")
 w = dist_ckpt.ShardedTensor.from_rank_offsets("w", torch.full((5,), {value}))
@@ -483,7 +481,7 @@ def test_a_killed_trainer_takes_its_worker_with_it(tmp_path):
 
 
 def test_async_save_keeps_one_worker_until_its_saver_is_closed(tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "_start_worker", Forked)
+    monkeypatch.setattr(worker_process, "_start_worker", Forked)
     pids = set()
     for value in (1, 2):
         handle = dist_ckpt.async_save(state(value), tmp_path / "c", group=None)
@@ -501,7 +499,7 @@ def test_async_save_keeps_one_worker_until_its_saver_is_closed(tmp_path, monkeyp
 
 
 def test_a_control_file_of_somebody_else_is_not_unpickled(tmp_path):
-    ours, theirs = (board.FolderBoard(tmp_path / "c", "01", key * 32) for key in (b"k", b"x"))
+    ours, theirs = (save_status.FolderBoard(tmp_path / "c", "01", key * 32) for key in (b"k", b"x"))
     ours.make()
     ours.put("rank-1", Outcome(value=3))
     ours.put("rank-1", Outcome(value=5))

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import torch
 
-from sixfold.dist_ckpt.background import coordination as control
+from sixfold.dist_ckpt.background import coordination
 from sixfold.dist_ckpt.background.arena import Gauge, MappedArena
 from sixfold.dist_ckpt.background.coordination import Job
 from sixfold.dist_ckpt.collectives.exchange import Outcome
@@ -38,14 +38,14 @@ def run(job: Job, arena: MappedArena, gauge: Gauge) -> Outcome:
         for file in () if not job.ticket.save.staging else Path(job.ticket.save.staging).glob(f"__{job.rank}_*"):
             with suppress(OSError):
                 file.unlink()
-        return control.fail(job, share.error, gauge)
+        return coordination.fail(job, share.error, gauge)
     if job.rank == 0:
-        return control.decide(job, share.value, gauge)
+        return coordination.decide(job, share.value, gauge)
     try:
-        control.board_of(job).put(f"rank-{job.rank}", share)
+        coordination.board_of(job).put(f"rank-{job.rank}", share)
     except OSError as error:
-        return control.fail(job, StorageError(str(error), error.errno), gauge)
-    return control.await_outcome(job, gauge)
+        return coordination.fail(job, StorageError(str(error), error.errno), gauge)
+    return coordination.await_outcome(job, gauge)
 
 
 def _write(job: Job, arena: MappedArena, gauge: Gauge) -> object:
@@ -64,7 +64,7 @@ def _end_with(trainer: int, jobs: list[Job]) -> None:
         time.sleep(_LOOK_S)
     threading.Timer(_LAST_WORD_S, os._exit, (0,)).start()  # whatever a store that does not answer does
     for job in jobs:
-        control.speak_for_trainer(job)
+        coordination.speak_for_trainer(job)
     os._exit(0)
 
 

@@ -36,12 +36,12 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.background import save_status as board
+from sixfold.dist_ckpt.background import save_status
 from sixfold.dist_ckpt.background.save_status import State
 from sixfold.dist_ckpt.background.saver import saves_of_this_process
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.formats.crc import crc32
-from sixfold.dist_ckpt.mirror import local_view as view
+from sixfold.dist_ckpt.mirror import local_view
 from sixfold.dist_ckpt.storage import by_pointer, paths
 from sixfold.dist_ckpt.storage import local as storage
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
@@ -308,7 +308,7 @@ def _are_left(folders: Sequence[Path], save_id: str, longest_s: float) -> bool:
     still_s = time.time() - max(map(_changed_at, folders))
     if still_s < _DEAD_S:
         return False
-    lives = {board.life_at(folder) for folder in folders}
+    lives = {save_status.life_at(folder) for folder in folders}
     return State.LIVES not in lives and (State.DEAD in lives or still_s > longest_s)
 
 
@@ -343,7 +343,7 @@ class _StoredRun:
         return sorted(self._by_step())
 
     def is_complete(self, step: int) -> bool:
-        return view.is_complete(self._store.child(_name(step)))
+        return local_view.is_complete(self._store.child(_name(step)))
 
     def newest(self, steps: Sequence[int]) -> int | None:
         """No store tells when a file was written."""

@@ -23,8 +23,7 @@ from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.mirror.local_view import viewed
 from sixfold.dist_ckpt.plans.validation import StrictHandling, parse_strict
 from sixfold.dist_ckpt.progress import Progress
-from sixfold.dist_ckpt.save_load import loading, saving
-from sixfold.dist_ckpt.save_load import user_strategies as foreign
+from sixfold.dist_ckpt.save_load import loading, saving, user_strategies
 from sixfold.dist_ckpt.save_load.request import LoadRequest, SaveRequest, read_config
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
@@ -108,10 +107,10 @@ def save(
     if not async_sharded_save:
         if _SAVER in sys.modules:  # else this process has begun no background save
             sys.modules[_SAVER].await_saves_to(request.store)
-        (foreign if request.engine is None else saving).save(request)
+        (user_strategies if request.engine is None else saving).save(request)
         return None
     if request.engine is None:
-        return foreign.async_save(request)
+        return user_strategies.async_save(request)
     from sixfold.dist_ckpt.background import saver
 
     return AsyncRequest(None, (), [], handle=saver.start(request))
@@ -185,7 +184,9 @@ def load(
             progress=progress,
         )
     if engine is None:
-        return foreign.load(request, sharded, TorchCommonLoadStrategy(safe_globals) if common.is_built_in else common)
+        return user_strategies.load(
+            request, sharded, TorchCommonLoadStrategy(safe_globals) if common.is_built_in else common
+        )
     return loading.load(request, engine)
 
 
@@ -259,7 +260,9 @@ def load_sharded_metadata(
     What it returns is a state dict to load with.
     """
     strategies = sharded_strategy, common_strategy
-    return with_local_view(checkpoint_dir, lambda folder: foreign.listing(folder, *_strategies(folder, *strategies)))
+    return with_local_view(
+        checkpoint_dir, lambda folder: user_strategies.listing(folder, *_strategies(folder, *strategies))
+    )
 
 
 def plain_tensors_of(common: Any, others: Iterable[str], keys: str = "*") -> dict[str, torch.Tensor]:
@@ -317,7 +320,7 @@ def check_is_distributed_checkpoint(checkpoint_dir: str | Path | Store) -> bool:
     def read(folder: Path) -> None:
         sharded, common = _strategies(folder)
         if _engine(sharded, common) is None:
-            foreign.listing(folder, sharded, common)
+            user_strategies.listing(folder, sharded, common)
         else:
             open_checkpoint(folder, verify="off")
 

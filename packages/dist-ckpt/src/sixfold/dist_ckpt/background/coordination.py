@@ -41,8 +41,7 @@ from sixfold.dist_ckpt.background.arena import Gauge, Place
 from sixfold.dist_ckpt.background.save_status import Board, FolderBoard, State, Stillness
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
-from sixfold.dist_ckpt.save_load import saving
-from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.save_load import saving, writer
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
 from sixfold.dist_ckpt.storage.store import overtaken
 
@@ -71,7 +70,7 @@ class Job:
 
     rank: int
     ranks: int
-    content: transfer.RankContent
+    content: writer.RankContent
     ticket: saving.Ticket
     check_finite: bool
     places: dict[int, Place] = field(default_factory=dict)

@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from sixfold.dist_ckpt.background import coordination as control
+from sixfold.dist_ckpt.background import coordination
 from sixfold.dist_ckpt.background.coordination import Job
 from sixfold.dist_ckpt.background.save_status import Sign, Stillness
 from sixfold.dist_ckpt.background.worker_process import Worker
@@ -151,10 +151,10 @@ class AsyncSave:
         except BaseException as error:  # of the caller's progress, or else this thread's own
             worker.kill()
             known = _of_thread(error)
-            outcome = control.speak_for_worker(self._job, f"rank {rank}: {known}", self._gauge, CheckpointError)
+            outcome = coordination.speak_for_worker(self._job, f"rank {rank}: {known}", self._gauge, CheckpointError)
             return Outcome(error=outcome.error or CheckpointError(f"{known}. The checkpoint is committed all the same"))
         ending = worker.kill()
-        return control.speak_for_worker(self._job, f"the worker of rank {rank} {reason} ({ending})", self._gauge)
+        return coordination.speak_for_worker(self._job, f"the worker of rank {rank} {reason} ({ending})", self._gauge)
 
     def _moves_on(self) -> bool:
         """Whether the worker has moved lately; shows its count, and that this rank lives, to the other ranks."""
@@ -166,19 +166,19 @@ class AsyncSave:
             self._sign.beat(moves)
         self._meter.reach(self._gauge.written)
         still_s, job = self._still.of(moves), self._job
-        if still_s < job.patience_s(control.OWN_WORKER):
+        if still_s < job.patience_s(coordination.OWN_WORKER):
             return True
         # The worker of another rank than the first that has done its share waits for the outcome.
-        is_written = job.rank > 0 and control.board_of(job).has(f"rank-{job.rank}")
-        return is_written and still_s < job.patience_s(control.END)
+        is_written = job.rank > 0 and coordination.board_of(job).has(f"rank-{job.rank}")
+        return is_written and still_s < job.patience_s(coordination.END)
 
     def _acknowledge(self) -> None:
         if self._sign is None:
             return
         self._sign.close()
-        board = control.board_of(self._job)
+        board = coordination.board_of(self._job)
         if self._job.rank == 0:
-            control.remove(self._job, board)
+            coordination.remove(self._job, board)
         else:
             board.leave(self._job.rank)
 

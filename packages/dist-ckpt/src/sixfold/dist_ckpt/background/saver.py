@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from sixfold.dist_ckpt.background import coordination as control
+from sixfold.dist_ckpt.background import coordination
 from sixfold.dist_ckpt.background import save_status as boards
 from sixfold.dist_ckpt.background.arena import Arena, Place
 from sixfold.dist_ckpt.background.coordination import Job
@@ -46,8 +46,7 @@ from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.progress import Progress
-from sixfold.dist_ckpt.save_load import saving
-from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.save_load import saving, writer
 from sixfold.dist_ckpt.save_load.request import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer, ChildStore
@@ -197,7 +196,7 @@ class AsyncSaver:
         )
 
         def sign() -> Sign:
-            made = control.board_of(job).sign(job.rank)
+            made = coordination.board_of(job).sign(job.rank)
             undo.callback(made.close)
             return made
 
@@ -206,12 +205,12 @@ class AsyncSaver:
         def opened() -> saving.Ticket:
             begun = ticket if agreed.begin is None else ticket._replace(save=agreed.begin())
             if job.ranks > 1:
-                board = control.board_of(replace(job, ticket=begun))
+                board = coordination.board_of(replace(job, ticket=begun))
                 made.callback(board.remove)
                 board.make()
             return begun
 
-        def copy() -> tuple[tuple[transfer.RankContent, dict[int, Place], Sign | None], saving.Ticket]:
+        def copy() -> tuple[tuple[writer.RankContent, dict[int, Place], Sign | None], saving.Ticket]:
             asks = agreed.begin is not None or (job.rank == 0 and job.ranks > 1)
             if asks:  # beside the copies: see [Note: what the store is asked]
                 undo.callback(opening.add_done_callback, lambda _: made.close())
@@ -223,7 +222,7 @@ class AsyncSaver:
 
         def meet() -> tuple[Sign, bool]:
             store.join(ticket.save)
-            return mine or sign(), job.rank == 0 or control.board_of(job).life(0).state is State.LIVES
+            return mine or sign(), job.rank == 0 or coordination.board_of(job).life(0).state is State.LIVES
 
         (content, places, mine), (key, begun) = exchange.all_reduce(copy, lambda tickets: (job.key, tickets[0]))
         job = replace(job, content=content, places=places, key=key, ticket=begun)
@@ -234,7 +233,7 @@ class AsyncSaver:
         mine, locks_work = exchange.all_reduce(meet, all)
         return replace(job, locks_work=locks_work), mine
 
-    def _copy(self, content: transfer.RankContent) -> tuple[transfer.RankContent, dict[int, Place]]:
+    def _copy(self, content: writer.RankContent) -> tuple[writer.RankContent, dict[int, Place]]:
         """The content without tensors, and where their values are now."""
         tensors = {index: content.records[index].data for index in sorted({write.record for write in content.writes})}
         places = self._arena.take([tensor for tensor in tensors.values() if tensor is not None])

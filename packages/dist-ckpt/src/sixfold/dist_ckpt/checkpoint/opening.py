@@ -16,14 +16,12 @@ from itertools import count
 from pathlib import Path
 from threading import Lock
 
-from sixfold.dist_ckpt.checkpoint import safetensors_folder
-from sixfold.dist_ckpt.checkpoint import zarr_folder as zarr_format
+from sixfold.dist_ckpt.checkpoint import safetensors_folder, zarr_folder
 from sixfold.dist_ckpt.checkpoint.mapped_file import Arrives, Mapped
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, StorageError, at, typed
-from sixfold.dist_ckpt.formats import compact_manifest as compact
+from sixfold.dist_ckpt.formats import compact_manifest, metadata
 from sixfold.dist_ckpt.formats import frame as frames
 from sixfold.dist_ckpt.formats import integrity as checks
-from sixfold.dist_ckpt.formats import metadata
 from sixfold.dist_ckpt.formats.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.storage import local as storage
@@ -196,11 +194,11 @@ def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoi
         backend = at(folder / "metadata.json", lambda: metadata.check_config(config))
         if backend == "zarr":
             _refuse_foreign_metadata(folder, "metadata.json", None)
-            return Checkpoint(folder, zarr_format.read_manifest(folder), None, verify, identity)
+            return Checkpoint(folder, zarr_folder.read_manifest(folder), None, verify, identity)
     if safetensors_folder.is_one(folder):
         return Checkpoint(folder, safetensors_folder.read_manifest(folder), None, verify, identity)
     unread = tuple[ByteRange, ...]()
-    if integrity is not None and compact.FILE_NAME in integrity.files:
+    if integrity is not None and compact_manifest.FILE_NAME in integrity.files:
         manifest = _open_compact(folder, integrity, verify)
         unread = _unread(folder, integrity, verify)
     else:
@@ -340,7 +338,7 @@ def _open_compact(folder: Path, integrity: Integrity, verify: str) -> Manifest:
 
     A look brings 64 KiB of it into this process, which are given back to the page cache after some looks.
     """
-    path, done, looks = folder / compact.FILE_NAME, set[int](), count(1)
+    path, done, looks = folder / compact_manifest.FILE_NAME, set[int](), count(1)
 
     def size(name: str) -> int:
         if name not in integrity.files:
@@ -359,8 +357,8 @@ def _open_compact(folder: Path, integrity: Integrity, verify: str) -> Manifest:
     if not integrity.files[path.name].size:
         raise CorruptError(f"{path} is empty")
     mapped = Mapped(path)
-    manifest = at(path, lambda: compact.read(mapped.data, size, check))
-    if not compact.is_alone(mapped.data) and ".metadata" not in integrity.files:
+    manifest = at(path, lambda: compact_manifest.read(mapped.data, size, check))
+    if not compact_manifest.is_alone(mapped.data) and ".metadata" not in integrity.files:
         raise CorruptError(f"{folder / '.metadata'} is not in {checks.FILE_NAME}: the save did not write it")
     return manifest
 
@@ -379,7 +377,7 @@ def _unread(folder: Path, integrity: Integrity, verify: str) -> tuple[ByteRange,
 def _check_identity(folder: Path, manifest: Manifest, integrity: Integrity | None, files: dict[str, ByteRange]) -> None:
     if manifest.save_id is not None and integrity is None:
         raise CorruptError(f"{folder / checks.FILE_NAME} is missing; save {manifest.save_id} wrote one")
-    name = ".metadata" if manifest.files is None else compact.FILE_NAME
+    name = ".metadata" if manifest.files is None else compact_manifest.FILE_NAME
     if integrity is not None and integrity.save_id != manifest.save_id:
         raise CorruptError(
             f"{folder / name} is of save {manifest.save_id}, {checks.FILE_NAME} of save {integrity.save_id}: "

@@ -30,8 +30,7 @@ from sixfold.dist_ckpt.collectives.exchange import Exchange
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.formats.crc import crc32
 from sixfold.dist_ckpt.formats.frame import tensor_bytes
-from sixfold.dist_ckpt.state import plain_types as plain
-from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state import plain_types, tree
 from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId, is_main_replica
 from sixfold.dist_ckpt.state.tensor_memory import has_values, is_freed
 
@@ -91,7 +90,7 @@ def digest_of(leaf: Any) -> Digest:
     if numpy is not None and isinstance(leaf, numpy.ndarray) and not leaf.dtype.hasobject:
         value = crc32(leaf.tobytes(), crc32(f"{leaf.dtype.str}{leaf.shape}".encode()))
         return Digest(value, True, value)
-    parts = plain.parts_of(leaf)
+    parts = plain_types.parts_of(leaf)
     if not parts:
         return _of_object(leaf)
     found = [digest_of(part) for _, part in parts]
@@ -151,7 +150,7 @@ def inner(common: dict[Any, Any], preprocess: Callable[..., Any] | None) -> Inne
 
 
 def _within(leaf: Any, name: str, depth: int) -> Iterator[tuple[str, int]]:
-    parts = plain.parts_of(leaf) if not isinstance(leaf, set | frozenset) else []
+    parts = plain_types.parts_of(leaf) if not isinstance(leaf, set | frozenset) else []
     is_object = not parts and hasattr(leaf, "__dict__") and not isinstance(leaf, torch.Tensor | type)
     is_field = is_object or not isinstance(leaf, dict | list | tuple | deque)
     for part, value in (vars(leaf).items() if is_object else parts) if depth else ():

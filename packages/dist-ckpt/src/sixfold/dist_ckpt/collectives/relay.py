@@ -159,14 +159,14 @@ def plan_passages(by_rank: Sequence[tuple[Mapping[int, ShardInfo], Mapping[int, 
 
 
 Make = Callable[[], tuple[list[ShardedTensor], dict[int, FilePlace]]]
-Report = tuple[dict[int, ShardInfo], dict[int, FilePlace]]
+RelayReport = tuple[dict[int, ShardInfo], dict[int, FilePlace]]
 
 
 def agree(
     make: Make,
     within: Exchange,
     memory: dict[str, Any] | None,
-    decide: Callable[[list[Report]], list[Passage]] = plan_passages,
+    decide: Callable[[list[RelayReport]], list[Passage]] = plan_passages,
     *,
     whole_shards: bool = False,
 ) -> tuple[list[ShardedTensor], list[Passage]]:
@@ -181,7 +181,7 @@ def agree(
         ShardingError: ``memory`` holds the plan of other records.
     """
 
-    def tell() -> tuple[tuple[list[ShardedTensor], Report], Report]:
+    def tell() -> tuple[tuple[list[ShardedTensor], RelayReport], RelayReport]:
         records, places = make()
         told = {index: shard_info(record, whole_shards) for index, record in enumerate(records)}, places
         return (records, told), told

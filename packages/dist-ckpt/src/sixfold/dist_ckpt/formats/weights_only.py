@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from sixfold.dist_ckpt.errors import CorruptError, ShardingError, UnsafeError
-from sixfold.dist_ckpt.state import plain_types as plain
+from sixfold.dist_ckpt.state import plain_types
 from sixfold.dist_ckpt.state.dtensor import is_dtensor
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
 from sixfold.dist_ckpt.state.tensor_memory import is_freed
@@ -81,8 +81,8 @@ class _Pickler(pickle.Pickler):
             own = _own(value)
             return NotImplemented if own is value else own.__reduce_ex__(2)  # type: ignore[no-untyped-call]
         if isinstance(value, ShardedBase | LocalNonpersistentObject):
-            raise plain.NotPlain("records stand in dicts and lists")
-        return plain.reduce(value)
+            raise plain_types.NotPlain("records stand in dicts and lists")
+        return plain_types.reduce(value)
 
 
 _PICKLE = SimpleNamespace(__name__="pickle", Pickler=_Pickler)  # the module that torch.save is given
@@ -97,10 +97,10 @@ def _proved(value: Any) -> bytes:
 
 def _load(data: bytes, safe_globals: Sequence[Any]) -> Any:
     given = [*torch.serialization.get_safe_globals(), *safe_globals]
-    allowed = plain.allowed(data, {_name_of(entry) for entry in given})
+    allowed = plain_types.allowed(data, {_name_of(entry) for entry in given})
     with torch.serialization.safe_globals([*allowed, *safe_globals]):
         value = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    return plain.thaw(value) if b"numpy" in data else value
+    return plain_types.thaw(value) if b"numpy" in data else value
 
 
 def _name_of(entry: Any) -> str:
@@ -110,13 +110,13 @@ def _name_of(entry: Any) -> str:
 def _own(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, or a copy on the CPU whose storage holds nothing else."""
     if is_dtensor(tensor):
-        raise plain.NotPlain("a DTensor stands in dicts and lists")
+        raise plain_types.NotPlain("a DTensor stands in dicts and lists")
     if tensor.is_meta:
-        raise plain.NotPlain("a meta tensor holds no values")
+        raise plain_types.NotPlain("a meta tensor holds no values")
     if tensor.layout is not torch.strided or tensor.is_nested:
         return tensor if tensor.device.type == "cpu" else tensor.detach().cpu()
     if is_freed(tensor):
-        raise plain.NotPlain("its storage was freed and holds no values")
+        raise plain_types.NotPlain("its storage was freed and holds no values")
     nbytes = tensor.numel() * tensor.element_size()
     owns_all = tensor.device.type == "cpu" and tensor.untyped_storage().nbytes() == nbytes
     if owns_all and tensor.is_leaf and not vars(tensor):  # else: no graph, and no attributes that frameworks hang on
@@ -130,7 +130,7 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 def _culprit(value: Any, error: Exception, path: KeyPath = ()) -> tuple[KeyPath, Any, Exception]:
     """The innermost value that fails by itself, where it stands, and why."""
-    for name, part in plain.parts_of(value):
+    for name, part in plain_types.parts_of(value):
         for candidate, where in ((name, path), (part, (*path, name))):
             try:
                 _proved(candidate)

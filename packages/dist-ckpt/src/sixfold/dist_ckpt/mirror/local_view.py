@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from sixfold.dist_ckpt.checkpoint import opening as folder
+from sixfold.dist_ckpt.checkpoint import opening
 from sixfold.dist_ckpt.storage import paths
 from sixfold.dist_ckpt.storage.store import Store
 from sixfold.dist_ckpt.storage.store_at import store_at
@@ -26,7 +26,7 @@ def viewed(place: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
     """
     located = place.local_folder or place if isinstance(place, Store) else paths.located(place)
     if isinstance(located, Path):
-        yield folder.inner(located) if located.is_dir() else located
+        yield opening.inner(located) if located.is_dir() else located
         return
     from sixfold.dist_ckpt.mirror.mirror import Mirror
 
@@ -50,6 +50,6 @@ def is_complete(store: Store) -> bool:
 
     def look() -> None:
         with viewed(store) as place:
-            folder.open_checkpoint(place, verify="off")
+            opening.open_checkpoint(place, verify="off")
 
-    return folder.opens(look)
+    return opening.opens(look)

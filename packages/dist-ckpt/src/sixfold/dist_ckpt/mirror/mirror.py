@@ -52,7 +52,7 @@ from sixfold.dist_ckpt.errors import (
     retold,
     typed,
 )
-from sixfold.dist_ckpt.formats import compact_manifest as compact
+from sixfold.dist_ckpt.formats import compact_manifest
 from sixfold.dist_ckpt.formats.integrity import BLOCK_BYTES, FILE_NAME, Span
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.mirror.leases import hold, is_held, lock_path, mirror_name, no_room, remove_dead
@@ -320,7 +320,11 @@ class Mirror:
     def _list(self, sizes: dict[str, int]) -> None:
         self._sizes = sizes
         # A large .metadata beside the compact manifest is hashed as data is, and otherwise not looked at.
-        unread = {".metadata"} if sizes.get(".metadata", 0) > SMALL_BYTES and compact.FILE_NAME in sizes else set[str]()
+        unread = (
+            {".metadata"}
+            if sizes.get(".metadata", 0) > SMALL_BYTES and compact_manifest.FILE_NAME in sizes
+            else set[str]()
+        )
         self._whole = frozenset(name for name in sizes if is_small_file(name)) - unread
 
     def _fill_heads(self) -> None:

@@ -32,12 +32,11 @@ from sixfold.dist_ckpt.geometry.manifest import Manifest, Stored
 from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.shard_table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.progress import Meter
-from sixfold.dist_ckpt.save_load import requested_keys as asked_keys
+from sixfold.dist_ckpt.save_load import requested_keys
 from sixfold.dist_ckpt.save_load.host_view import HostView, Shares, block_bytes, open_host_view
 from sixfold.dist_ckpt.save_load.reader import WINDOW_BYTES, Reader, copy_values
 from sixfold.dist_ckpt.save_load.request import LoadRequest
-from sixfold.dist_ckpt.state import dcp_names as by_name
-from sixfold.dist_ckpt.state import factory, in_place, tree
+from sixfold.dist_ckpt.state import dcp_names, factory, in_place, tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor, check_data
 from sixfold.dist_ckpt.state.tensor_memory import check_readable, check_writable, has_values
 from sixfold.dist_ckpt.strategies.base import LoadEngine
@@ -148,7 +147,7 @@ class Load:
         if not self.engine.with_common:
             return checkpoint, {}, False
         common, manifest = common_data(checkpoint, self.asked.safe_globals), checkpoint.manifest
-        is_plain = manifest.save_id is None or any(map(by_name.is_plain, () if common else manifest.objects))
+        is_plain = manifest.save_id is None or any(map(dcp_names.is_plain, () if common else manifest.objects))
         return checkpoint, common, is_plain and not common
 
     def values(self, rank_load: RankLoad, threads: int, shares: Shares) -> tuple[Values, set[str]]:
@@ -235,7 +234,7 @@ class Load:
         checkpoint, common, is_bare = self.opened(view)
         expanded, merges = factory.expand(tree.checked(self.asked.state))
         stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
-        expanded = by_name.ask(expanded, common, by_name.Names(stored, objects, is_bare, self.exchange.rank))
+        expanded = dcp_names.ask(expanded, common, dcp_names.Names(stored, objects, is_bare, self.exchange.rank))
         parts = tree.split(expanded)
         tensors, replicated = list[ShardedTensor](), list[tuple[ShardedTensor, torch.Tensor]]()
         policy, unlike, tied = self.asked.dtype_policy, in_place.unlike_plain(expanded, common), in_place.Tied()
@@ -321,9 +320,9 @@ def _report(
     mismatches, unknown = _object_mismatches(objects, manifest, strict.raises_unexpected)
     plain_missing, plain_unexpected = set[str](), set[str]()
     if strict.minds_missing and with_common:
-        plain_missing, plain_unexpected = asked_keys.plain_keys(wanted.expanded, wanted.common)
+        plain_missing, plain_unexpected = requested_keys.plain_keys(wanted.expanded, wanted.common)
     elif with_common:
-        plain_unexpected = asked_keys.tensors_not_stored(wanted.expanded, wanted.common)
+        plain_unexpected = requested_keys.tensors_not_stored(wanted.expanded, wanted.common)
     unexpected = {wanted.tensors[index].key for index in wanted.reads.unexpected} | unknown
     empty = factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
     below = tuple(f"{name}." for name in empty)
@@ -342,10 +341,10 @@ def _report(
         any(step.owner is not None for step in wanted.merges),
         rank_load.view.room(),
         # Weights alone, of Hugging Face say, are asked for in part as a rule.
-        asked_keys.owners(request.state, wanted.merges, wanted.parts, wanted.common)
+        requested_keys.owners(request.state, wanted.merges, wanted.parts, wanted.common)
         if manifest.save_id is not None or manifest.objects or wanted.common
         else frozenset(),
-        asked_keys.local_names(wanted.parts),
+        requested_keys.local_names(wanted.parts),
         plain_missing,
         any(record.is_on_slice for record in wanted.tensors),
     )
@@ -359,8 +358,8 @@ def _object_mismatches(
     Both are not stored where ``strict`` raises for neither.
     """
     absent = [record for record in objects if record.unique_key not in manifest.objects]
-    names = [] if not absent else [name for name in manifest.objects if not by_name.is_plain(name)]
-    grids = {record.key: record.global_shape for record in map(by_name.record_of, names)}
+    names = [] if not absent else [name for name in manifest.objects if not dcp_names.is_plain(name)]
+    grids = {record.key: record.global_shape for record in map(dcp_names.record_of, names)}
     lines, unknown = [], set()
     for record in absent:
         grid = grids.get(record.key, record.global_shape)
@@ -393,7 +392,7 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
     stored = checkpoint.manifest
     missing = {key for keys in (stored.tensors, stored.objects) for key in keys} - asked if counts else set[str]()
     if strict is validation.StrictHandling.ASSUME_OK_UNEXPECTED:
-        asked_keys.check_whole(missing, owners, frozenset[str]().union(*(report.local for report in reports)))
+        requested_keys.check_whole(missing, owners, frozenset[str]().union(*(report.local for report in reports)))
     missing |= set[str]().union(*(report.plain_missing for report in reports))
     validation.check_keys(strict, missing, unexpected)
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
@@ -477,7 +476,7 @@ def _warn_of_stateful(rank_load: RankLoad, decision: _Decision) -> None:
 
 def _given_keys(names: set[str], stored: Manifest) -> set[str]:
     """Keys as users give them to records: of a cell of objects its grid's key, as megatron-core returns them."""
-    return {name if name in stored.tensors else by_name.record_of(name).key for name in names}
+    return {name if name in stored.tensors else dcp_names.record_of(name).key for name in names}
 
 
 def _warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
@@ -522,5 +521,5 @@ def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor
 def load_sharded_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor | ShardedObject]:
     """``load_tensors_metadata`` plus the objects by stored key, bytes of plain DCP under their own."""
     manifest = open_checkpoint(checkpoint_dir).manifest
-    objects = {key: by_name.record_of(key) for key in manifest.objects}
-    return {key: by_name.whole(key, stored) for key, stored in manifest.tensors.items()} | objects
+    objects = {key: dcp_names.record_of(key) for key in manifest.objects}
+    return {key: dcp_names.whole(key, stored) for key, stored in manifest.tensors.items()} | objects

@@ -18,20 +18,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt.collectives import consistency as agreement
-from sixfold.dist_ckpt.collectives import mesh_slices as copies
+from sixfold.dist_ckpt.collectives import consistency, mesh_slices
 from sixfold.dist_ckpt.collectives.exchange import Exchange
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
-from sixfold.dist_ckpt.formats import compact_manifest as compact
+from sixfold.dist_ckpt.formats import compact_manifest, metadata, weights_only
 from sixfold.dist_ckpt.formats import frame as frames
-from sixfold.dist_ckpt.formats import metadata, weights_only
 from sixfold.dist_ckpt.formats.dcp_pickle import Index
 from sixfold.dist_ckpt.formats.integrity import FileDigest
 from sixfold.dist_ckpt.gc_pause import collection_paused
 from sixfold.dist_ckpt.plans import plan, validation
 from sixfold.dist_ckpt.plans.shard_table import Encoded, merge, tabulate
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.save_load import writer
 from sixfold.dist_ckpt.save_load.request import SaveRequest
 from sixfold.dist_ckpt.save_load.writer import RankContent, Written
 from sixfold.dist_ckpt.state import factory, tree
@@ -76,9 +74,9 @@ class _Report(NamedTuple):
     nbytes: int
     common_digest: int
     target: str
-    samples: agreement.Samples
+    samples: consistency.Samples
     has_slices: bool = False  # of which copies are to be compared; see mesh_slices.py
-    copies: agreement.Samples | None = None  # when the first rank has asked for them
+    copies: consistency.Samples | None = None  # when the first rank has asked for them
 
 
 class Ticket(NamedTuple):
@@ -175,8 +173,8 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
             return Ticket(Save(save_id="", target=store.name), again=True)
         nothing = Save(save_id="", target=store.name)
         if asked := [report.copies for report in reports if report.copies is not None]:
-            validation.raise_problems(copies.slice_problems(asked), "saved", ShardingError)
-            return Ticket(nothing, again=True, owners=copies.owners(asked))
+            validation.raise_problems(mesh_slices.slice_problems(asked), "saved", ShardingError)
+            return Ticket(nothing, again=True, owners=mesh_slices.owners(asked))
         try:
             cache = check_reports(reports, cache)
         except ShardingError:
@@ -203,7 +201,7 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
             )
         if ticket.common_differs:
             common, preprocess = content.common, request.preprocess_common_before_consistancy_check
-            agreement.check(exchange, agreement.digests(common, preprocess), agreement.inner(common, preprocess))
+            consistency.check(exchange, consistency.digests(common, preprocess), consistency.inner(common, preprocess))
     except BaseException:
         for save in begun:
             store.abandon(save)
@@ -218,10 +216,10 @@ def _told_more(
 ) -> tuple[tuple[RankContent, _Report], _Report]:
     """What this rank saves and reports when the first one has asked for more, or has decided who writes copies."""
     if ticket.asks_copies:
-        report = report._replace(copies=copies.on_slices(content.records))
+        report = report._replace(copies=mesh_slices.on_slices(content.records))
     if ticket.owners is not None:
         before = plan.total_bytes(content.writes)
-        copies.settle(content.records, ticket.owners, rank)
+        mesh_slices.settle(content.records, ticket.owners, rank)
         table, pieces = tabulate(content.records)
         writes, encoded = plan.plan_save(content.records, pieces), table.encode()
         nbytes = content.nbytes - before + plan.total_bytes(writes)
@@ -243,7 +241,7 @@ def check_reports(reports: list[_Report], cache: PlanCache | None) -> PlanCache:
         table = merge(tables)
         problems = validation.table_problems(table, "saved")
         cache = PlanCache([report.digest for report in reports], tables, table.keys)
-    problems += agreement.replica_problems([report.samples for report in reports])
+    problems += consistency.replica_problems([report.samples for report in reports])
     objects = [report.objects for report in reports]
     problems += validation.object_problems(objects, "saved")
     both = cache.keys & {cell.unique_key for cells in objects for cell in cells}
@@ -298,7 +296,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
     if request.check_finite and not rank:
         for path, leaf in tree.leaves(common):
             if isinstance(leaf, torch.Tensor) and has_values(leaf):
-                transfer.check_tensor_finite(tree.path_text(path), leaf.detach(), (0,) * leaf.dim(), rank)
+                writer.check_tensor_finite(tree.path_text(path), leaf.detach(), (0,) * leaf.dim(), rank)
     common_bytes = b"" if rank else weights_only.dump(common, "common data")
     nbytes = plan.total_bytes(writes) + sum(len(data) for _, data in stored) + len(common_bytes)
     encoded = table.encode()
@@ -307,9 +305,9 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         encoded if engine.memory is None else None,
         [record.without_data() for record in objects],
         nbytes,
-        agreement.summary(agreement.digests(common, request.preprocess_common_before_consistancy_check)),
+        consistency.summary(consistency.digests(common, request.preprocess_common_before_consistancy_check)),
         request.store.name,
-        agreement.samples(whole, rank) if request.validate_access_integrity else {},
+        consistency.samples(whole, rank) if request.validate_access_integrity else {},
         request.validate_access_integrity and any(record.is_on_slice for record in tensors),
     )
     content = RankContent(
@@ -338,7 +336,7 @@ def write(
 
     ``moved``: told of each part that is written, by its bytes.
     """
-    return transfer.write(content, ticket.save, rank, check_finite, moved)
+    return writer.write(content, ticket.save, rank, check_finite, moved)
 
 
 def commit(written: list[Written], content: RankContent, ticket: Ticket, cache: PlanCache | None = None) -> None:
@@ -378,8 +376,11 @@ def index_of(written: list[Written], save_id: str, cache: PlanCache | None, form
 
 def _streams(index: Index, form: str) -> dict[str, Content]:
     if form == "compact":
-        return {compact.FILE_NAME: lambda: compact.encode(index, is_alone=True)}
-    return {".metadata": lambda: metadata.encode_parts(index), compact.FILE_NAME: lambda: compact.encode(index)}
+        return {compact_manifest.FILE_NAME: lambda: compact_manifest.encode(index, is_alone=True)}
+    return {
+        ".metadata": lambda: metadata.encode_parts(index),
+        compact_manifest.FILE_NAME: lambda: compact_manifest.encode(index),
+    }
 
 
 def index_of_written(written: list[Written], save_id: str) -> Index:

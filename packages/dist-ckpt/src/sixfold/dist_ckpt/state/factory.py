@@ -15,8 +15,7 @@ import torch
 from sixfold.dist_ckpt.dict_utils import dict_list_map_inplace
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.integers import ReplicaId
-from sixfold.dist_ckpt.state import plain_types as plain
-from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state import plain_types, tree
 from sixfold.dist_ckpt.state.dtensor import is_dtensor
 from sixfold.dist_ckpt.state.records import (
     LocalNonpersistentObject,
@@ -168,7 +167,7 @@ _PLAIN: frozenset[type] = frozenset({int, float, bool, str, bytes, type(None), t
 
 def _hidden(node: Any) -> Any:
     """The first record, DTensor, Stateful object or torch ShardedTensor below a container of any kind, or None."""
-    for _, part in plain.parts_of(node):
+    for _, part in plain_types.parts_of(node):
         is_record = isinstance(part, ShardedBase | LocalNonpersistentObject) or is_dtensor(part) or is_stateful(part)
         found = part if is_record or hasattr(part, "local_shards") else _hidden(part)
         if found is not None:

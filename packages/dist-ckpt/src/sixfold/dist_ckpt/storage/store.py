@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Protocol, Self, runtime_checkable
 
 from sixfold.dist_ckpt.errors import StorageError
-from sixfold.dist_ckpt.formats import compact_manifest as compact
+from sixfold.dist_ckpt.formats import compact_manifest
 from sixfold.dist_ckpt.formats.integrity import FILE_NAME, FileDigest, Integrity, digest_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.storage.stream import PartFile
 
 POINTER = "metadata.json"
-_OWN_FILES = frozenset([POINTER, "common.pt", ".metadata", ".metadata.tmp", compact.FILE_NAME, FILE_NAME])
+_OWN_FILES = frozenset([POINTER, "common.pt", ".metadata", ".metadata.tmp", compact_manifest.FILE_NAME, FILE_NAME])
 _DATA_FILE, _ZIP = re.compile(r"__\d+_\d+\.distcp"), b"PK\x03\x04"
 _HEAD_BYTES = 1 << 16
 #: In a store without rename: the folder of a save, and that in which its ranks leave word for each other.
@@ -231,8 +231,8 @@ def _is_sign(name: str, head: Callable[[str, int], bytes]) -> bool:
         return b"torch.distributed.checkpoint" in head(name, _HEAD_BYTES)
     if name == FILE_NAME:
         return head(name, _HEAD_BYTES).startswith(b'{"algorithm":"')
-    if name == compact.FILE_NAME:
-        return head(name, len(compact.MAGIC)).startswith(compact.MAGIC[:-1])
+    if name == compact_manifest.FILE_NAME:
+        return head(name, len(compact_manifest.MAGIC)).startswith(compact_manifest.MAGIC[:-1])
     # Of a save by torch that was cut short nothing but such files may be there.
     return _DATA_FILE.fullmatch(name) is not None and head(name, 4) in (b"", _ZIP)
 

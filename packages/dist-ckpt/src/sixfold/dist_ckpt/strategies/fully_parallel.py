@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sixfold.dist_ckpt.collectives import relay
 from sixfold.dist_ckpt.collectives.exchange import Exchange
-from sixfold.dist_ckpt.collectives.relay import Identity, Passage, Told
+from sixfold.dist_ckpt.collectives.relay import Identity, Passage, RelayReport
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.exchange_utils import ShardDistribution
 from sixfold.dist_ckpt.state import tree
@@ -106,10 +106,10 @@ class FullyParallelSaveStrategyWrapper(base.AsyncSaveShardedStrategy):
         return _apply(records, mine, passages, within.rank)
 
 
-def _who_writes(by_rank: list[Told]) -> list[Passage]:
+def _who_writes(by_rank: list[RelayReport]) -> list[Passage]:
     """Who writes what, for shards with one main replica in the group; others stay as they are."""
     mains = Counter(shard.identity for shards, _ in by_rank for shard in shards.values() if shard.is_main)
-    candidates: list[Told] = []
+    candidates: list[RelayReport] = []
     for shards, _ in by_rank:
         first: dict[Identity, int] = {}  # of several copies on a rank
         for index, shard in shards.items():

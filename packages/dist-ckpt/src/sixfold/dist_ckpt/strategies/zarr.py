@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt.checkpoint import zarr_folder as zarr_format
+from sixfold.dist_ckpt.checkpoint import zarr_folder
 from sixfold.dist_ckpt.errors import MismatchError, ShardingError
 from sixfold.dist_ckpt.formats.frame import tensor_bytes
 from sixfold.dist_ckpt.geometry.box import Ints
@@ -35,8 +35,8 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
     """Saves regular grids of whole shards, each as one chunk file."""
 
     def __init__(self, backend: str = "zarr", version: int = 1) -> None:
-        if (backend, version) != zarr_format.BACKEND:
-            raise MismatchError(f"this strategy writes {zarr_format.BACKEND}, not {(backend, version)}")
+        if (backend, version) != zarr_folder.BACKEND:
+            raise MismatchError(f"this strategy writes {zarr_folder.BACKEND}, not {(backend, version)}")
         super().__init__(backend, version)
 
     def owns_file(self, name: str) -> bool:
@@ -52,13 +52,13 @@ class ZarrSaveShardedStrategy(SaveShardedStrategy):
 
     def check_written(self, checkpoint_dir: Path) -> None:
         """Ranks that cut a tensor differently have written chunks of differing sizes: refused here."""
-        zarr_format.read_manifest(Path(checkpoint_dir))
+        zarr_folder.read_manifest(Path(checkpoint_dir))
 
 
 class ZarrLoadShardedStrategy(TorchDistLoadShardedStrategy):
     """Loads them; resharding, flattened requests and every option of ``load`` work as for torch_dist."""
 
-    _reads = ("sharded", *zarr_format.BACKEND)
+    _reads = ("sharded", *zarr_folder.BACKEND)
 
 
 def _grid_place(record: ShardedTensor) -> Ints:
@@ -82,10 +82,10 @@ def _grid_place(record: ShardedTensor) -> Ints:
 def _write_chunk(record: ShardedTensor, at: Ints, folder: Path) -> None:
     array = inside(folder, record.key)
     array.mkdir(parents=True, exist_ok=True)
-    header = zarr_format.array_header(record.dtype, record.global_shape, record.box.size)
+    header = zarr_folder.array_header(record.dtype, record.global_shape, record.box.size)
     if not any(at):
-        (array / zarr_format.HEADER_NAME).write_bytes(header)
+        (array / zarr_folder.HEADER_NAME).write_bytes(header)
     for piece in record.pieces():
         tensor: torch.Tensor = record.view(piece).resolve_conj().resolve_neg().cpu().contiguous()
-        with (array / zarr_format.chunk_name(at)).open("xb") as file:
+        with (array / zarr_folder.chunk_name(at)).open("xb") as file:
             file.write(tensor_bytes(tensor))

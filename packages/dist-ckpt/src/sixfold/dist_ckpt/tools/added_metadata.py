@@ -23,8 +23,7 @@ from typing import Any
 
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.errors import MismatchError, StorageError
-from sixfold.dist_ckpt.formats import compact_manifest as compact
-from sixfold.dist_ckpt.formats import integrity
+from sixfold.dist_ckpt.formats import compact_manifest, integrity
 from sixfold.dist_ckpt.formats import metadata as schema
 from sixfold.dist_ckpt.formats.integrity import FileDigest, Integrity
 from sixfold.dist_ckpt.serialization import with_local_view
@@ -67,7 +66,7 @@ def _added(store: Store, checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _into_folder(checkpoint: Checkpoint, known: Integrity) -> FileDigest:
-    index = compact.index_of(checkpoint.manifest)
+    index = compact_manifest.index_of(checkpoint.manifest)
     with _locked_folder(checkpoint) as inside, storage.full_disk_told(checkpoint.folder, 0):
         (inside / _HIDDEN).unlink(missing_ok=True)
         try:
@@ -88,7 +87,7 @@ def _into_store(store: Store, checkpoint: Checkpoint, known: Integrity) -> dict[
     size = found.get(".metadata", 0)
     if size and known.save_id.encode() in store.read(".metadata", max(0, size - TAIL_BYTES), size):
         return {"written": False, "nbytes": size}
-    index = compact.index_of(checkpoint.manifest).within(visible(found))
+    index = compact_manifest.index_of(checkpoint.manifest).within(visible(found))
     _check_still_there(store, known)
     save = Save(save_id=known.save_id, target=store.name)
     digest = store.write(save, ".metadata", lambda: schema.encode_parts(index))

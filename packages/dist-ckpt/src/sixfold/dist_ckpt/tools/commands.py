@@ -26,9 +26,7 @@ from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
 from sixfold.dist_ckpt.storage import paths
 from sixfold.dist_ckpt.storage.by_pointer import folders
 from sixfold.dist_ckpt.storage.store import Store
-from sixfold.dist_ckpt.tools import conversion
-from sixfold.dist_ckpt.tools import damage_check as probe
-from sixfold.dist_ckpt.tools import stored_values as values
+from sixfold.dist_ckpt.tools import conversion, damage_check, stored_values
 from sixfold.dist_ckpt.tools.stored_values import equal, nbytes_of
 
 _COMPARED_ELEMENTS = 1 << 18  # at once; differences take some 60 bytes each
@@ -48,14 +46,14 @@ def inspect(path: str | Path | Store, *, keys: str = "*") -> dict[str, Any]:
     Raises:
         CheckpointError: no such folder, or it cannot be read.
     """
-    with probe.opened(path) as folder:
-        config, checkpoint = read_config(folder), values.opened(folder)
+    with damage_check.opened(path) as folder:
+        config, checkpoint = read_config(folder), stored_values.opened(folder)
         backend, version = config[0] if config else ("torch_dist", None)
-        tensors, objects = values.listed(folder, keys)
+        tensors, objects = stored_values.listed(folder, keys)
         stored = {} if checkpoint is None else checkpoint.manifest.tensors
         grids = {o.key: [] if isinstance(o, PlainObject) else list(o.global_shape) for o in objects.values()}
         return {
-            "path": probe.name_of(path, folder),
+            "path": damage_check.name_of(path, folder),
             "backend": safetensors_folder.BACKEND if safetensors_folder.is_one(folder) else backend,
             "version": version,
             "save_id": None if checkpoint is None else checkpoint.manifest.save_id,
@@ -71,8 +69,8 @@ def inspect(path: str | Path | Store, *, keys: str = "*") -> dict[str, Any]:
                 for key, record in tensors.items()
             ],
             "objects": [{"key": key, "shape": shape} for key, shape in sorted(grids.items())],
-            "common": [str(key) for key in values.common_data(folder)],
-            "files": [{"name": name, "nbytes": nbytes} for name, nbytes in probe.files(folder)],
+            "common": [str(key) for key in stored_values.common_data(folder)],
+            "files": [{"name": name, "nbytes": nbytes} for name, nbytes in damage_check.files(folder)],
             "integrity": checkpoint is not None and checkpoint.integrity is not None,
         }
 
@@ -93,9 +91,12 @@ def verify(path: str | Path | Store, *, quick: bool = False, progress: Progress 
     Raises:
         MismatchError: there is no such folder.
     """
-    with probe.opened(path, whole=not quick) as folder:
-        problems, checked = typed(lambda: probe.problems(folder, quick=quick, progress=progress))
-        name, leftovers = probe.name_of(path, folder), sorted(folders(file for file, _ in probe.files(folder)))
+    with damage_check.opened(path, whole=not quick) as folder:
+        problems, checked = typed(lambda: damage_check.problems(folder, quick=quick, progress=progress))
+        name, leftovers = (
+            damage_check.name_of(path, folder),
+            sorted(folders(file for file, _ in damage_check.files(folder))),
+        )
     counts = {"checked": checked > 0, "checked_bytes": checked}
     return {"path": name, "ok": not problems, **counts, "problems": problems, "leftovers": leftovers}
 
@@ -134,18 +135,18 @@ def convert(
         paths.located(dst, "dst")
     if to != "torch_dist":
         paths.local(dst, f"{to} is written into a local folder; upload it")
-    with probe.opened(src, whole=True) as source:
-        wanted, objects = values.listed(source, keys)
-        plain = values.plain_tensors(source, keys, wanted) if to == "safetensors" else {}
+    with damage_check.opened(src, whole=True) as source:
+        wanted, objects = stored_values.listed(source, keys)
+        plain = stored_values.plain_tensors(source, keys, wanted) if to == "safetensors" else {}
         _check_matches(keys, src, [*wanted, *plain, *(objects if to != "safetensors" else ())])
         if to == "safetensors":
-            values.check_tensors_alone(source, keys, objects.values())
+            stored_values.check_tensors_alone(source, keys, objects.values())
             target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, progress, plain)
         else:
             target, files = typed(
                 lambda: conversion.to_checkpoint(source, dst, wanted, objects, to, progress, safe_globals)
             )
-        name, nbytes = probe.name_of(src, source), sum(map(nbytes_of, wanted.values()))
+        name, nbytes = damage_check.name_of(src, source), sum(map(nbytes_of, wanted.values()))
         nbytes += sum(value.nbytes for value in plain.values())
     count = len(wanted) + len(plain)
     return {"src": name, "dst": target, "to": to, "tensors": count, "nbytes": nbytes, "files": files}
@@ -181,9 +182,11 @@ def diff(
     """
     if not rtol >= 0:
         raise CheckpointError(f"rtol is {rtol}; it is >= 0")
-    with probe.opened(a, whole=True) as first, probe.opened(b, whole=True) as second:
+    with damage_check.opened(a, whole=True) as first, damage_check.opened(b, whole=True) as second:
         sides = first, second
-        left, right = ({**tensors, **objects} for tensors, objects in (values.listed(side, keys) for side in sides))
+        left, right = (
+            {**tensors, **objects} for tensors, objects in (stored_values.listed(side, keys) for side in sides)
+        )
         _check_matches(keys, f"{first} and {second}", left.keys() | right.keys())
         different: list[dict[str, Any]] = []
         tensors: list[ShardedTensor] = []
@@ -196,18 +199,20 @@ def diff(
                 different.append(_entry(key, "shape" if one.global_shape != other.global_shape else "dtype"))
             else:
                 tensors.append(one)
-        sizes = [values.object_bytes(side) for side in sides]
+        sizes = [stored_values.object_bytes(side) for side in sides]
         nbytes = sum(map(nbytes_of, tensors)) + sum(sizes[0].get(key, 0) for key in objects)
         meter = Meter(progress, lambda: nbytes)
         different += _different_tensors(sides, tensors, rtol, meter)
-        for group in values.grouped(objects, lambda k: max(s.get(k, _OBJECT_BYTES) for s in sizes), _OBJECT_BYTES):
+        for group in stored_values.grouped(
+            objects, lambda k: max(s.get(k, _OBJECT_BYTES) for s in sizes), _OBJECT_BYTES
+        ):
             different += _different_objects(sides, group, [(left[key], right[key]) for key in group])
             meter.add(sum(sizes[0].get(key, 0) for key in group))
         found = {
             "only_in_a": sorted(left.keys() - right.keys()),
             "only_in_b": sorted(right.keys() - left.keys()),
             "different": sorted(different, key=lambda entry: str(entry["key"])),
-            "common_differs": _differing_paths(*map(values.common_data, sides)),
+            "common_differs": _differing_paths(*map(stored_values.common_data, sides)),
         }
         meter.finish()
         return {"equal": not any(found.values()), **found}
@@ -221,7 +226,7 @@ def _different_objects(
     sides: tuple[Path, Path], keys: Sequence[str], pairs: Sequence[tuple[ShardedBase, ShardedBase]]
 ) -> list[dict[str, Any]]:
     """What differs of a few objects; they are in memory twice, and gone when this returns."""
-    found = (values.read(side, records) for side, records in zip(sides, zip(*pairs, strict=True), strict=True))
+    found = (stored_values.read(side, records) for side, records in zip(sides, zip(*pairs, strict=True), strict=True))
     return [_entry(key, "values") for key, x, y in zip(keys, *found, strict=True) if not equal(x, y)]
 
 
@@ -229,7 +234,7 @@ def _different_tensors(
     sides: tuple[Path, Path], tensors: Sequence[ShardedTensor], rtol: float, meter: Meter
 ) -> list[dict[str, Any]]:
     found: dict[str, tuple[int, float]] = {}
-    for batch in values.batches(tensors):
+    for batch in stored_values.batches(tensors):
         _compare_batch(sides, batch, rtol, found)
         meter.add(sum(map(nbytes_of, batch)))
     return [_entry(key, "values", *found[key]) for key in found]
@@ -239,7 +244,7 @@ def _compare_batch(
     sides: tuple[Path, Path], batch: Sequence[ShardedTensor], rtol: float, found: dict[str, tuple[int, float]]
 ) -> None:
     """Add what differs in a batch; it is in memory twice, once of each folder, and gone when this returns."""
-    for part, x, y in zip(batch, *(values.read(side, batch) for side in sides), strict=True):
+    for part, x, y in zip(batch, *(stored_values.read(side, batch) for side in sides), strict=True):
         for cut in cuts(x.shape, _COMPARED_ELEMENTS):
             count, max_abs = _compare(x[cut], y[cut], rtol)
             if count:

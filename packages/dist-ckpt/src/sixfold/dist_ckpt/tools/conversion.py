@@ -42,8 +42,7 @@ from sixfold.dist_ckpt.storage.local import LocalStore
 from sixfold.dist_ckpt.storage.store import Store
 from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.strategies.base import owns_file
-from sixfold.dist_ckpt.tools import damage_check as probe
-from sixfold.dist_ckpt.tools import stored_values as values
+from sixfold.dist_ckpt.tools import damage_check, stored_values
 from sixfold.dist_ckpt.tools.stored_values import nbytes_of
 
 _ALIGNMENT = 8
@@ -70,7 +69,7 @@ def to_checkpoint(
     if target is not None:
         storage.check_target(target, if_exists, owns_file)
         target.parent.mkdir(parents=True, exist_ok=True)
-    meter, checkpoint = Meter(progress, lambda: sum(map(nbytes_of, tensors.values()))), values.opened(source)
+    meter, checkpoint = Meter(progress, lambda: sum(map(nbytes_of, tensors.values()))), stored_values.opened(source)
     state: dict[Any, Any] = dict(serialization.load_common_state_dict(source, safe_globals=safe_globals))
     # Beside the target, where there is room, under a name that its next save knows for a leftover.
     prefix = None if target is None else f".{target.name}.tmp-{secrets.token_hex(8)}"
@@ -84,7 +83,7 @@ def to_checkpoint(
             found[f"sixfold.tensor.{key}"] = mapped or [_assembled(source, record, Path(scratch))]
             meter.add(nbytes_of(record) // 2)  # the other half is the save's
         for (key, cell), value in zip(
-            objects.items(), values.read(source, objects.values(), safe_globals), strict=True
+            objects.items(), stored_values.read(source, objects.values(), safe_globals), strict=True
         ):
             if isinstance(cell, PlainObject) and not in_place and (to == "zarr" or "." not in key):
                 state[key] = value
@@ -128,7 +127,7 @@ def _assembled(source: Path, record: ShardedTensor, scratch: Path) -> ShardedTen
         storage.check_space(scratch, nbytes_of(record))
         flat = torch.from_file(str(scratch / secrets.token_hex(4)), shared=True, size=elements, dtype=record.dtype)
     whole = replace(record, data=flat.view(record.global_shape))
-    values.read(source, [whole])
+    stored_values.read(source, [whole])
     return whole
 
 
@@ -152,8 +151,8 @@ def remove_sharded_tensors(
         CheckpointError: as ``load`` and ``save``; then the folder is as it was.
     """
     folder = paths.local(checkpoint_dir, "tensors are removed in a local folder; download and upload it")
-    with probe.opened(folder) as source:
-        tensors, objects = values.listed(source)
+    with damage_check.opened(folder) as source:
+        tensors, objects = stored_values.listed(source)
         kept = {key: record for key, record in tensors.items() if not key.startswith(key_prefix)}
         if len(kept) == len(tensors):
             warnings.warn(f"no tensor of {source} has a key that begins with {key_prefix!r}", stacklevel=2)
@@ -197,8 +196,8 @@ def to_safetensors(
                     yield given[key]
                     meter.add(nbytes_of(tensors[key]))
                 continue
-            for batch in values.batches(tensors[key] for key in keys):
-                yield from values.read(source, batch)
+            for batch in stored_values.batches(tensors[key] for key in keys):
+                yield from stored_values.read(source, batch)
                 meter.add(sum(map(nbytes_of, batch)))
 
     def write() -> list[str]:
@@ -239,7 +238,7 @@ def plan_files(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None
             raise CheckpointError(f"{key!r}: safetensors knows no tensor of this name; leave it out with keys")
     if max_shard_bytes is None:
         return [_file("model.safetensors", sorted(tensors), tensors)]
-    groups = [*values.grouped(sorted(tensors), lambda key: nbytes_of(tensors[key]), max_shard_bytes)] or [[]]
+    groups = [*stored_values.grouped(sorted(tensors), lambda key: nbytes_of(tensors[key]), max_shard_bytes)] or [[]]
     names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     files = [_file(name, keys, tensors) for name, keys in zip(names, groups, strict=True)]
     index = {

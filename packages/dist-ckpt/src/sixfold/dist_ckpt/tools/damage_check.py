@@ -15,8 +15,7 @@ from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.checkpoint import safetensors_folder
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, inner, open_checkpoint
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, StorageError, UnsafeError, at, typed
-from sixfold.dist_ckpt.formats import compact_manifest as compact
-from sixfold.dist_ckpt.formats import frame, integrity, metadata
+from sixfold.dist_ckpt.formats import compact_manifest, frame, integrity, metadata
 from sixfold.dist_ckpt.formats.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.mirror.local_view import viewed
@@ -25,7 +24,7 @@ from sixfold.dist_ckpt.save_load.request import read_config
 from sixfold.dist_ckpt.storage import local as storage
 from sixfold.dist_ckpt.storage.store import FOLDER, POINTER, Store, is_checkpoint_file
 from sixfold.dist_ckpt.storage.store_at import store_at
-from sixfold.dist_ckpt.tools import stored_values as values
+from sixfold.dist_ckpt.tools import stored_values
 
 Problem = dict[str, Any]
 
@@ -135,7 +134,7 @@ class _Probe:
             serialization.load_common_state_dict(self.folder)
         except UnsafeError:  # a class of the user's is no damage; a function that no class stands in for is told
             with suppress(CorruptError):
-                values.common_data(self.folder)
+                stored_values.common_data(self.folder)
 
     def hash(self, progress: Progress | None) -> None:
         """Every byte that has a checksum."""
@@ -177,10 +176,10 @@ class _Probe:
     def _open_manifest(self) -> None:
         path, own = self.folder / ".metadata", self.folder / integrity.FILE_NAME
         known = {} if self._integrity is None else self._integrity.files
-        if compact.FILE_NAME in known:
-            self._manifest = self._decoded(compact.FILE_NAME, self._all_of_compact)
+        if compact_manifest.FILE_NAME in known:
+            self._manifest = self._decoded(compact_manifest.FILE_NAME, self._all_of_compact)
         if not path.exists():
-            if compact.FILE_NAME not in known or path.name in known:
+            if compact_manifest.FILE_NAME not in known or path.name in known:
                 started = (self.folder / POINTER).exists() or any(name.endswith(".distcp") for name in self._sizes)
                 text = "a save never ended, or the file was lost" if started else "the folder is not a checkpoint"
                 self._add("missing" if started else "unreadable", path.name, f"{path} is missing: {text}")
@@ -200,10 +199,12 @@ class _Probe:
 
         def size(name: str) -> int:
             if name not in known:
-                raise CorruptError(f"{compact.FILE_NAME} names bytes of {name}, which integrity.json does not name")
+                raise CorruptError(
+                    f"{compact_manifest.FILE_NAME} names bytes of {name}, which integrity.json does not name"
+                )
             return known[name].size
 
-        manifest = compact.read(memoryview(data), size, lambda start, stop: None)
+        manifest = compact_manifest.read(memoryview(data), size, lambda start, stop: None)
         for _ in manifest.frames_by_key():
             pass
         return manifest

@@ -28,8 +28,7 @@ from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.formats import weights_only
 from sixfold.dist_ckpt.geometry.box import cuts
-from sixfold.dist_ckpt.state import plain_types as plain
-from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state import plain_types, tree
 from sixfold.dist_ckpt.state.dcp_names import PlainObject
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import check_readable
@@ -153,7 +152,7 @@ def _holds_tensor(value: Any, seen: set[int]) -> bool:
     if isinstance(value, str | bytes | int | float | type(None)) or id(value) in seen:
         return False
     seen.add(id(value))
-    parts = [*plain.parts_of(value)] or [*getattr(value, "__dict__", {}).items()]
+    parts = [*plain_types.parts_of(value)] or [*getattr(value, "__dict__", {}).items()]
     return any(_holds_tensor(part, seen) for pair in parts for part in pair)
 
 
@@ -196,7 +195,7 @@ def _stand_ins(files: Iterable[bytes]) -> list[tuple[type, str]]:
     for data in files:
         with suppress(Exception):  # damaged bytes raise whatever they like; the load tells it
             found = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-            names |= set(found) - {name for _, name in plain.allowed(data, ())}
+            names |= set(found) - {name for _, name in plain_types.allowed(data, ())}
     return [(type("_StandIn", (_StandIn,), {"name": name}), name) for name in names]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt.collectives import consistency as agreement
+from sixfold.dist_ckpt.collectives import consistency
 from sixfold.dist_ckpt.collectives.exchange import Exchange
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.formats.crc import crc32
@@ -59,7 +59,7 @@ def _digests(state: Mapping[str, Any]) -> _Alike:
     named = [(name, leaf) for name, leaf in leaves if is_dtensor(leaf)]
     few = nsmallest(_MOST_SHARDS, named, key=lambda pair: crc32(pair[0].encode("utf-8", "surrogatepass")))
     shards = (shard for name, leaf in few for shard in _shard(name, leaf))
-    return {name: (tuple(leaf.shape), agreement.digest_of_sample(leaf)) for name, leaf in (*plain, *shards)}
+    return {name: (tuple(leaf.shape), consistency.digest_of_sample(leaf)) for name, leaf in (*plain, *shards)}
 
 
 def _shard(name: str, leaf: Any) -> Iterator[tuple[str, torch.Tensor]]:

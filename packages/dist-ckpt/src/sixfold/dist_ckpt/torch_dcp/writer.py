@@ -36,14 +36,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError, typed
-from sixfold.dist_ckpt.formats import compact_manifest as compact
+from sixfold.dist_ckpt.formats import compact_manifest, weights_only
 from sixfold.dist_ckpt.formats import metadata as schema
-from sixfold.dist_ckpt.formats import weights_only
 from sixfold.dist_ckpt.formats.integrity import FileDigest
 from sixfold.dist_ckpt.gc_pause import collection_paused
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.plans.plan import Write, file_counts
-from sixfold.dist_ckpt.save_load import writer as transfer
+from sixfold.dist_ckpt.save_load import writer
 from sixfold.dist_ckpt.save_load.request import check_if_exists
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import check_readable
@@ -271,14 +270,14 @@ class Writer(StorageWriter, BlockingAsyncStager):
             )
         return [
             WriteResult(index, frame.length, _Placed(frame, save, None if n else digest))
-            for part, digest in zip(parts, transfer.write_parts(store, save, parts), strict=True)
+            for part, digest in zip(parts, writer.write_parts(store, save, parts), strict=True)
             for n, (index, frame) in enumerate(places[part.name])
         ]
 
     def _fill(
         self, name: str, items: Sequence[WriteItem], planner: SavePlanner, places: dict[str, _Places], file: PartFile
     ) -> None:
-        found, copies = _Places(), transfer.Copies()
+        found, copies = _Places(), writer.Copies()
         for item in items:
             start = file.position
             try:
@@ -293,7 +292,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
             del data
         places[name] = found
 
-    def _add_tensor(self, file: Any, item: WriteItem, data: torch.Tensor, copies: transfer.Copies) -> None:
+    def _add_tensor(self, file: Any, item: WriteItem, data: torch.Tensor, copies: writer.Copies) -> None:
         planned, key = item.tensor_data, item.index.fqn
         assert planned is not None, f"{key}: a tensor without its place"
         size, offset = tuple(planned.chunk.sizes), tuple(planned.chunk.offsets)
@@ -314,7 +313,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
             return
         record = ShardedTensor(key, data, data.dtype, size, tuple(planned.size), offset, None)
         step = Write(0, key, data.dtype, Piece(record.box, None), record.global_shape)
-        transfer.add_frame(file, record, step, self._rank, self.check_finite, copies)
+        writer.add_frame(file, record, step, self._rank, self.check_finite, copies)
 
     def _commit(self, save: Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         store = store_at(self.path)
@@ -338,7 +337,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
             index = dcp_metadata.index_of(metadata, places, save.save_id)
         small: dict[str, Content] = {
             ".metadata": lambda: schema.encode_parts(index),
-            compact.FILE_NAME: lambda: compact.encode(index),
+            compact_manifest.FILE_NAME: lambda: compact_manifest.encode(index),
             "common.pt": weights_only.dump({}, "common data"),
         }
         for_torch = partial(schema.encode_parts, index.within(save.inside)) if save.inside else None

@@ -36,7 +36,7 @@ class Ranks:
         self.jobs = [Job(rank=rank, **fields) for rank in range(count)]
         self.board = coordination.board_of(self.jobs[0])
         self.board.make()
-        self.signs = [self.board.sign(rank) for rank in range(count)]
+        self.heartbeats = [self.board.heartbeat(rank) for rank in range(count)]
         patch.setattr(fcntl, "lockf", self._lockf)
         self.waits = [Wait(job, coordination.board_of(job), self.gauge, "share 0") for job in self.jobs]
 
@@ -69,8 +69,8 @@ def ranks(tmp_path, monkeypatch):
     monkeypatch.undo()
     for each in made:
         each.arena.close()
-        for sign in each.signs:
-            sign.close()
+        for heartbeat in each.heartbeats:
+            heartbeat.close()
 
 
 class Things:
@@ -118,7 +118,7 @@ class StoreRanks:
         self.jobs = [Job(rank=rank, **fields) for rank in range(count)]
         self.boards = [coordination.board_of(job) for job in self.jobs]
         self.boards[0].make()
-        self.signs = [made.sign(rank) for rank, made in enumerate(self.boards)]
+        self.heartbeats = [made.heartbeat(rank) for rank, made in enumerate(self.boards)]
         self.waits = [Wait(job, made, self.gauge, "share 0") for job, made in zip(self.jobs, self.boards, strict=True)]
 
     turn = Ranks.turn
@@ -131,12 +131,12 @@ class StoreRanks:
 @pytest.mark.parametrize("count", [2, 64, 1024])
 def test_a_wait_at_a_store_costs_two_requests_a_second_and_rank_and_lists_nothing(count):
     ranks, turns = StoreRanks(count), 8
-    for sign in ranks.signs:
-        sign.beat(1)
+    for heartbeat in ranks.heartbeats:
+        heartbeat.beat(1)
     job = ranks.jobs[0]
     for rank in {0, 1, count // 2, count - 1}:
         ranks.things.seen.clear()
-        ranks.signs[rank].beat(2)
+        ranks.heartbeats[rank].beat(2)
         beats = len(ranks.things.seen)
         assert [ranks.turn(rank) for _ in range(turns)] == [None] * turns
         assert {what for what, _ in ranks.things.seen} == {"read", "write"}
@@ -161,7 +161,7 @@ def test_whoever_stands_still_at_a_store_is_found_and_all_others_end_alike(seed,
     while len(outcomes) < len(living) and clock[0] - 100.0 < longest_s:
         for rank in range(count):
             if (rank not in dead or turns < 3) and (rank not in late or turns > 2):
-                ranks.signs[rank].beat(turns)
+                ranks.heartbeats[rank].beat(turns)
         for rank in rng.sample(living, len(living)):
             if rank not in outcomes and (outcome := ranks.turn(rank)) is not None:
                 outcomes[rank] = outcome
@@ -182,7 +182,7 @@ def test_a_wait_costs_two_operations_a_second_and_rank_and_lists_nothing(ranks, 
     job = all_ranks.jobs[0]
     for rank in {0, 1, count // 2, count - 1}:
         with counting(monkeypatch) as beats:
-            all_ranks.signs[rank].beat(7)
+            all_ranks.heartbeats[rank].beat(7)
         with counting(monkeypatch) as seen:
             assert [all_ranks.turn(rank) for _ in range(turns)] == [None] * turns
         assert not LISTING & {*seen, *beats}
@@ -251,7 +251,7 @@ def test_a_verdict_whose_maker_died_before_it_said_why_is_taken_over(ranks, monk
 
 def test_a_board_at_a_store_stays_until_a_rank_that_has_not_yet_shown_itself_has_left(monkeypatch):
     ranks = StoreRanks(2)
-    steps = iter([lambda: ranks.signs[1].beat(0), ranks.signs[1].close])
+    steps = iter([lambda: ranks.heartbeats[1].beat(0), ranks.heartbeats[1].close])
 
     def wait(*_):
         next(steps)()
@@ -261,6 +261,6 @@ def test_a_board_at_a_store_stays_until_a_rank_that_has_not_yet_shown_itself_has
     coordination.remove(ranks.jobs[0], coordination.board_of(ranks.jobs[0]))
     assert next(steps, None) is None, "the board went before the rank had left"
     assert not ranks.things.data
-    ranks.signs[0].close()  # late, when the board is gone
+    ranks.heartbeats[0].close()  # late, when the board is gone
     assert not ranks.things.data
     ranks.arena.close()

@@ -269,7 +269,7 @@ def lose_a_rank(rank, ranks, folder, victim, start_worker=Forked):
         os.kill(worker, signal.SIGSTOP)  # so that its share is not written before it dies
     handle = dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=60)
     if rank == victim:
-        handle._sign.beat(0)  # its last sign of life is from now, however late this machine made the one before
+        handle._heartbeat.beat(0)  # its last heartbeat is from now, however late this machine made the one before
         (folder / "worker").write_text(str(worker))
         # With its trainer: the kernel wakes a stopped process whose parent dies, and a hang-up ends no worker.
         os.kill(worker, signal.SIGKILL)
@@ -415,7 +415,7 @@ def test_a_worker_whose_trainer_is_stopped_does_not_commit_what_the_others_have_
 
 def a_first_rank_whose_worker_is_stopped_before_it_moves(rank, ranks, folder):
     """The verdict is to commit, and then nothing of rank 0 goes on until the others have ended."""
-    worker_process._WORKER = (ODD_WORKER, "stops:road.saving.commit" if rank == 0 else "slow:0")
+    worker_process._WORKER = (ODD_WORKER, "stops:save_load.saving.commit" if rank == 0 else "slow:0")
     worker_process._start_worker = Forked
     saver = background.AsyncSaver(timeout_s=6)
     handle = saver.save(state(rank, ranks, 1), folder / "c")

@@ -234,7 +234,7 @@ def test_a_rank_that_dies_with_its_worker_is_told_within_the_deadline(s3, url, v
 
 
 def asked(s3):
-    """What the calls have asked of the server; signs of life apart, which come after them. None: not answered yet."""
+    """What the calls have asked of the server; heartbeats apart, which come after them. None: not answered yet."""
     return [(kind, status) for kind, key, _, _, status in s3.log() if "/alive-" not in key]
 
 

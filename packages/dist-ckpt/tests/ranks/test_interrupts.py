@@ -376,10 +376,10 @@ def test_a_control_folder_that_a_stopped_rank_never_leaves_goes_all_the_same(tmp
     """The first rank's last wait, for the others to acknowledge the outcome."""
     left = save_status.FolderBoard(tmp_path / "c", "01", b"k" * 32, locks_work=False, stale_s=60.0)
     left.make()
-    sign = left.sign(1)
+    heartbeat = left.heartbeat(1)
     job = type("Job", (), {"ranks": 2, "look_s": 0.1})()
     start = time.monotonic()
     coordination.remove(job, left)
     assert 1 < time.monotonic() - start < coordination._ACKNOWLEDGED_S + 1
     assert not left.path.exists()
-    sign.close()
+    heartbeat.close()

@@ -48,7 +48,7 @@ def be_killed(rank, ranks, root):
     deadline = time.monotonic() + 30
     while not list(root.glob(".*.tmp-*/*/__0_*")) and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(0.3 * rank)  # both have left their first sign of life
+    time.sleep(0.3 * rank)  # both have left their first heartbeat
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -78,7 +78,7 @@ def test_what_trainers_of_another_host_leave_goes_when_it_has_been_still_for_a_d
 def prune_beside_living(rank, ranks, root, silent):
     """A prune of a rank's own process, of a rank in another, and of a process that saves nothing."""
     if silent:  # as where an interpreter stands still: the lock alone tells
-        save_status.Sign.beat = lambda *_: None
+        save_status.Heartbeat.beat = lambda *_: None
     handle = save_beside_a_stopped_worker(rank, ranks, root, 5)
     seen = []
     for pruner in range(ranks + 1):

@@ -13,7 +13,7 @@ together a living one stands behind the last, and sees it. Who sees it ends the 
 host rings a bell, and costs no look.
 
 [Note: what moves] A deadline is of standing still: timeout_s since anything was last seen to move. A worker counts what
-it writes, and its turns while it waits, in its gauge; its trainer sees that, and shows the count in its sign of life.
+it writes, and its turns while it waits, in its gauge; its trainer sees that, and shows the count in its heartbeat.
 Until a worker counts, its processor time is the count: it may take a minute to import torch on a busy machine.
 
 [Note: who gives up when] Before timeout_s of standing still, in steps of 5 s or a quarter of it: two steps before, who
@@ -85,7 +85,7 @@ class Job:
 
     @property
     def beat_s(self) -> float:
-        """Seconds between two signs of life."""
+        """Seconds between two heartbeats."""
         return min(_BEAT_S if self.locks_work else self.stale_s / 3, self.timeout_s / 20)
 
     @property

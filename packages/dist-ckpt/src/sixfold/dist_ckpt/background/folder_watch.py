@@ -19,7 +19,7 @@ from pathlib import Path
 _EVENT = struct.Struct("iIII")  # of inotify(7): watch, mask, cookie, length of the name
 _CLOSE_WRITE, _MOVED_TO, _CREATE, _DELETE = 0x8, 0x80, 0x100, 0x200
 _GONE, _OVERFLOW = 0x400 | 0x800, 0x4000  # of the folder itself
-# The end of a process closes its sign of life, which tells of a death at once. Writes are not asked for.
+# The end of a process closes its heartbeat, which tells of a death at once. Writes are not asked for.
 _MASK = _CLOSE_WRITE | _MOVED_TO | _CREATE | _DELETE | _GONE
 
 

@@ -2,7 +2,7 @@
 
 async_save --> AsyncSave (this file) <-- outcome <-- worker process
                       |
-                      +--> sign of life on the board
+                      +--> heartbeat on the board
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sixfold.dist_ckpt.background import coordination
 from sixfold.dist_ckpt.background.coordination import Job
-from sixfold.dist_ckpt.background.save_status import Sign, Stillness
+from sixfold.dist_ckpt.background.save_status import Heartbeat, Stillness
 from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
@@ -39,12 +39,18 @@ class AsyncSave:
     """
 
     def __init__(
-        self, saver: object, worker: Worker, job: Job, sign: Sign | None, progress: Progress | None, started: float
+        self,
+        saver: object,
+        worker: Worker,
+        job: Job,
+        heartbeat: Heartbeat | None,
+        progress: Progress | None,
+        started: float,
     ) -> None:
         self.checkpoint_dir: Path | str = job.content.store.local_folder or job.ticket.save.target
         self.worker_pid = worker.process.pid
         self._saver: object | None = saver
-        self._worker, self._job, self._sign, self._progress = worker, job, sign, progress
+        self._worker, self._job, self._heartbeat, self._progress = worker, job, heartbeat, progress
         self._started, self._pid = started, os.getpid()
         self.blocked_s = time.monotonic() - started
         self._ended = threading.Event()
@@ -161,9 +167,9 @@ class AsyncSave:
         moves = self._gauge.moves
         if moves == self._idle_moves:  # it imports torch, or takes the job apart
             moves += self._worker.processor_ticks()
-        if self._sign is not None and time.monotonic() >= self._beat_at:
+        if self._heartbeat is not None and time.monotonic() >= self._beat_at:
             self._beat_at = time.monotonic() + self._job.beat_s
-            self._sign.beat(moves)
+            self._heartbeat.beat(moves)
         self._meter.reach(self._gauge.written)
         still_s, job = self._still.of(moves), self._job
         if still_s < job.patience_s(coordination.OWN_WORKER):
@@ -173,9 +179,9 @@ class AsyncSave:
         return is_written and still_s < job.patience_s(coordination.END)
 
     def _acknowledge(self) -> None:
-        if self._sign is None:
+        if self._heartbeat is None:
             return
-        self._sign.close()
+        self._heartbeat.close()
         board = coordination.board_of(self._job)
         if self._job.rank == 0:
             coordination.remove(self._job, board)

@@ -1,7 +1,7 @@
 """The board of a background save: where the ranks' trainers and workers leave word for each other.
 
     worker's share --> record -->  Board, FolderBoard (this file)  --> outcome --> every rank
-    trainer --> sign of life -->
+    trainer --> heartbeat -->
 
 Objects in a folder at the checkpoint (``Board``), or files in a hidden folder ``.<name>.job-<save_id>`` beside it
 (``FolderBoard``). Every name is known: nobody lists them. They appear whole, and each is signed with a key that
@@ -9,8 +9,8 @@ travelled over the group, so that nothing is unpickled that a rank of this very 
 
 [Note: who is dead] Each trainer holds a POSIX lock on its ``alive-<rank>``, which the system frees when it dies, and
 writes a counter there every few seconds. A rank whose lock is free is dead. Where locks do not work between the hosts
-(tried before each save) its counter must stand still for ``STALE_S`` instead. At a store there is no lock: a sign of
-life is an object that its trainer writes anew, and a rank is dead when it has stood still for a quarter of
+(tried before each save) its counter must stand still for ``STALE_S`` instead. At a store there is no lock: a heartbeat
+is an object that its trainer writes anew, and a rank is dead when it has stood still for a quarter of
 ``timeout_s``, since a store that asks to slow down may keep a living one from writing for a while.
 
 [Note: first come] The verdict, and what is put first, are created only if they are not there, in one act where the
@@ -18,8 +18,9 @@ place has that (links; S3, Google Cloud Storage); elsewhere by looking first, an
 do, as in [Note: who gives up when].
 
 [Note: not there yet] At a store the call sends one request for the board, by the first rank while tensors are copied.
-Signs come with the first beat, after it: one that was never seen is not there yet. A rank that leaves says so in its
-sign, which goes with the board: a board that is looked at anew cannot tell a sign that is gone from one that never was.
+Heartbeats come with the first beat, after it: one that was never seen is not there yet. A rank that leaves says so in
+its heartbeat, which goes with the board: a board that is looked at anew cannot tell a heartbeat that is gone from one
+that never was.
 """
 
 from __future__ import annotations
@@ -48,18 +49,18 @@ from sixfold.dist_ckpt.storage.store import Save
 
 STALE_S = 9.0
 _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS, errno.EINVAL, errno.EACCES}
-BEATS_BYTES, _MOVES_BYTES = 12, 20  # of a sign of life: its own count, and behind it what the worker has counted
+BEATS_BYTES, _MOVES_BYTES = 12, 20  # of a heartbeat: its own count, and behind it what the worker has counted
 
 
 _MARK = "board"  # there as long as the board is
-_LEFT = b"left"  # the last sign of a rank that has heard the outcome
+_LEFT = b"left"  # the last heartbeat of a rank that has heard the outcome
 
 
 class State(Enum):
-    """How a rank's trainer is, as far as its sign of life tells."""
+    """How a rank's trainer is, as far as its heartbeat tells."""
 
     LIVES = "lives"
-    UNSEEN = "was never seen"  # its sign is not there yet; where it was there before the save it has left
+    UNSEEN = "was never seen"  # its heartbeat is not there yet; where it was there before the save it has left
     DEAD = "died"
     LEFT = "left"  # it has acknowledged the outcome; or the whole board is gone
 
@@ -85,8 +86,8 @@ class Stillness:
         return time.monotonic() - self._since
 
 
-class Sign:
-    """A trainer's sign of life, until ``close``: an object that is written anew."""
+class Heartbeat:
+    """A trainer's heartbeat, until ``close``: an object that is written anew."""
 
     def __init__(self, place: Any, name: str) -> None:
         self._place, self._name, self._beats = place, name, 0
@@ -101,7 +102,7 @@ class Sign:
         self._place.replace(self._name, data)
 
     def close(self) -> None:
-        """Acknowledge the outcome: the sign goes, or says so."""
+        """Acknowledge the outcome: the heartbeat goes, or says so."""
         with suppress(StorageError, OSError):
             self._write(_LEFT)
             try:
@@ -114,23 +115,23 @@ class Board:
     """What the ranks of one save have in common while it goes on.
 
     Args:
-        place: a store (``ByPointer``), of which five methods are used, or ``_Folder``. signs: the same, for signs of
-            life: what is asked of it ends before the next beat.
+        place: a store (``ByPointer``), of which five methods are used, or ``_Folder``. heartbeats: the same, for
+            heartbeats: what is asked of it ends before the next beat.
         key: signs what is put.
-        stale_s: for how long a sign stands still before its rank counts as dead, where nothing else tells.
+        stale_s: for how long a heartbeat stands still before its rank counts as dead, where nothing else tells.
     """
 
     path: Path | None = None  # of a folder of this host
 
-    def __init__(self, place: Any, signs: Any, key: bytes, stale_s: float) -> None:
-        self._place, self._signs, self._key, self._stale_s = place, signs, key, stale_s
+    def __init__(self, place: Any, heartbeats: Any, key: bytes, stale_s: float) -> None:
+        self._place, self._heartbeats, self._key, self._stale_s = place, heartbeats, key, stale_s
         self._still, self._seen = defaultdict[int, Stillness](Stillness), set[int]()
 
     @classmethod
     def at(cls, store: ByPointer, save: Save, key: bytes, *, timeout_s: float, beat_s: float = 1.0) -> Board:
         """The board of a save to a store, which is asked again for a quarter of ``timeout_s``."""
-        place, signs = (store.patient(limit_s).board(save) for limit_s in (timeout_s / 4, beat_s))
-        return cls(place, signs, key, timeout_s / 4)
+        place, heartbeats = (store.patient(limit_s).board(save) for limit_s in (timeout_s / 4, beat_s))
+        return cls(place, heartbeats, key, timeout_s / 4)
 
     def make(self) -> None:
         """The first rank's, before any other asks."""
@@ -191,7 +192,7 @@ class Board:
     def life(self, rank: int, with_moves: bool = True) -> Life:
         """How a rank is. See [Note: who is dead]."""
         try:
-            data = self._signs.read(f"alive-{rank}")
+            data = self._heartbeats.read(f"alive-{rank}")
         except FileNotFoundError:
             return Life(State.LEFT if rank in self._seen else State.UNSEEN)
         except StorageError:
@@ -202,9 +203,9 @@ class Board:
         is_dead = self._still[rank].of(data) > self._stale_s
         return Life(State.DEAD if is_dead else State.LIVES, data[BEATS_BYTES:])
 
-    def sign(self, rank: int) -> Sign:
-        """This trainer's sign of life."""
-        return Sign(self._signs, f"alive-{rank}")
+    def heartbeat(self, rank: int) -> Heartbeat:
+        """This trainer's heartbeat."""
+        return Heartbeat(self._heartbeats, f"alive-{rank}")
 
     def leave(self, rank: int) -> None:
         """A rank has heard the outcome: what it has put goes."""
@@ -302,14 +303,14 @@ class FolderBoard(Board):
             return Life(State.DEAD if self.has(f"alive-{rank}") else State.LEFT)
         return Life(State.LIVES, None if data is None else data[BEATS_BYTES:])
 
-    def sign(self, rank: int) -> Sign:
-        return FileSign(self.path / f"alive-{rank}")
+    def heartbeat(self, rank: int) -> Heartbeat:
+        return FileHeartbeat(self.path / f"alive-{rank}")
 
     def remove(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-class FileSign(Sign):
+class FileHeartbeat(Heartbeat):
     """A lock and a counter in a file, which this process never opens a second time: that would free the lock."""
 
     def __init__(self, path: Path) -> None:

@@ -41,7 +41,7 @@ from sixfold.dist_ckpt.background import save_status as boards
 from sixfold.dist_ckpt.background.arena import Arena, Place
 from sixfold.dist_ckpt.background.coordination import Job
 from sixfold.dist_ckpt.background.handle import AsyncSave
-from sixfold.dist_ckpt.background.save_status import Sign, State
+from sixfold.dist_ckpt.background.save_status import Heartbeat, State
 from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, typed
@@ -128,8 +128,8 @@ class AsyncSaver:
             agreed = saving.agree_on(request, begins_later=isinstance(request.store, ByPointer))
             undo.callback(agreed.abandon)
             self._save_id = agreed.ticket.save.save_id
-            job, sign = self._hand_over(agreed, request, undo)
-            flight = AsyncSave(self, worker, job, sign, request.progress, start)
+            job, heartbeat = self._hand_over(agreed, request, undo)
+            flight = AsyncSave(self, worker, job, heartbeat, request.progress, start)
             try:
                 self._flight = flight
                 typed(flight._thread.start)
@@ -179,7 +179,7 @@ class AsyncSaver:
             self._worker = Worker(self._arena.fd)
         return self._worker
 
-    def _hand_over(self, agreed: saving.Agreed, request: SaveRequest, undo: ExitStack) -> tuple[Job, Sign | None]:
+    def _hand_over(self, agreed: saving.Agreed, request: SaveRequest, undo: ExitStack) -> tuple[Job, Heartbeat | None]:
         """Copy the tensors and try the shared folder, both on every rank or on none."""
         exchange, ticket, store = agreed.exchange, agreed.ticket, agreed.content.store
         is_local = store.local_folder is not None
@@ -195,8 +195,8 @@ class AsyncSaver:
             stale_s=boards.STALE_S,
         )
 
-        def sign() -> Sign:
-            made = coordination.board_of(job).sign(job.rank)
+        def heartbeat() -> Heartbeat:
+            made = coordination.board_of(job).heartbeat(job.rank)
             undo.callback(made.close)
             return made
 
@@ -210,7 +210,7 @@ class AsyncSaver:
                 board.make()
             return begun
 
-        def copy() -> tuple[tuple[writer.RankContent, dict[int, Place], Sign | None], saving.Ticket]:
+        def copy() -> tuple[tuple[writer.RankContent, dict[int, Place], Heartbeat | None], saving.Ticket]:
             asks = agreed.begin is not None or (job.rank == 0 and job.ranks > 1)
             if asks:  # beside the copies: see [Note: what the store is asked]
                 undo.callback(opening.add_done_callback, lambda _: made.close())
@@ -218,18 +218,18 @@ class AsyncSaver:
                 in_thread(opened, opening)
             content, places = self._copy(job.content)
             begun = opening.result() if asks else ticket
-            return (content, places, sign() if asks and is_local else None), begun
+            return (content, places, heartbeat() if asks and is_local else None), begun
 
-        def meet() -> tuple[Sign, bool]:
+        def meet() -> tuple[Heartbeat, bool]:
             store.join(ticket.save)
-            return mine or sign(), job.rank == 0 or coordination.board_of(job).life(0).state is State.LIVES
+            return mine or heartbeat(), job.rank == 0 or coordination.board_of(job).life(0).state is State.LIVES
 
         (content, places, mine), (key, begun) = exchange.all_reduce(copy, lambda tickets: (job.key, tickets[0]))
         job = replace(job, content=content, places=places, key=key, ticket=begun)
         if job.ranks == 1:
             return job, None
         if not is_local:
-            return job, sign()  # its first beat makes it
+            return job, heartbeat()  # its first beat makes it
         mine, locks_work = exchange.all_reduce(meet, all)
         return replace(job, locks_work=locks_work), mine
 

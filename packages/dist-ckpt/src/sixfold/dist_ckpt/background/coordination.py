@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from sixfold.dist_ckpt.background.arena import Gauge, Place
-from sixfold.dist_ckpt.background.save_status import Board, FolderBoard, State, Stillness
+from sixfold.dist_ckpt.background.save_status import Board, FolderBoard, StallTimer, State
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.save_load import saving, writer
@@ -115,7 +115,7 @@ class Wait:
         self._job, self._board, self._gauge = job, board, gauge
         self._shares = [share]
         self._at = (job.rank - 1) % job.ranks
-        self._still, self._gone = defaultdict[int, Stillness](Stillness), Stillness()
+        self._stalls, self._gone = defaultdict[int, StallTimer](StallTimer), StallTimer()
         self._moves: dict[int, bytes] = {}
         self._turn, self._is_first_lost = 0, False
 
@@ -168,7 +168,7 @@ class Wait:
     def _lost(self, rank: int, with_moves: bool) -> Loss | None:
         job, life = self._job, self._board.life(rank, with_moves)
         self._moves[rank] = moves = life.moves or self._moves.get(rank, b"")
-        if life.state in _HERE and self._still[rank].of(moves) <= job.patience_s(RECORDS if rank else OUTCOME):
+        if life.state in _HERE and self._stalls[rank].seconds(moves) <= job.patience_s(RECORDS if rank else OUTCOME):
             return None
         self._is_first_lost = self._is_first_lost or rank == 0
         text = f"rank {rank} of {job.ranks} {life.state.value} during a background save; {_ADVICE}"
@@ -194,7 +194,7 @@ class Wait:
         # The first rank was lost when it had begun to commit.
         if settle(job, _SILENT).error is None:
             return tell(board, Outcome())
-        if loss.state in _HERE or self._gone.of(loss.state) > _ORPHANED_S:
+        if loss.state in _HERE or self._gone.seconds(loss.state) > _ORPHANED_S:
             text = _blame(job, "rank 0 stopped while it moved the checkpoint into place", "it may still do so")
             return tell(board, Outcome(error=LostPeerError(text)))
         return None

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from sixfold.dist_ckpt.background import coordination
 from sixfold.dist_ckpt.background.coordination import Job
-from sixfold.dist_ckpt.background.save_status import Heartbeat, Stillness
+from sixfold.dist_ckpt.background.save_status import Heartbeat, StallTimer
 from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
@@ -61,7 +61,7 @@ class AsyncSave:
         )
         self._is_told = False
         self._meter, self._file_bytes = Meter(None), 0  # made in the thread
-        self._gauge, self._still, self._beat_at = worker.gauge, Stillness(), 0.0
+        self._gauge, self._stall, self._beat_at = worker.gauge, StallTimer(), 0.0
         self._gauge.reset()
         self._idle_moves = self._gauge.moves
         self._look_s = min(_GLANCE_S, job.beat_s)
@@ -171,7 +171,7 @@ class AsyncSave:
             self._beat_at = time.monotonic() + self._job.beat_s
             self._heartbeat.beat(moves)
         self._meter.reach(self._gauge.written)
-        still_s, job = self._still.of(moves), self._job
+        still_s, job = self._stall.seconds(moves), self._job
         if still_s < job.patience_s(coordination.OWN_WORKER):
             return True
         # The worker of another rank than the first that has done its share waits for the outcome.

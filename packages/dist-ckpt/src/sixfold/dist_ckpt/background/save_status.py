@@ -72,14 +72,14 @@ class Life(NamedTuple):
     moves: bytes | None = None
 
 
-class Stillness:
+class StallTimer:
     """For how long a value has been what it is, as far as this process has looked."""
 
     def __init__(self) -> None:
         self._last: object = self
         self._since = 0.0
 
-    def of(self, value: object) -> float:
+    def seconds(self, value: object) -> float:
         """Seconds; 0.0 if the value has changed since the last look."""
         if value != self._last:
             self._last, self._since = value, time.monotonic()
@@ -125,7 +125,7 @@ class Board:
 
     def __init__(self, place: Any, heartbeats: Any, key: bytes, stale_s: float) -> None:
         self._place, self._heartbeats, self._key, self._stale_s = place, heartbeats, key, stale_s
-        self._still, self._seen = defaultdict[int, Stillness](Stillness), set[int]()
+        self._stalls, self._seen = defaultdict[int, StallTimer](StallTimer), set[int]()
 
     @classmethod
     def at(cls, store: ByPointer, save: Save, key: bytes, *, timeout_s: float, beat_s: float = 1.0) -> Board:
@@ -200,7 +200,7 @@ class Board:
         self._seen.add(rank)
         if data == _LEFT:
             return Life(State.LEFT)
-        is_dead = self._still[rank].of(data) > self._stale_s
+        is_dead = self._stalls[rank].seconds(data) > self._stale_s
         return Life(State.DEAD if is_dead else State.LIVES, data[BEATS_BYTES:])
 
     def heartbeat(self, rank: int) -> Heartbeat:
@@ -298,7 +298,7 @@ class FolderBoard(Board):
         finally:
             os.close(handle)
         if not self._locks_work:
-            is_lost = self._still[rank].of(data) > self._stale_s
+            is_lost = self._stalls[rank].seconds(data) > self._stale_s
         if is_lost:  # or it has left between the look at its name and that at its lock
             return Life(State.DEAD if self.has(f"alive-{rank}") else State.LEFT)
         return Life(State.LIVES, None if data is None else data[BEATS_BYTES:])

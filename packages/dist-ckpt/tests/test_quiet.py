@@ -257,7 +257,7 @@ def test_a_board_at_a_store_stays_until_a_rank_that_has_not_yet_shown_itself_has
         next(steps)()
         return set()
 
-    monkeypatch.setattr(folder_watch.Bell, "wait", wait)
+    monkeypatch.setattr(folder_watch.FolderWatch, "wait", wait)
     coordination.remove(ranks.jobs[0], coordination.board_of(ranks.jobs[0]))
     assert next(steps, None) is None, "the board went before the rank had left"
     assert not ranks.things.data

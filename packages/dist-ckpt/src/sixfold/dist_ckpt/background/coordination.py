@@ -10,7 +10,7 @@ commits, and puts the outcome. A trainer speaks for its dead worker.
 rank, and the first one at the next record that it needs. No rank looks at all: each looks at the one before it, at
 the first one now and then, and passes over a rank that is lost but has put its record. Of any ranks that die
 together a living one stands behind the last, and sees it. Who sees it ends the save for all. What happens on this
-host rings a bell, and costs no look.
+host wakes a watch, and costs no look.
 
 [Note: what moves] A deadline is of standing still: timeout_s since anything was last seen to move. A worker counts what
 it writes, and its turns while it waits, in its gauge; its trainer sees that, and shows the count in its heartbeat.
@@ -228,12 +228,12 @@ def decide(job: Job, share: Any, gauge: Gauge) -> Outcome:
 
 
 def await_outcome(job: Job, gauge: Gauge, share: Any = None) -> Outcome:
-    """What one of its turns gives, a turn whenever the bell rings or ``look_s`` are over. See ``Wait``."""
+    """What one of its turns gives, a turn whenever the watch tells or ``look_s`` are over. See ``Wait``."""
     board = board_of(job)
     wait, changed = Wait(job, board, gauge, share), set[str]()
-    with closing(board.bell()) as bell:
+    with closing(board.watch()) as watch:
         while (found := wait.turn(changed)) is None:
-            changed = bell.wait(job.look_s, wait.names)
+            changed = watch.wait(job.look_s, wait.names)
     return found
 
 
@@ -282,9 +282,9 @@ def give_up(job: Job, board: Board, error: CheckpointError, *, waits: bool = Tru
 def _word(job: Job, board: Board) -> Outcome | None:
     """The outcome that another rank is about to put."""
     until = time.monotonic() + _WORD_S + 2 * job.look_s
-    with closing(board.bell()) as bell:
+    with closing(board.watch()) as watch:
         while (told := board.get(OUTCOME_NAME)) is None and time.monotonic() < until:
-            bell.wait(job.look_s, {OUTCOME_NAME})
+            watch.wait(job.look_s, {OUTCOME_NAME})
     return told
 
 
@@ -333,10 +333,10 @@ def _blame(job: Job, reason: str, advice: str = _ADVICE) -> str:
 def remove(job: Job, board: Board) -> None:
     """The first rank's last act: when all have acknowledged, or soon, the board goes."""
     until, rank = time.monotonic() + _ACKNOWLEDGED_S + 2 * job.look_s, 1
-    with closing(board.bell()) as bell:
+    with closing(board.watch()) as watch:
         while rank < job.ranks and (rest_s := until - time.monotonic()) > 0:
             if board.life(rank, False).state in _HERE:
-                bell.wait(min(job.look_s, rest_s), {f"alive-{rank}"})
+                watch.wait(min(job.look_s, rest_s), {f"alive-{rank}"})
             else:
                 rank += 1
     board.remove()

@@ -1,6 +1,6 @@
 """A wait that ends early when a name appears or goes in a folder of this host: no look at the folder is needed.
 
-    another process of this host --> inotify --> Bell.wait (this file) --> the turns of coordination.py
+    another process of this host --> inotify --> FolderWatch.wait (this file) --> the turns of coordination.py
 
 The kernel tells of what its own processes do, and of nothing that other hosts do to a shared folder: those are found by
 looking, seldom. Where no instance of inotify is left, the wait is a pause.
@@ -23,7 +23,7 @@ _GONE, _OVERFLOW = 0x400 | 0x800, 0x4000  # of the folder itself
 _MASK = _CLOSE_WRITE | _MOVED_TO | _CREATE | _DELETE | _GONE
 
 
-class Bell:
+class FolderWatch:
     """Tells of changes in a folder since it was made. Close it: a user has 128 of these.
 
     Args:

@@ -40,7 +40,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from sixfold.dist_ckpt.background.folder_watch import Bell
+from sixfold.dist_ckpt.background.folder_watch import FolderWatch
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
@@ -212,9 +212,9 @@ class Board:
         with suppress(StorageError, OSError):
             self._place.delete(f"rank-{rank}")
 
-    def bell(self) -> Bell:
-        """Rings when a name appears or goes, as far as this host can know."""
-        return Bell(self.path)
+    def watch(self) -> FolderWatch:
+        """Ends a wait when a name appears or goes, as far as this host can know."""
+        return FolderWatch(self.path)
 
     def remove(self) -> None:
         """Take the board away."""

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from sixfold.dist_ckpt.background.arena import Gauge, Place
-from sixfold.dist_ckpt.background.save_status import Board, FolderBoard, StallTimer, State
+from sixfold.dist_ckpt.background.save_status import Board, FolderBoard, RankState, StallTimer
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.save_load import saving, writer
@@ -57,7 +57,7 @@ _ACKNOWLEDGED_S = 2.0  # and two turns
 _WORD_S = 4.0  # from a verdict to the outcome of who made it, besides two turns
 _ORPHANED_S = 4.0  # a worker ends with its trainer, and may have committed just before
 _ADVICE = "the older checkpoint, if there was one, stays until the newer one is visible"
-_HERE = (State.LIVES, State.UNSEEN)
+_HERE = (RankState.LIVES, RankState.UNSEEN)
 _SILENT = "rank 0 died, or gave no outcome in time"
 
 
@@ -98,7 +98,7 @@ class Loss(NamedTuple):
     """A rank that will do its part no more, and why the save fails of it."""
 
     rank: int
-    state: State
+    state: RankState
     error: LostPeerError
 
 
@@ -166,20 +166,20 @@ class Wait:
         return None
 
     def _lost(self, rank: int, with_moves: bool) -> Loss | None:
-        job, life = self._job, self._board.life(rank, with_moves)
-        self._moves[rank] = moves = life.moves or self._moves.get(rank, b"")
-        if life.state in _HERE and self._stalls[rank].seconds(moves) <= job.patience_s(RECORDS if rank else OUTCOME):
+        job, found = self._job, self._board.liveness(rank, with_moves)
+        self._moves[rank] = moves = found.moves or self._moves.get(rank, b"")
+        if found.state in _HERE and self._stalls[rank].seconds(moves) <= job.patience_s(RECORDS if rank else OUTCOME):
             return None
         self._is_first_lost = self._is_first_lost or rank == 0
-        text = f"rank {rank} of {job.ranks} {life.state.value} during a background save; {_ADVICE}"
+        text = f"rank {rank} of {job.ranks} {found.state.value} during a background save; {_ADVICE}"
         if rank == 0:
             text = _blame(job, _SILENT)
-        elif life.state in _HERE:
+        elif found.state in _HERE:
             text = (
                 f"ranks [{rank}] of {job.ranks} have written nothing within timeout_s={job.timeout_s:g}: stopped, or "
                 f"their disk hangs; {_ADVICE}"
             )
-        return Loss(rank, life.state, LostPeerError(text))
+        return Loss(rank, found.state, LostPeerError(text))
 
     def _ended_by(self, loss: Loss) -> Outcome | None:
         job, board = self._job, self._board
@@ -335,7 +335,7 @@ def remove(job: Job, board: Board) -> None:
     until, rank = time.monotonic() + _ACKNOWLEDGED_S + 2 * job.look_s, 1
     with closing(board.watch()) as watch:
         while rank < job.ranks and (rest_s := until - time.monotonic()) > 0:
-            if board.life(rank, False).state in _HERE:
+            if board.liveness(rank, False).state in _HERE:
                 watch.wait(min(job.look_s, rest_s), {f"alive-{rank}"})
             else:
                 rank += 1

@@ -56,7 +56,7 @@ _MARK = "board"  # there as long as the board is
 _LEFT = b"left"  # the last heartbeat of a rank that has heard the outcome
 
 
-class State(Enum):
+class RankState(Enum):
     """How a rank's trainer is, as far as its heartbeat tells."""
 
     LIVES = "lives"
@@ -65,10 +65,10 @@ class State(Enum):
     LEFT = "left"  # it has acknowledged the outcome; or the whole board is gone
 
 
-class Life(NamedTuple):
+class Liveness(NamedTuple):
     """One look at a rank. ``moves``: what its worker has counted; None if that was not looked at."""
 
-    state: State
+    state: RankState
     moves: bytes | None = None
 
 
@@ -189,19 +189,19 @@ class Board:
             self._place.create_new("verdict", wanted.encode())
             return str(self._place.read("verdict"), errors="replace")
 
-    def life(self, rank: int, with_moves: bool = True) -> Life:
+    def liveness(self, rank: int, with_moves: bool = True) -> Liveness:
         """How a rank is. See [Note: who is dead]."""
         try:
             data = self._heartbeats.read(f"alive-{rank}")
         except FileNotFoundError:
-            return Life(State.LEFT if rank in self._seen else State.UNSEEN)
+            return Liveness(RankState.LEFT if rank in self._seen else RankState.UNSEEN)
         except StorageError:
-            return Life(State.LIVES)
+            return Liveness(RankState.LIVES)
         self._seen.add(rank)
         if data == _LEFT:
-            return Life(State.LEFT)
+            return Liveness(RankState.LEFT)
         is_dead = self._stalls[rank].seconds(data) > self._stale_s
-        return Life(State.DEAD if is_dead else State.LIVES, data[BEATS_BYTES:])
+        return Liveness(RankState.DEAD if is_dead else RankState.LIVES, data[BEATS_BYTES:])
 
     def heartbeat(self, rank: int) -> Heartbeat:
         """This trainer's heartbeat."""
@@ -283,25 +283,25 @@ class FolderBoard(Board):
         # Opening the folder asks the server (NFS), which a look-up of a name that was missing a moment ago does not.
         os.close(os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
 
-    def life(self, rank: int, with_moves: bool = True) -> Life:
+    def liveness(self, rank: int, with_moves: bool = True) -> Liveness:
         try:
             handle = os.open(self.path / f"alive-{rank}", os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return Life(State.LEFT)
+            return Liveness(RankState.LEFT)
         except OSError:
-            return Life(State.LIVES)
+            return Liveness(RankState.LIVES)
         try:
             is_lost = self._locks_work and not is_locked(handle)
             data = os.read(handle, 64) if with_moves or not self._locks_work else None
         except OSError:
-            return Life(State.LIVES)
+            return Liveness(RankState.LIVES)
         finally:
             os.close(handle)
         if not self._locks_work:
             is_lost = self._stalls[rank].seconds(data) > self._stale_s
         if is_lost:  # or it has left between the look at its name and that at its lock
-            return Life(State.DEAD if self.has(f"alive-{rank}") else State.LEFT)
-        return Life(State.LIVES, None if data is None else data[BEATS_BYTES:])
+            return Liveness(RankState.DEAD if self.has(f"alive-{rank}") else RankState.LEFT)
+        return Liveness(RankState.LIVES, None if data is None else data[BEATS_BYTES:])
 
     def heartbeat(self, rank: int) -> Heartbeat:
         return FileHeartbeat(self.path / f"alive-{rank}")
@@ -338,16 +338,16 @@ def _kernel() -> bytes:
     return b""
 
 
-def life_at(folder: Path) -> State:
+def liveness_at(folder: Path) -> RankState:
     """How the trainers of a board are that another process has left or lives by; UNSEEN if nothing tells.
 
     Not for a board of this process: it would lose its locks. Nor for one that was made a moment ago: a lock that is
     looked at is held for that long.
     """
     if any(map(is_held, folder.glob("alive-*"))):
-        return State.LIVES
+        return RankState.LIVES
     with suppress(OSError):
         kernel = (folder / "alive-0").read_bytes()[BEATS_BYTES + _MOVES_BYTES :]
         if kernel and kernel == _kernel():
-            return State.DEAD
-    return State.UNSEEN
+            return RankState.DEAD
+    return RankState.UNSEEN

@@ -41,7 +41,7 @@ from sixfold.dist_ckpt.background import save_status as boards
 from sixfold.dist_ckpt.background.arena import Arena, Place
 from sixfold.dist_ckpt.background.coordination import Job
 from sixfold.dist_ckpt.background.handle import AsyncSave
-from sixfold.dist_ckpt.background.save_status import Heartbeat, State
+from sixfold.dist_ckpt.background.save_status import Heartbeat, RankState
 from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, typed
@@ -222,7 +222,7 @@ class AsyncSaver:
 
         def meet() -> tuple[Heartbeat, bool]:
             store.join(ticket.save)
-            return mine or heartbeat(), job.rank == 0 or coordination.board_of(job).life(0).state is State.LIVES
+            return mine or heartbeat(), job.rank == 0 or coordination.board_of(job).liveness(0).state is RankState.LIVES
 
         (content, places, mine), (key, begun) = exchange.all_reduce(copy, lambda tickets: (job.key, tickets[0]))
         job = replace(job, content=content, places=places, key=key, ticket=begun)

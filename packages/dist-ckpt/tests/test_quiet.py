@@ -9,11 +9,10 @@ import pytest
 from counted import LISTING, counting
 
 from sixfold.dist_ckpt import LostPeerError
-from sixfold.dist_ckpt.background import coordination, folder_watch
-from sixfold.dist_ckpt.background import save_status as board
+from sixfold.dist_ckpt.background import coordination, folder_watch, save_status
 from sixfold.dist_ckpt.background.arena import Arena, Gauge
 from sixfold.dist_ckpt.background.coordination import Job, Wait
-from sixfold.dist_ckpt.background.save_status import FolderBoard
+from sixfold.dist_ckpt.background.save_status import FolderStatus
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.save_load.saving import Ticket
 from sixfold.dist_ckpt.stores import LocalStore, Save
@@ -34,11 +33,11 @@ class Ranks:
         fields = {"ranks": count, "content": content, "ticket": ticket, "check_finite": False, "places": {}}
         fields |= {"key": b"k" * 32, "locks_work": locks_work, "timeout_s": 600.0, "stale_s": 9.0}
         self.jobs = [Job(rank=rank, **fields) for rank in range(count)]
-        self.board = coordination.board_of(self.jobs[0])
-        self.board.make()
-        self.heartbeats = [self.board.heartbeat(rank) for rank in range(count)]
+        self.status = coordination.status_of(self.jobs[0])
+        self.status.make()
+        self.heartbeats = [self.status.heartbeat(rank) for rank in range(count)]
         patch.setattr(fcntl, "lockf", self._lockf)
-        self.waits = [Wait(job, coordination.board_of(job), self.gauge, "share 0") for job in self.jobs]
+        self.waits = [Wait(job, coordination.status_of(job), self.gauge, "share 0") for job in self.jobs]
 
     def _lockf(self, handle, how):
         name = readlink(f"/proc/self/fd/{handle}")
@@ -47,7 +46,7 @@ class Ranks:
             raise BlockingIOError
 
     def put(self, rank):
-        self.board.put(f"rank-{rank}", Outcome(value=f"share {rank}"))
+        self.status.put(f"rank-{rank}", Outcome(value=f"share {rank}"))
 
     def turn(self, rank):
         """One turn of a rank, as its worker does it; None while it goes on."""
@@ -104,7 +103,7 @@ class Things:
 
 
 class StoreRanks:
-    """As ``Ranks``, at a board of a store; a trainer that lives beats when it is time."""
+    """As ``Ranks``, at a status of a store; a trainer that lives beats when it is time."""
 
     def __init__(self, count, timeout_s=600.0):
         self.things, self.arena = Things(), Arena()
@@ -116,16 +115,18 @@ class StoreRanks:
         fields |= {"ticket": Ticket(Save(save_id="01", target="a store")), "check_finite": False, "places": {}}
         fields |= {"timeout_s": timeout_s, "stale_s": 9.0}
         self.jobs = [Job(rank=rank, **fields) for rank in range(count)]
-        self.boards = [coordination.board_of(job) for job in self.jobs]
-        self.boards[0].make()
-        self.heartbeats = [made.heartbeat(rank) for rank, made in enumerate(self.boards)]
-        self.waits = [Wait(job, made, self.gauge, "share 0") for job, made in zip(self.jobs, self.boards, strict=True)]
+        self.statuses = [coordination.status_of(job) for job in self.jobs]
+        self.statuses[0].make()
+        self.heartbeats = [made.heartbeat(rank) for rank, made in enumerate(self.statuses)]
+        self.waits = [
+            Wait(job, made, self.gauge, "share 0") for job, made in zip(self.jobs, self.statuses, strict=True)
+        ]
 
     turn = Ranks.turn
 
     @property
-    def board(self):
-        return self.boards[0]
+    def status(self):
+        return self.statuses[0]
 
 
 @pytest.mark.parametrize("count", [2, 64, 1024])
@@ -148,7 +149,7 @@ def test_a_wait_at_a_store_costs_two_requests_a_second_and_rank_and_lists_nothin
 def test_whoever_stands_still_at_a_store_is_found_and_all_others_end_alike(seed, monkeypatch):
     """Killed with their workers, so that nobody speaks for them; records that are there already save the save."""
     rng, clock = random.Random(seed), [100.0]
-    monkeypatch.setattr(board, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(save_status, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     count = rng.choice([2, 3, 8, 20])
     ranks = StoreRanks(count, timeout_s=60.0)
     job, dead = ranks.jobs[0], set(rng.sample(range(count), rng.randint(1, count - 1)))
@@ -156,7 +157,7 @@ def test_whoever_stands_still_at_a_store_is_found_and_all_others_end_alike(seed,
     with_record = {rank for rank in range(1, count) if rng.random() < 0.6}
     living, outcomes, turns = [rank for rank in range(count) if rank not in dead], {}, 0
     for rank in with_record:
-        ranks.boards[rank].put(f"rank-{rank}", Outcome(value=rank))
+        ranks.statuses[rank].put(f"rank-{rank}", Outcome(value=rank))
     longest_s = 75.0 + 20.0 * len(dead & with_record)  # each of them hides who is before it for a quarter
     while len(outcomes) < len(living) and clock[0] - 100.0 < longest_s:
         for rank in range(count):
@@ -233,20 +234,20 @@ def test_whoever_dies_together_is_found_within_ten_seconds_and_all_others_end_al
 
 def test_a_rank_without_a_look_at_a_lost_board_ends(ranks):
     all_ranks = ranks(3)
-    all_ranks.board.remove()
+    all_ranks.status.remove()
     assert isinstance(all_ranks.turn(1).error, LostPeerError)
 
 
 def test_a_verdict_whose_maker_died_before_it_said_why_is_taken_over(ranks, monkeypatch):
     all_ranks = ranks(3)
-    all_ranks.board.verdict(f"{coordination.GIVE_UP}-2")
+    all_ranks.status.verdict(f"{coordination.GIVE_UP}-2")
     all_ranks.dead.add(2)
     monkeypatch.setattr(coordination, "_WORD_S", -7.0)
     ended = [all_ranks.turn(0) or all_ranks.turn(0), all_ranks.turn(1)]
     assert {str(outcome.error) for outcome in ended} == {
         f"rank 2 of 3 died during a background save; {coordination._ADVICE}"
     }
-    assert isinstance(all_ranks.board, FolderBoard)
+    assert isinstance(all_ranks.status, FolderStatus)
 
 
 def test_a_board_at_a_store_stays_until_a_rank_that_has_not_yet_shown_itself_has_left(monkeypatch):
@@ -258,9 +259,9 @@ def test_a_board_at_a_store_stays_until_a_rank_that_has_not_yet_shown_itself_has
         return set()
 
     monkeypatch.setattr(folder_watch.FolderWatch, "wait", wait)
-    coordination.remove(ranks.jobs[0], coordination.board_of(ranks.jobs[0]))
-    assert next(steps, None) is None, "the board went before the rank had left"
+    coordination.remove(ranks.jobs[0], coordination.status_of(ranks.jobs[0]))
+    assert next(steps, None) is None, "the status went before the rank had left"
     assert not ranks.things.data
-    ranks.heartbeats[0].close()  # late, when the board is gone
+    ranks.heartbeats[0].close()  # late, when the status is gone
     assert not ranks.things.data
     ranks.arena.close()

@@ -567,7 +567,7 @@ def test_waiting_ranks_look_at_the_file_system_twice_a_second_or_less(tmp_path):
 
 
 def test_the_first_verdict_holds_for_all(tmp_path):
-    ours, theirs = (save_status.FolderBoard(tmp_path / "c", "01", b"k" * 32) for _ in range(2))
+    ours, theirs = (save_status.FolderStatus(tmp_path / "c", "01", b"k" * 32) for _ in range(2))
     with pytest.raises(FileNotFoundError):
         ours.verdict(coordination.COMMIT)
     ours.make()

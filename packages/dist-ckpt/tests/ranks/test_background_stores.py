@@ -337,7 +337,7 @@ def given_up(rank, ranks, environment, port, url):
         saver._let_go()
         for thread in saver._leaving:
             thread.join()
-        for kind in ("list", "put"):  # before the save is begun, and while its board is made
+        for kind in ("list", "put"):  # before the save is begun, and while its status is made
             dist.barrier()
             if rank == 0:
                 s3.set(latency_ms=2000)

@@ -374,7 +374,7 @@ def test_a_rank_that_is_stopped_in_a_call_is_named_at_the_deadline(tmp_path, cal
 
 def test_a_control_folder_that_a_stopped_rank_never_leaves_goes_all_the_same(tmp_path):
     """The first rank's last wait, for the others to acknowledge the outcome."""
-    left = save_status.FolderBoard(tmp_path / "c", "01", b"k" * 32, locks_work=False, stale_s=60.0)
+    left = save_status.FolderStatus(tmp_path / "c", "01", b"k" * 32, locks_work=False, stale_s=60.0)
     left.make()
     heartbeat = left.heartbeat(1)
     job = type("Job", (), {"ranks": 2, "look_s": 0.1})()

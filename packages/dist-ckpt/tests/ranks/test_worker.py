@@ -499,7 +499,7 @@ def test_async_save_keeps_one_worker_until_its_saver_is_closed(tmp_path, monkeyp
 
 
 def test_a_control_file_of_somebody_else_is_not_unpickled(tmp_path):
-    ours, theirs = (save_status.FolderBoard(tmp_path / "c", "01", key * 32) for key in (b"k", b"x"))
+    ours, theirs = (save_status.FolderStatus(tmp_path / "c", "01", key * 32) for key in (b"k", b"x"))
     ours.make()
     ours.put("rank-1", Outcome(value=3))
     ours.put("rank-1", Outcome(value=5))

@@ -42,7 +42,7 @@ def run(job: Job, arena: MappedArena, gauge: Gauge) -> Outcome:
     if job.rank == 0:
         return coordination.decide(job, share.value, gauge)
     try:
-        coordination.board_of(job).put(f"rank-{job.rank}", share)
+        coordination.status_of(job).put(f"rank-{job.rank}", share)
     except OSError as error:
         return coordination.fail(job, StorageError(str(error), error.errno), gauge)
     return coordination.await_outcome(job, gauge)

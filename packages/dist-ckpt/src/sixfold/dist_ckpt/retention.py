@@ -7,8 +7,8 @@ A run's checkpoints are ``root/step-%08d``. Nothing here needs a process group; 
 places are text, for a local root (``file://`` too) they are Paths, for a store that derives from ``ByPointer`` stores.
 
 [Note: dead or slow] A save may go on while others are committed, and while a run is pruned. What it has written, and
-the board on which the ranks of a background save leave word, count as left behind
-- never, if a background save of this process wrote it, or a trainer holds its lock on the board;
+the status in which the ranks of a background save leave word, count as left behind
+- never, if a background save of this process wrote it, or a trainer holds its lock in the status;
 - after a minute without a change, if this system knows that the trainer of the first rank is dead: it held its lock
   here. Its worker ends with it, and nobody else commits;
 - else after an hour in a folder, for a step before those that are kept, and after a day for any other: ranks write, and

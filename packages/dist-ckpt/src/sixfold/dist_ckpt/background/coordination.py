@@ -3,7 +3,7 @@
     worker's share --> record --> first rank's worker --> outcome (this file) --> every rank
 
 A worker cannot use the trainer's group: its messages would meet the trainer's own, and both would hang. So they leave
-word on a board (save_status.py): each rank's worker puts a record there, the first rank's worker waits for all,
+word in a shared status (save_status.py): each rank's worker puts a record there, the first rank's worker waits for all,
 commits, and puts the outcome. A trainer speaks for its dead worker.
 
 [Note: quiet waiting] Who waits looks once a turn of ``look_s``, at names that it knows: at the outcome, at one other
@@ -23,7 +23,7 @@ worker no longer.
 
 [Note: one verdict] Whoever was stopped may go on at any later instant, so no order of waits keeps a first rank from
 committing what another has just given up. Before it commits, and before another rank gives up, each asks for the
-verdict: the board lets one of them make it, and that one holds for all. Who has made it, and nobody else, puts the
+verdict: the status lets one of them make it, and that one holds for all. Who has made it, and nobody else, puts the
 outcome, so that all hear the same.
 """
 
@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from sixfold.dist_ckpt.background.arena import Gauge, Place
-from sixfold.dist_ckpt.background.save_status import Board, FolderBoard, RankState, StallTimer
+from sixfold.dist_ckpt.background.save_status import FolderStatus, RankState, SaveStatus, StallTimer
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.save_load import saving, writer
@@ -111,8 +111,8 @@ class Wait:
         share: the first rank's own record.
     """
 
-    def __init__(self, job: Job, board: Board, gauge: Gauge, share: Any = None) -> None:
-        self._job, self._board, self._gauge = job, board, gauge
+    def __init__(self, job: Job, status: SaveStatus, gauge: Gauge, share: Any = None) -> None:
+        self._job, self._status, self._gauge = job, status, gauge
         self._shares = [share]
         self._at = (job.rank - 1) % job.ranks
         self._stalls, self._gone = defaultdict[int, StallTimer](StallTimer), StallTimer()
@@ -132,11 +132,11 @@ class Wait:
         """
         job = self._job
         self._gauge.add(0)
-        if not self._board.is_there():
+        if not self._status.is_there():
             return settle(job, _SILENT) if job.rank else Outcome(error=overtaken(job.ticket.save.target))
         if job.rank == 0 and self._has_all():
             return Outcome(value=self._shares)
-        told = self._board.get(OUTCOME_NAME)
+        told = self._status.get(OUTCOME_NAME)
         loss = self._look(changed) if told is None else None
         if loss is None:
             return told
@@ -144,7 +144,7 @@ class Wait:
 
     def _has_all(self) -> bool:
         while len(self._shares) < self._job.ranks:
-            record = self._board.get(f"rank-{len(self._shares)}")
+            record = self._status.get(f"rank-{len(self._shares)}")
             if record is None:
                 return False
             self._shares.append(record.value)
@@ -160,13 +160,13 @@ class Wait:
             return self._lost(0, True)
         while self._at != rank:
             loss = self._lost(self._at, turn >= _ROUND / 2)
-            if loss is None or loss.rank == 0 or not self._board.has(f"rank-{loss.rank}"):
+            if loss is None or loss.rank == 0 or not self._status.has(f"rank-{loss.rank}"):
                 return loss
             self._at = (self._at - 1) % self._job.ranks  # it is lost, and its share is not
         return None
 
     def _lost(self, rank: int, with_moves: bool) -> Loss | None:
-        job, found = self._job, self._board.liveness(rank, with_moves)
+        job, found = self._job, self._status.liveness(rank, with_moves)
         self._moves[rank] = moves = found.moves or self._moves.get(rank, b"")
         if found.state in _HERE and self._stalls[rank].seconds(moves) <= job.patience_s(RECORDS if rank else OUTCOME):
             return None
@@ -182,31 +182,31 @@ class Wait:
         return Loss(rank, found.state, LostPeerError(text))
 
     def _ended_by(self, loss: Loss) -> Outcome | None:
-        job, board = self._job, self._board
-        if (told := board.get(OUTCOME_NAME)) is not None:
+        job, status = self._job, self._status
+        if (told := status.get(OUTCOME_NAME)) is not None:
             return told
         try:
-            ended = give_up(job, board, loss.error)
+            ended = give_up(job, status, loss.error)
         except OSError:  # such as a full disk: each rank is told by who looks at it
             return Outcome(error=loss.error)
         if ended is not None or loss.rank:
             return ended
         # The first rank was lost when it had begun to commit.
         if settle(job, _SILENT).error is None:
-            return tell(board, Outcome())
+            return tell(status, Outcome())
         if loss.state in _HERE or self._gone.seconds(loss.state) > _ORPHANED_S:
             text = _blame(job, "rank 0 stopped while it moved the checkpoint into place", "it may still do so")
-            return tell(board, Outcome(error=LostPeerError(text)))
+            return tell(status, Outcome(error=LostPeerError(text)))
         return None
 
 
-def board_of(job: Job) -> Board:
-    """The board of a job of several ranks."""
+def status_of(job: Job) -> SaveStatus:
+    """The status of a job of several ranks."""
     save, store = job.ticket.save, job.content.store
     if store.local_folder is not None:
-        return FolderBoard(Path(save.target), save.save_id, job.key, locks_work=job.locks_work, stale_s=job.stale_s)
+        return FolderStatus(Path(save.target), save.save_id, job.key, locks_work=job.locks_work, stale_s=job.stale_s)
     # Another kind of store was refused by the call.
-    return Board.at(cast(ByPointer, store), save, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
+    return SaveStatus.at(cast(ByPointer, store), save, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
 
 
 def decide(job: Job, share: Any, gauge: Gauge) -> Outcome:
@@ -218,7 +218,7 @@ def decide(job: Job, share: Any, gauge: Gauge) -> Outcome:
             outcome = await_outcome(job, gauge, share)
             if outcome.error is not None:
                 raise outcome.error
-            if board_of(job).verdict(COMMIT) != COMMIT:
+            if status_of(job).verdict(COMMIT) != COMMIT:
                 raise LostPeerError(f"rank 0 died or was stopped during a background save; {_ADVICE}")
             shares = outcome.value
         saving.commit(shares, job.content, job.ticket)
@@ -229,9 +229,9 @@ def decide(job: Job, share: Any, gauge: Gauge) -> Outcome:
 
 def await_outcome(job: Job, gauge: Gauge, share: Any = None) -> Outcome:
     """What one of its turns gives, a turn whenever the watch tells or ``look_s`` are over. See ``Wait``."""
-    board = board_of(job)
-    wait, changed = Wait(job, board, gauge, share), set[str]()
-    with closing(board.watch()) as watch:
+    status = status_of(job)
+    wait, changed = Wait(job, status, gauge, share), set[str]()
+    with closing(status.watch()) as watch:
         while (found := wait.turn(changed)) is None:
             changed = watch.wait(job.look_s, wait.names)
     return found
@@ -242,14 +242,14 @@ def fail(job: Job, error: CheckpointError, gauge: Gauge) -> Outcome:
     if job.rank == 0:
         with suppress(OSError):  # first: who finds its files gone must not take that for the work of another save
             if job.ranks > 1:
-                board_of(job).verdict(f"{GIVE_UP}-0")
+                status_of(job).verdict(f"{GIVE_UP}-0")
         job.content.store.abandon(job.ticket.save)  # which also frees the disk for what is put now
     if job.ranks == 1:
         return Outcome(error=error)
-    board = board_of(job)
+    status = status_of(job)
     try:
-        ended = give_up(job, board, error)
-        return ended or (await_outcome(job, gauge) if job.rank else tell(board, Outcome(error=error)))
+        ended = give_up(job, status, error)
+        return ended or (await_outcome(job, gauge) if job.rank else tell(status, Outcome(error=error)))
     except OSError:
         return Outcome(error=error)
 
@@ -258,11 +258,11 @@ def _announced(job: Job) -> Outcome:
     """The first rank's save is committed; if the others do not hear it, they look at the target."""
     if job.ranks > 1:
         with suppress(OSError):
-            tell(board_of(job), Outcome())
+            tell(status_of(job), Outcome())
     return Outcome()
 
 
-def give_up(job: Job, board: Board, error: CheckpointError, *, waits: bool = True) -> Outcome | None:
+def give_up(job: Job, status: SaveStatus, error: CheckpointError, *, waits: bool = True) -> Outcome | None:
     """End the save for all with ``error``, or with that of who was faster; None if it is being committed.
 
     Args:
@@ -270,36 +270,36 @@ def give_up(job: Job, board: Board, error: CheckpointError, *, waits: bool = Tru
     """
     own = f"{GIVE_UP}-{job.rank}"
     try:
-        made = board.verdict(own)
+        made = status.verdict(own)
         if made == COMMIT or (made != own and not waits):
             return None
-        told = None if made == own else _word(job, board)
-        return told or tell(board, Outcome(error=error))  # who was faster has died of it
+        told = None if made == own else _word(job, status)
+        return told or tell(status, Outcome(error=error))  # who was faster has died of it
     except FileNotFoundError:
         return settle(job, _SILENT)
 
 
-def _word(job: Job, board: Board) -> Outcome | None:
+def _word(job: Job, status: SaveStatus) -> Outcome | None:
     """The outcome that another rank is about to put."""
     until = time.monotonic() + _WORD_S + 2 * job.look_s
-    with closing(board.watch()) as watch:
-        while (told := board.get(OUTCOME_NAME)) is None and time.monotonic() < until:
+    with closing(status.watch()) as watch:
+        while (told := status.get(OUTCOME_NAME)) is None and time.monotonic() < until:
             watch.wait(job.look_s, {OUTCOME_NAME})
     return told
 
 
-def tell(board: Board, outcome: Outcome) -> Outcome:
-    """Put the outcome for the other ranks; what was told first holds for them. OSError: the board may be gone."""
-    board.put(OUTCOME_NAME, outcome)
+def tell(status: SaveStatus, outcome: Outcome) -> Outcome:
+    """Put the outcome for the other ranks; what was told first holds for them. OSError: the status may be gone."""
+    status.put(OUTCOME_NAME, outcome)
     return outcome
 
 
 def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointError] = LostPeerError) -> Outcome:
     """The worker of this trainer is dead: say so to the other ranks, and find out what became of the save."""
     if job.rank:
-        is_written = board_of(job).has(f"rank-{job.rank}")
+        is_written = status_of(job).has(f"rank-{job.rank}")
         return await_outcome(job, gauge) if is_written else fail(job, kind(_blame(job, reason)), gauge)
-    told = board_of(job).get(OUTCOME_NAME) if job.ranks > 1 else None
+    told = status_of(job).get(OUTCOME_NAME) if job.ranks > 1 else None
     outcome = told or settle(job, reason, kind)
     return _announced(job) if outcome.error is None else fail(job, outcome.error, gauge)
 
@@ -309,9 +309,9 @@ def speak_for_trainer(job: Job) -> None:
 
     What was written stays for the next save to take away, as behind any save that is killed.
     """
-    if job.ranks > 1 and not (board := board_of(job)).has(f"rank-{job.rank}"):
+    if job.ranks > 1 and not (status := status_of(job)).has(f"rank-{job.rank}"):
         text = f"rank {job.rank} died during a background save; {_ADVICE}"
-        give_up(job, board, LostPeerError(text), waits=False)
+        give_up(job, status, LostPeerError(text), waits=False)
 
 
 def settle(job: Job, reason: str, kind: type[CheckpointError] = LostPeerError) -> Outcome:
@@ -330,13 +330,13 @@ def _blame(job: Job, reason: str, advice: str = _ADVICE) -> str:
     )
 
 
-def remove(job: Job, board: Board) -> None:
-    """The first rank's last act: when all have acknowledged, or soon, the board goes."""
+def remove(job: Job, status: SaveStatus) -> None:
+    """The first rank's last act: when all have acknowledged, or soon, the status goes."""
     until, rank = time.monotonic() + _ACKNOWLEDGED_S + 2 * job.look_s, 1
-    with closing(board.watch()) as watch:
+    with closing(status.watch()) as watch:
         while rank < job.ranks and (rest_s := until - time.monotonic()) > 0:
-            if board.liveness(rank, False).state in _HERE:
+            if status.liveness(rank, False).state in _HERE:
                 watch.wait(min(job.look_s, rest_s), {f"alive-{rank}"})
             else:
                 rank += 1
-    board.remove()
+    status.remove()

@@ -2,7 +2,7 @@
 
 async_save --> AsyncSave (this file) <-- outcome <-- worker process
                       |
-                      +--> heartbeat on the board
+                      +--> heartbeat in the status
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class AsyncSave:
             self._error = _of_thread(error)
         finally:
             self._total_s = time.monotonic() - self._started
-            # The other ranks of this host acknowledge at once, so that a folder is left without the board; for those
+            # The other ranks of this host acknowledge at once, so that a folder is left without the status; for those
             # that look now and then nobody waits.
             tidied = threading.Timer(_TIDY_S if isinstance(self.checkpoint_dir, Path) else 0.0, self._ended.set)
             try:
@@ -175,18 +175,18 @@ class AsyncSave:
         if still_s < job.patience_s(coordination.OWN_WORKER):
             return True
         # The worker of another rank than the first that has done its share waits for the outcome.
-        is_written = job.rank > 0 and coordination.board_of(job).has(f"rank-{job.rank}")
+        is_written = job.rank > 0 and coordination.status_of(job).has(f"rank-{job.rank}")
         return is_written and still_s < job.patience_s(coordination.END)
 
     def _acknowledge(self) -> None:
         if self._heartbeat is None:
             return
         self._heartbeat.close()
-        board = coordination.board_of(self._job)
+        status = coordination.status_of(self._job)
         if self._job.rank == 0:
-            coordination.remove(self._job, board)
+            coordination.remove(self._job, status)
         else:
-            board.leave(self._job.rank)
+            status.leave(self._job.rank)
 
 
 def _of_thread(error: BaseException) -> CheckpointError:

@@ -1,10 +1,10 @@
-"""The board of a background save: where the ranks' trainers and workers leave word for each other.
+"""The shared status of a background save: where the ranks' trainers and workers leave word for each other.
 
-    worker's share --> record -->  Board, FolderBoard (this file)  --> outcome --> every rank
+    worker's share --> record -->  SaveStatus, FolderStatus (this file)  --> outcome --> every rank
     trainer --> heartbeat -->
 
-Objects in a folder at the checkpoint (``Board``), or files in a hidden folder ``.<name>.job-<save_id>`` beside it
-(``FolderBoard``). Every name is known: nobody lists them. They appear whole, and each is signed with a key that
+Objects in a folder at the checkpoint (``SaveStatus``), or files in a hidden folder ``.<name>.job-<save_id>`` beside it
+(``FolderStatus``). Every name is known: nobody lists them. They appear whole, and each is signed with a key that
 travelled over the group, so that nothing is unpickled that a rank of this very save did not write.
 
 [Note: who is dead] Each trainer holds a POSIX lock on its ``alive-<rank>``, which the system frees when it dies, and
@@ -17,9 +17,9 @@ is an object that its trainer writes anew, and a rank is dead when it has stood 
 place has that (links; S3, Google Cloud Storage); elsewhere by looking first, and there the order of the waits has to
 do, as in [Note: who gives up when].
 
-[Note: not there yet] At a store the call sends one request for the board, by the first rank while tensors are copied.
+[Note: not there yet] At a store the call sends one request for the status, by the first rank while tensors are copied.
 Heartbeats come with the first beat, after it: one that was never seen is not there yet. A rank that leaves says so in
-its heartbeat, which goes with the board: a board that is looked at anew cannot tell a heartbeat that is gone from one
+its heartbeat, which goes with the status: a status that is looked at anew cannot tell a heartbeat that is gone from one
 that never was.
 """
 
@@ -52,7 +52,7 @@ _NO_LINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EROFS, errno.EIN
 BEATS_BYTES, _MOVES_BYTES = 12, 20  # of a heartbeat: its own count, and behind it what the worker has counted
 
 
-_MARK = "board"  # there as long as the board is
+_MARK = "board"  # there as long as the status is
 _LEFT = b"left"  # the last heartbeat of a rank that has heard the outcome
 
 
@@ -62,7 +62,7 @@ class RankState(Enum):
     LIVES = "lives"
     UNSEEN = "was never seen"  # its heartbeat is not there yet; where it was there before the save it has left
     DEAD = "died"
-    LEFT = "left"  # it has acknowledged the outcome; or the whole board is gone
+    LEFT = "left"  # it has acknowledged the outcome; or the whole status is gone
 
 
 class Liveness(NamedTuple):
@@ -111,7 +111,7 @@ class Heartbeat:
                 self._place.delete(self._name)
 
 
-class Board:
+class SaveStatus:
     """What the ranks of one save have in common while it goes on.
 
     Args:
@@ -128,8 +128,8 @@ class Board:
         self._stalls, self._seen = defaultdict[int, StallTimer](StallTimer), set[int]()
 
     @classmethod
-    def at(cls, store: ByPointer, save: Save, key: bytes, *, timeout_s: float, beat_s: float = 1.0) -> Board:
-        """The board of a save to a store, which is asked again for a quarter of ``timeout_s``."""
+    def at(cls, store: ByPointer, save: Save, key: bytes, *, timeout_s: float, beat_s: float = 1.0) -> SaveStatus:
+        """The status of a save to a store, which is asked again for a quarter of ``timeout_s``."""
         place, heartbeats = (store.patient(limit_s).board(save) for limit_s in (timeout_s / 4, beat_s))
         return cls(place, heartbeats, key, timeout_s / 4)
 
@@ -138,7 +138,7 @@ class Board:
         self._place.replace(_MARK, b"")
 
     def is_there(self) -> bool:
-        """Whether the board is still there; what other hosts have put is seen by what is asked for next."""
+        """Whether the status is still there; what other hosts have put is seen by what is asked for next."""
         try:
             self._look()
         except FileNotFoundError:
@@ -181,7 +181,7 @@ class Board:
         """The one that holds for this save: ``wanted``, or what was made before. See [Note: one verdict].
 
         Raises:
-            FileNotFoundError: the board is gone.
+            FileNotFoundError: the status is gone.
         """
         if not self.is_there():
             raise FileNotFoundError(_MARK)
@@ -217,7 +217,7 @@ class Board:
         return FolderWatch(self.path)
 
     def remove(self) -> None:
-        """Take the board away."""
+        """Take the status away."""
         with suppress(StorageError, OSError):
             for name in (_MARK, *self._place.list_files()):
                 self._place.delete(name)
@@ -233,7 +233,7 @@ def _as_of_the_system() -> Iterator[None]:
 
 
 class _Folder:
-    """What a board needs of a store, in a folder that all ranks see."""
+    """What a status needs of a store, in a folder that all ranks see."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -260,8 +260,8 @@ class _Folder:
         os.unlink(self._path / name)
 
 
-class FolderBoard(Board):
-    """A ``Board`` in a folder that all ranks see.
+class FolderStatus(SaveStatus):
+    """A ``SaveStatus`` in a folder that all ranks see.
 
     Args:
         target: the checkpoint folder. save_id: of the save.
@@ -339,9 +339,9 @@ def _kernel() -> bytes:
 
 
 def liveness_at(folder: Path) -> RankState:
-    """How the trainers of a board are that another process has left or lives by; UNSEEN if nothing tells.
+    """How the trainers of a status are that another process has left or lives by; UNSEEN if nothing tells.
 
-    Not for a board of this process: it would lose its locks. Nor for one that was made a moment ago: a lock that is
+    Not for a status of this process: it would lose its locks. Nor for one that was made a moment ago: a lock that is
     looked at is held for that long.
     """
     if any(map(is_held, folder.glob("alive-*"))):

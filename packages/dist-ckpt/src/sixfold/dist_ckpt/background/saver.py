@@ -13,8 +13,8 @@ checkpoint. If that one fails, and nobody has waited for it, the exit status is 
 with it within a second; the save is lost, the target stays, and the next save takes away what was written.
 
 [Note: what the store is asked] in the call takes as long as a copy each, so the first rank asks it while it copies, in
-a thread: to begin the save, where that makes nothing there yet, and for the board. A call that fails or is interrupted
-waits ``_LATE_S`` for that thread and takes the board away; of a store that answers later the thread does it.
+a thread: to begin the save, where that makes nothing there yet, and for the status. A call that fails or is interrupted
+waits ``_LATE_S`` for that thread and takes the status away; of a store that answers later the thread does it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from sixfold.dist_ckpt.background import coordination
-from sixfold.dist_ckpt.background import save_status as boards
+from sixfold.dist_ckpt.background import coordination, save_status
 from sixfold.dist_ckpt.background.arena import Arena, Place
 from sixfold.dist_ckpt.background.coordination import Job
 from sixfold.dist_ckpt.background.handle import AsyncSave
@@ -192,11 +191,11 @@ class AsyncSaver:
             check_finite=request.check_finite,
             key=secrets.token_bytes(32),
             timeout_s=request.timeout_s,
-            stale_s=boards.STALE_S,
+            stale_s=save_status.STALE_S,
         )
 
         def heartbeat() -> Heartbeat:
-            made = coordination.board_of(job).heartbeat(job.rank)
+            made = coordination.status_of(job).heartbeat(job.rank)
             undo.callback(made.close)
             return made
 
@@ -205,9 +204,9 @@ class AsyncSaver:
         def opened() -> saving.Ticket:
             begun = ticket if agreed.begin is None else ticket._replace(save=agreed.begin())
             if job.ranks > 1:
-                board = coordination.board_of(replace(job, ticket=begun))
-                made.callback(board.remove)
-                board.make()
+                status = coordination.status_of(replace(job, ticket=begun))
+                made.callback(status.remove)
+                status.make()
             return begun
 
         def copy() -> tuple[tuple[writer.RankContent, dict[int, Place], Heartbeat | None], saving.Ticket]:
@@ -222,7 +221,9 @@ class AsyncSaver:
 
         def meet() -> tuple[Heartbeat, bool]:
             store.join(ticket.save)
-            return mine or heartbeat(), job.rank == 0 or coordination.board_of(job).liveness(0).state is RankState.LIVES
+            return mine or heartbeat(), job.rank == 0 or coordination.status_of(job).liveness(
+                0
+            ).state is RankState.LIVES
 
         (content, places, mine), (key, begun) = exchange.all_reduce(copy, lambda tickets: (job.key, tickets[0]))
         job = replace(job, content=content, places=places, key=key, ticket=begun)

@@ -18,9 +18,9 @@ NOISE_MIB = 1  # of gloo
 
 
 WAYS = {
-    "point to point": lambda passage: False,
-    "broadcasts": lambda passage: True,
-    "both": lambda passage: passage.number % 2 == 0,  # as of a state on CPU and accelerator
+    "point to point": lambda transfer: False,
+    "broadcasts": lambda transfer: True,
+    "both": lambda transfer: transfer.number % 2 == 0,  # as of a state on CPU and accelerator
 }
 
 

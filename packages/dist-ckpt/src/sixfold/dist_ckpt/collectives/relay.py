@@ -94,7 +94,7 @@ def shard_info(record: ShardedTensor, whole: bool) -> ShardInfo:
     return ShardInfo(record.shard_id, same, unit, is_main_replica(record.replica_id), device)
 
 
-class Passage(NamedTuple):
+class ShardTransfer(NamedTuple):
     """Elements [start, stop) of a shard, read by ``sender`` and wanted by ``receivers``.
 
     ``records`` are their indices at the sender and at each receiver.
@@ -119,17 +119,17 @@ class _Piece(NamedTuple):
     """Elements [start, stop) of a shard, sent at once. Numbers are the same on all ranks."""
 
     number: int
-    passage: Passage
+    transfer: ShardTransfer
     start: int
     stop: int
 
 
-def on_accelerator(passage: Passage) -> bool:
+def on_accelerator(transfer: ShardTransfer) -> bool:
     """Tensors there have one stream per group: an order that all ranks know, and no tags."""
-    return passage.device != "cpu"
+    return transfer.device != "cpu"
 
 
-def plan_passages(by_rank: Sequence[tuple[Mapping[int, ShardInfo], Mapping[int, FilePlace]]]) -> list[Passage]:
+def plan_transfers(by_rank: Sequence[tuple[Mapping[int, ShardInfo], Mapping[int, FilePlace]]]) -> list[ShardTransfer]:
     """Who reads what and whom it is sent to, in the order of the checkpoint, of which records have places. Pure."""
     wanted: dict[tuple[Any, ...], dict[int, int]] = defaultdict(dict)
     wishes: dict[tuple[Any, ...], ShardInfo] = {}
@@ -148,14 +148,14 @@ def plan_passages(by_rank: Sequence[tuple[Mapping[int, ShardInfo], Mapping[int, 
 
     keys = sorted(wanted, key=place)
     shards = [Shared(key[0].elements, key[0].dtype.itemsize, tuple(wanted[key]), wishes[key].unit) for key in keys]
-    passages: list[Passage] = []
+    transfers: list[ShardTransfer] = []
     for key, parts in zip(keys, share_out(shards, len(by_rank)), strict=True):
         for part in parts:
             ranks = (part.rank, *(rank for rank in wanted[key] if rank != part.rank))
             records = tuple(wanted[key][rank] for rank in ranks)
             what = part.start, part.stop, key[0], wishes[key].device, wishes[key].shard
-            passages.append(Passage(len(passages), part.rank, ranks[1:], records, *what))
-    return passages
+            transfers.append(ShardTransfer(len(transfers), part.rank, ranks[1:], records, *what))
+    return transfers
 
 
 Make = Callable[[], tuple[list[ShardedTensor], dict[int, FilePlace]]]
@@ -166,10 +166,10 @@ def agree(
     make: Make,
     within: Exchange,
     memory: dict[str, Any] | None,
-    decide: Callable[[list[RelayReport]], list[Passage]] = plan_passages,
+    decide: Callable[[list[RelayReport]], list[ShardTransfer]] = plan_transfers,
     *,
     whole_shards: bool = False,
-) -> tuple[list[ShardedTensor], list[Passage]]:
+) -> tuple[list[ShardedTensor], list[ShardTransfer]]:
     """This rank's records, and which rank of ``within`` handles what for all. Collective.
 
     Args:
@@ -193,11 +193,11 @@ def agree(
                 "the state dict is another than at the first call, and do_cache_distribution is set; make a new "
                 "strategy for it"
             )
-        return records, memory["passages"]
-    (records, (wishes, _)), passages = within.all_reduce(tell, decide)
+        return records, memory["transfers"]
+    (records, (wishes, _)), transfers = within.all_reduce(tell, decide)
     if memory is not None:
-        memory.update(wishes=wishes, passages=passages)
-    return records, passages
+        memory.update(wishes=wishes, transfers=transfers)
+    return records, transfers
 
 
 class Relay:
@@ -217,29 +217,29 @@ class Relay:
         memory: dict[str, Any] | None,
         *,
         whole_shards: bool = False,
-        by_broadcast: Callable[[Passage], bool] = on_accelerator,
+        by_broadcast: Callable[[ShardTransfer], bool] = on_accelerator,
     ) -> None:
-        records, passages = agree(make, within, memory, whole_shards=whole_shards)
+        records, transfers = agree(make, within, memory, whole_shards=whole_shards)
         self._within, rank = within, within.rank
-        self._read = [passage for passage in passages if passage.sender == rank]
+        self._read = [transfer for transfer in transfers if transfer.sender == rank]
         self.mine = [part_of(records[p.records[0]], p.start, p.stop) for p in self._read]
-        self._tensors: dict[int, torch.Tensor] = {}  # that this rank has or wants, by passage
-        for passage in passages:
-            ranks = (passage.sender, *passage.receivers)
+        self._tensors: dict[int, torch.Tensor] = {}  # that this rank has or wants, by transfer
+        for transfer in transfers:
+            ranks = (transfer.sender, *transfer.receivers)
             if rank in ranks:
-                data = records[passage.records[ranks.index(rank)]].data
+                data = records[transfer.records[ranks.index(rank)]].data
                 assert data is not None, "records of a relay have data"
-                self._tensors[passage.number] = data.detach()
+                self._tensors[transfer.number] = data.detach()
         # Asked here for the index: a thread has another current device.
-        self._devices = {kind: torch.empty(0, device=kind).device for kind in {p.device for p in passages}}
-        self._ready, self._has_read = {passage.number: Event() for passage in self._read}, Event()
-        self._broadcasts = {p.number for p in passages if p.receivers and by_broadcast(p)}
-        pieces = list(_pieces(passages))
-        direct = [piece for piece in pieces if piece.passage.number not in self._broadcasts]
+        self._devices = {kind: torch.empty(0, device=kind).device for kind in {p.device for p in transfers}}
+        self._ready, self._has_read = {transfer.number: Event() for transfer in self._read}, Event()
+        self._broadcasts = {p.number for p in transfers if p.receivers and by_broadcast(p)}
+        pieces = list(_pieces(transfers))
+        direct = [piece for piece in pieces if piece.transfer.number not in self._broadcasts]
         self._lanes = (
-            [piece for piece in direct if rank in piece.passage.receivers],
-            [piece for piece in direct if rank == piece.passage.sender],
-            [piece for piece in pieces if piece.passage.number in self._broadcasts],
+            [piece for piece in direct if rank in piece.transfer.receivers],
+            [piece for piece in direct if rank == piece.transfer.sender],
+            [piece for piece in pieces if piece.transfer.number in self._broadcasts],
         )
 
     def on_complete(self, index: int) -> None:
@@ -281,50 +281,50 @@ class Relay:
             return self._is_bounded(oldest[0])
 
         for piece in lane:
-            if piece.passage.number in self._ready:
-                self._ready[piece.passage.number].wait()
+            if piece.transfer.number in self._ready:
+                self._ready[piece.transfer.number].wait()
             while self._is_bounded(piece) and bounded - settled == _SLOTS:
                 settled += settle()
             data = self._data(piece, slots, bounded % _SLOTS)
             bounded += self._is_bounded(piece)
-            under_way.append((piece, data, self._works(piece.passage, data, piece.number)))
+            under_way.append((piece, data, self._works(piece.transfer, data, piece.number)))
         while under_way:
             settle()
 
     def _is_bounded(self, piece: _Piece) -> bool:
         """Whether a piece counts among the ``_SLOTS`` of a lane."""
-        tensor = self._tensors.get(piece.passage.number)
-        return piece.passage.number in self._broadcasts or tensor is None or not is_plain(tensor)
+        tensor = self._tensors.get(piece.transfer.number)
+        return piece.transfer.number in self._broadcasts or tensor is None or not is_plain(tensor)
 
     def _data(self, piece: _Piece, slots: dict[tuple[torch.device, int], torch.Tensor], slot: int) -> torch.Tensor:
         """What is sent, or what it is received in: the tensor's own memory if that is dense, else a slot."""
-        passage, tensor = piece.passage, self._tensors.get(piece.passage.number)
+        transfer, tensor = piece.transfer, self._tensors.get(piece.transfer.number)
         if tensor is not None and is_plain(tensor):
             return tensor.view(-1)[piece.start : piece.stop]
-        place = self._devices[passage.device] if tensor is None else tensor.device, slot
+        place = self._devices[transfer.device] if tensor is None else tensor.device, slot
         if place not in slots:
             slots[place] = torch.empty(_PIECE_BYTES, dtype=torch.uint8, device=place[0])
-        data = slots[place][: (piece.stop - piece.start) * passage.dtype.itemsize].view(passage.dtype)
-        if tensor is not None and passage.sender == self._within.rank:
+        data = slots[place][: (piece.stop - piece.start) * transfer.dtype.itemsize].view(transfer.dtype)
+        if tensor is not None and transfer.sender == self._within.rank:
             for region, at in _regions(tensor, piece.start, piece.stop):
                 data[at].view(region.shape).copy_(region)
         return data
 
-    def _works(self, passage: Passage, data: torch.Tensor, number: int) -> list[tuple[dist.Work | None, int]]:
+    def _works(self, transfer: ShardTransfer, data: torch.Tensor, number: int) -> list[tuple[dist.Work | None, int]]:
         raw, channel, tag = data.view(torch.uint8), self._within.channel, _FIRST_TAG + number
-        sender = passage.sender  # back ends know few dtypes, but all know bytes
-        if passage.number in self._broadcasts:
+        sender = transfer.sender  # back ends know few dtypes, but all know bytes
+        if transfer.number in self._broadcasts:
             return [(dist.broadcast(raw, group=self._within.group, group_src=sender, async_op=True), sender)]
         if sender == self._within.rank:
-            return [(dist.isend(raw, group=channel, group_dst=peer, tag=tag), peer) for peer in passage.receivers]
+            return [(dist.isend(raw, group=channel, group_dst=peer, tag=tag), peer) for peer in transfer.receivers]
         return [(dist.irecv(raw, group=channel, group_src=sender, tag=tag), sender)]
 
     def _settle(self, piece: _Piece, data: torch.Tensor, works: list[tuple[dist.Work | None, int]]) -> None:
         """Wait for a piece under way, and put it in place."""
-        passage, tensor = piece.passage, self._tensors.get(piece.passage.number)
+        transfer, tensor = piece.transfer, self._tensors.get(piece.transfer.number)
         for work, peer in works:
-            self._wait(work, peer, passage.number in self._broadcasts)
-        if tensor is not None and passage.sender != self._within.rank and not is_plain(tensor):
+            self._wait(work, peer, transfer.number in self._broadcasts)
+        if tensor is not None and transfer.sender != self._within.rank and not is_plain(tensor):
             for region, at in _regions(tensor, piece.start, piece.stop):
                 region.copy_(data[at].view(region.shape))
         if self._is_bounded(piece) and not (tensor is not None and is_plain(tensor)):
@@ -357,12 +357,12 @@ def _enter(streams: Sequence[torch.Stream]) -> None:
         torch.accelerator.set_stream(stream)
 
 
-def _pieces(passages: Sequence[Passage]) -> Iterator[_Piece]:
+def _pieces(transfers: Sequence[ShardTransfer]) -> Iterator[_Piece]:
     number = 0
-    for passage in passages:
-        step = max(1, _PIECE_BYTES // passage.dtype.itemsize)
-        for start in range(passage.start, passage.stop if passage.receivers else passage.start, step):
-            yield _Piece(number, passage, start, min(start + step, passage.stop))
+    for transfer in transfers:
+        step = max(1, _PIECE_BYTES // transfer.dtype.itemsize)
+        for start in range(transfer.start, transfer.stop if transfer.receivers else transfer.start, step):
+            yield _Piece(number, transfer, start, min(start + step, transfer.stop))
             number += 1
 
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from sixfold.dist_ckpt.collectives import relay
 from sixfold.dist_ckpt.collectives.exchange import Exchange
-from sixfold.dist_ckpt.collectives.relay import Identity, Passage, RelayReport
+from sixfold.dist_ckpt.collectives.relay import Identity, RelayReport, ShardTransfer
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.exchange_utils import ShardDistribution
 from sixfold.dist_ckpt.state import tree
@@ -100,13 +100,13 @@ class FullyParallelSaveStrategyWrapper(base.AsyncSaveShardedStrategy):
             records.extend(make())
             return [record for record in records if isinstance(record, ShardedTensor)], {}
 
-        mine, passages = relay.agree(tensors, within, self._memory, _who_writes, whole_shards=whole)
+        mine, transfers = relay.agree(tensors, within, self._memory, _who_writes, whole_shards=whole)
         if self._memory is not None:
-            self.cached_distribution = _distribution(passages, mine)
-        return _apply(records, mine, passages, within.rank)
+            self.cached_distribution = _distribution(transfers, mine)
+        return _apply(records, mine, transfers, within.rank)
 
 
-def _who_writes(by_rank: list[RelayReport]) -> list[Passage]:
+def _who_writes(by_rank: list[RelayReport]) -> list[ShardTransfer]:
     """Who writes what, for shards with one main replica in the group; others stay as they are."""
     mains = Counter(shard.identity for shards, _ in by_rank for shard in shards.values() if shard.is_main)
     candidates: list[RelayReport] = []
@@ -117,22 +117,22 @@ def _who_writes(by_rank: list[RelayReport]) -> list[Passage]:
                 first.setdefault(shard.identity, index)
         alike = {index: shards[index]._replace(device="cpu") for index in first.values()}
         candidates.append((alike, {}))
-    return relay.plan_passages(candidates)
+    return relay.plan_transfers(candidates)
 
 
 def _apply(
-    records: base.Records, mine: Sequence[ShardedTensor], passages: Sequence[Passage], rank: int
+    records: base.Records, mine: Sequence[ShardedTensor], transfers: Sequence[ShardTransfer], rank: int
 ) -> base.Records:
     """For each record the parts of it that this rank writes, or a replica, or what is not shared out as it is."""
     written: dict[int, base.Records] = {}  # by number in ``mine``
-    for passage in passages:
-        ranks = (passage.sender, *passage.receivers)
+    for transfer in transfers:
+        ranks = (transfer.sender, *transfer.receivers)
         if rank in ranks:
-            number = passage.records[ranks.index(rank)]
+            number = transfer.records[ranks.index(rank)]
             parts = written.setdefault(number, [])
-            if rank == passage.sender:
-                parts.append(replace(relay.part_of(mine[number], passage.start, passage.stop), replica_id=0))
-    shared, number, arranged = {passage.identity for passage in passages}, -1, base.Records()
+            if rank == transfer.sender:
+                parts.append(replace(relay.part_of(mine[number], transfer.start, transfer.stop), replica_id=0))
+    shared, number, arranged = {transfer.identity for transfer in transfers}, -1, base.Records()
     for record in records:
         if isinstance(record, ShardedTensor):
             number += 1
@@ -143,13 +143,13 @@ def _apply(
     return arranged
 
 
-def _distribution(passages: Sequence[Passage], mine: Sequence[ShardedTensor] = ()) -> ShardDistribution:
+def _distribution(transfers: Sequence[ShardTransfer], mine: Sequence[ShardedTensor] = ()) -> ShardDistribution:
     """The same for looking at: of each shard the rank with most of its elements, and all that have or want it."""
     done: dict[ShardId, Counter[int]] = defaultdict(Counter)
     ranks: dict[ShardId, set[int]] = defaultdict(set)
-    for passage in passages:
-        done[passage.shard][passage.sender] += passage.stop - passage.start
-        ranks[passage.shard] |= {passage.sender, *passage.receivers}
+    for transfer in transfers:
+        done[transfer.shard][transfer.sender] += transfer.stop - transfer.start
+        ranks[transfer.shard] |= {transfer.sender, *transfer.receivers}
     return ShardDistribution(
         {shard: max(sorted(elements), key=elements.__getitem__) for shard, elements in done.items()},
         set(done),
@@ -194,7 +194,7 @@ class FullyParallelLoadStrategyWrapper(LoadShardedStrategy):
 
     @property
     def cached_distribution(self) -> ShardDistribution | None:
-        return _distribution(self._memory["passages"]) if self._memory else None
+        return _distribution(self._memory["transfers"]) if self._memory else None
 
     @property
     def can_handle_sharded_objects(self) -> bool:

@@ -10,7 +10,7 @@ from counted import LISTING, counting
 
 from sixfold.dist_ckpt import LostPeerError
 from sixfold.dist_ckpt.background import coordination, folder_watch, save_status
-from sixfold.dist_ckpt.background.arena import Arena, Gauge
+from sixfold.dist_ckpt.background.arena import Arena, ProgressCounter
 from sixfold.dist_ckpt.background.coordination import Job, Wait
 from sixfold.dist_ckpt.background.save_status import FolderStatus
 from sixfold.dist_ckpt.collectives.exchange import Outcome
@@ -27,7 +27,7 @@ class Ranks:
     def __init__(self, folder, count, patch, locks_work=True):
         self.folder, self.count, self.dead = folder, count, set()
         self.arena = Arena()
-        self.gauge = Gauge(self.arena.fd)
+        self.counter = ProgressCounter(self.arena.fd)
         ticket = Ticket(Save(save_id="01", target=str(folder / "c"), staging=str(folder / ".c.tmp-01")))
         content = SimpleNamespace(store=LocalStore.at(folder / "c"))
         fields = {"ranks": count, "content": content, "ticket": ticket, "check_finite": False, "places": {}}
@@ -37,7 +37,7 @@ class Ranks:
         self.status.make()
         self.heartbeats = [self.status.heartbeat(rank) for rank in range(count)]
         patch.setattr(fcntl, "lockf", self._lockf)
-        self.waits = [Wait(job, coordination.status_of(job), self.gauge, "share 0") for job in self.jobs]
+        self.waits = [Wait(job, coordination.status_of(job), self.counter, "share 0") for job in self.jobs]
 
     def _lockf(self, handle, how):
         name = readlink(f"/proc/self/fd/{handle}")
@@ -53,7 +53,7 @@ class Ranks:
         outcome = self.waits[rank].turn()
         if rank or outcome is None or outcome.error is None:
             return outcome
-        return coordination.fail(self.jobs[0], outcome.error, self.gauge)
+        return coordination.fail(self.jobs[0], outcome.error, self.counter)
 
 
 @pytest.fixture
@@ -107,7 +107,7 @@ class StoreRanks:
 
     def __init__(self, count, timeout_s=600.0):
         self.things, self.arena = Things(), Arena()
-        self.gauge = Gauge(self.arena.fd)
+        self.counter = ProgressCounter(self.arena.fd)
         store = SimpleNamespace(name="a store", local_folder=None, board=lambda save: self.things)
         store.patient = lambda timeout_s: store
         store.holds, store.abandon = lambda save_id: False, lambda save: None
@@ -119,7 +119,7 @@ class StoreRanks:
         self.statuses[0].make()
         self.heartbeats = [made.heartbeat(rank) for rank, made in enumerate(self.statuses)]
         self.waits = [
-            Wait(job, made, self.gauge, "share 0") for job, made in zip(self.jobs, self.statuses, strict=True)
+            Wait(job, made, self.counter, "share 0") for job, made in zip(self.jobs, self.statuses, strict=True)
         ]
 
     turn = Ranks.turn

@@ -392,7 +392,7 @@ def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
     saved = {"w": ShardedTensor.from_rank_offsets("w", w, (0, rank, ranks)), "it": 2}
     handle = saver.save(saved, folder / "c", TorchDistSaveShardedStrategy(thread_count=1))
     if rank == 0:  # until a second after the other gave up, when its worker has decided
-        until(lambda: handle._gauge.moves != handle._idle_moves)  # it has its job, which a thread hands over
+        until(lambda: handle._counter.moves != handle._idle_moves)  # it has its job, which a thread hands over
         rouse = f"while [ ! -e '{given_up}' ]; do sleep 0.1; done; sleep 1; kill -CONT {os.getpid()}"
         subprocess.Popen(["sh", "-c", rouse], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)

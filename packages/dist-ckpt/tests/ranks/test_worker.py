@@ -163,7 +163,7 @@ def test_a_progress_that_ends_its_thread_fails_the_save_and_ends_the_worker(
             raise ending(3)
 
     handle = saver.save(state(2), tmp_path / "c", progress=bar)
-    saver._worker.gauge.add(100)
+    saver._worker.counter.add(100)
     with pytest.raises(CheckpointError, match=rf"rank 0: progress\({100 * midway}, \d+\) raised {ending.__name__}: 3"):
         handle.wait(60)
     assert not is_running(stopped)

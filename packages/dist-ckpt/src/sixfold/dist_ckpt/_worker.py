@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from sixfold.dist_ckpt.background import coordination
-from sixfold.dist_ckpt.background.arena import Gauge, MappedArena
+from sixfold.dist_ckpt.background.arena import MappedArena, ProgressCounter
 from sixfold.dist_ckpt.background.coordination import Job
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import StorageError, typed
@@ -30,29 +30,29 @@ from sixfold.dist_ckpt.save_load import saving
 _LOOK_S, _LAST_WORD_S = 0.2, 10.0
 
 
-def run(job: Job, arena: MappedArena, gauge: Gauge) -> Outcome:
+def run(job: Job, arena: MappedArena, counter: ProgressCounter) -> Outcome:
     """One rank's half of a background save: write its share; the first rank's worker commits."""
-    share = Outcome.of(lambda: typed(lambda: _write(job, arena, gauge)), f"rank {job.rank}")
+    share = Outcome.of(lambda: typed(lambda: _write(job, arena, counter)), f"rank {job.rank}")
     if share.error is not None:
         # A full disk must have room for the word that says so.
         for file in () if not job.ticket.save.staging else Path(job.ticket.save.staging).glob(f"__{job.rank}_*"):
             with suppress(OSError):
                 file.unlink()
-        return coordination.fail(job, share.error, gauge)
+        return coordination.fail(job, share.error, counter)
     if job.rank == 0:
-        return coordination.decide(job, share.value, gauge)
+        return coordination.decide(job, share.value, counter)
     try:
         coordination.status_of(job).put(f"rank-{job.rank}", share)
     except OSError as error:
-        return coordination.fail(job, StorageError(str(error), error.errno), gauge)
-    return coordination.await_outcome(job, gauge)
+        return coordination.fail(job, StorageError(str(error), error.errno), counter)
+    return coordination.await_outcome(job, counter)
 
 
-def _write(job: Job, arena: MappedArena, gauge: Gauge) -> object:
-    gauge.add(0)
+def _write(job: Job, arena: MappedArena, counter: ProgressCounter) -> object:
+    counter.add(0)
     for index, tensor in zip(job.places, arena.tensors(job.places.values()), strict=True):
         job.content.records[index].data = tensor
-    return saving.write(job.content, job.ticket, job.rank, job.check_finite, gauge.add)
+    return saving.write(job.content, job.ticket, job.rank, job.check_finite, counter.add)
 
 
 def _end_with(trainer: int, jobs: list[Job]) -> None:
@@ -72,7 +72,7 @@ def main() -> None:
     """Serve jobs until the trainer ends or says so."""
     connection_fd, arena_fd, trainer = map(int, sys.argv[1:])
     torch.set_num_threads(1)
-    connection, gauge, arena = Connection(connection_fd), Gauge(arena_fd), MappedArena(arena_fd)
+    connection, counter, arena = Connection(connection_fd), ProgressCounter(arena_fd), MappedArena(arena_fd)
     jobs: list[Job] = []  # the one that is done
     threading.Thread(target=_end_with, args=(trainer, jobs), daemon=True).start()
     while True:
@@ -83,7 +83,7 @@ def main() -> None:
             os._exit(0)
         # A class in it that cannot be had ends the process, with the reason on stderr.
         jobs.append(pickle.loads(message))
-        outcome = run(jobs[0], arena, gauge)
+        outcome = run(jobs[0], arena, counter)
         jobs.clear()
         with suppress(OSError):  # it has ended
             connection.send_bytes(outcome.encode())

@@ -1,4 +1,4 @@
-"""The door for code that calls ``torch.distributed.checkpoint``: it goes through this engine by one argument.
+"""For code that calls ``torch.distributed.checkpoint``: it goes through this engine by one argument.
 
     import torch.distributed.checkpoint as dcp
     from sixfold.dist_ckpt.dcp import Reader, Writer

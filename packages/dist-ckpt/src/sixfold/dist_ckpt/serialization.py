@@ -3,7 +3,7 @@
     save, load --> strategies --> saving.py, loading.py: the built-in engine
     (this file)               --> user_strategies.py: strategies of users
 
-Tools, the doors for torch's own functions and modules under megatron-core's names stand beside or above this file;
+Tools, torch_dcp and modules under megatron-core's names stand beside or above this file;
 all others are below it.
 """
 

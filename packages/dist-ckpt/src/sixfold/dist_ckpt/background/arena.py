@@ -1,7 +1,7 @@
 """The arena: one piece of shared memory that a rank's tensors are copied into while the trainer waits.
 
     tensors --> Arena.take (this file) --> shared memory --> MappedArena.tensors (this file) --> transfer.write
-    trainer <-- Gauge (this file) <-- first page <-- worker
+    trainer <-- ProgressCounter (this file) <-- first page <-- worker
 
 The memory is a memfd that the trainer and its worker both map: no name that could be left behind, no limit of
 ``/dev/shm``. It is kept: a copy runs at 20 GB/s into memory that was touched before and at 1 into fresh
@@ -91,7 +91,7 @@ def pinned_for(tensors: Sequence[torch.Tensor]) -> Pinned | None:
     return None if device is None else Pinned(torch.cuda, device)
 
 
-class Gauge:
+class ProgressCounter:
     """Numbers in the first page of an arena; the worker counts, the trainer looks, neither waits."""
 
     def __init__(self, fd: int) -> None:
@@ -127,7 +127,7 @@ class Arena:
 
     def __init__(self) -> None:
         self.fd = os.memfd_create("sixfold-arena", os.MFD_CLOEXEC)
-        os.truncate(self.fd, mmap.PAGESIZE)  # the gauge's
+        os.truncate(self.fd, mmap.PAGESIZE)  # the counter's
         self.nbytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned: Pinned | None = None
@@ -202,7 +202,7 @@ class Arena:
 
 def layout(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], int]:
     """Places end to end, large tensors on page borders so that O_DIRECT can write them, and the bytes they need."""
-    places, at = [], mmap.PAGESIZE  # behind the gauge
+    places, at = [], mmap.PAGESIZE  # behind the counter
     for tensor in tensors:
         nbytes = tensor.nbytes
         at += -at % (LARGE_ALIGNMENT if nbytes >= LARGE_BYTES else SMALL_ALIGNMENT)

@@ -13,7 +13,7 @@ together a living one stands behind the last, and sees it. Who sees it ends the 
 host wakes a watch, and costs no look.
 
 [Note: what moves] A deadline is of standing still: timeout_s since anything was last seen to move. A worker counts what
-it writes, and its turns while it waits, in its gauge; its trainer sees that, and shows the count in its heartbeat.
+it writes, and its turns while it waits, in its counter; its trainer sees that, and shows the count in its heartbeat.
 Until a worker counts, its processor time is the count: it may take a minute to import torch on a busy machine.
 
 [Note: who gives up when] Before timeout_s of standing still, in steps of 5 s or a quarter of it: two steps before, who
@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from sixfold.dist_ckpt.background.arena import Gauge, Place
+from sixfold.dist_ckpt.background.arena import Place, ProgressCounter
 from sixfold.dist_ckpt.background.save_status import FolderStatus, RankState, SaveStatus, StallTimer
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
@@ -111,8 +111,8 @@ class Wait:
         share: the first rank's own record.
     """
 
-    def __init__(self, job: Job, status: SaveStatus, gauge: Gauge, share: Any = None) -> None:
-        self._job, self._status, self._gauge = job, status, gauge
+    def __init__(self, job: Job, status: SaveStatus, counter: ProgressCounter, share: Any = None) -> None:
+        self._job, self._status, self._counter = job, status, counter
         self._shares = [share]
         self._at = (job.rank - 1) % job.ranks
         self._stalls, self._gone = defaultdict[int, StallTimer](StallTimer), StallTimer()
@@ -131,7 +131,7 @@ class Wait:
             changed: those of ``names`` that have appeared or gone since the last turn.
         """
         job = self._job
-        self._gauge.add(0)
+        self._counter.add(0)
         if not self._status.is_there():
             return settle(job, _SILENT) if job.rank else Outcome(error=overtaken(job.ticket.save.target))
         if job.rank == 0 and self._has_all():
@@ -148,7 +148,7 @@ class Wait:
             if record is None:
                 return False
             self._shares.append(record.value)
-            self._gauge.add(0)
+            self._counter.add(0)
         return True
 
     def _look(self, changed: AbstractSet[str]) -> Loss | None:
@@ -209,13 +209,13 @@ def status_of(job: Job) -> SaveStatus:
     return SaveStatus.at(cast(ByPointer, store), save, job.key, timeout_s=job.timeout_s, beat_s=job.beat_s)
 
 
-def decide(job: Job, share: Any, gauge: Gauge) -> Outcome:
+def decide(job: Job, share: Any, counter: ProgressCounter) -> Outcome:
     """What the first rank's worker does when its own share is written: wait for all, commit, tell."""
 
     def committed() -> None:
         shares = [share]
         if job.ranks > 1:
-            outcome = await_outcome(job, gauge, share)
+            outcome = await_outcome(job, counter, share)
             if outcome.error is not None:
                 raise outcome.error
             if status_of(job).verdict(COMMIT) != COMMIT:
@@ -224,20 +224,20 @@ def decide(job: Job, share: Any, gauge: Gauge) -> Outcome:
         saving.commit(shares, job.content, job.ticket)
 
     outcome = Outcome.of(lambda: typed(committed), "rank 0")
-    return _announced(job) if outcome.error is None else fail(job, outcome.error, gauge)
+    return _announced(job) if outcome.error is None else fail(job, outcome.error, counter)
 
 
-def await_outcome(job: Job, gauge: Gauge, share: Any = None) -> Outcome:
+def await_outcome(job: Job, counter: ProgressCounter, share: Any = None) -> Outcome:
     """What one of its turns gives, a turn whenever the watch tells or ``look_s`` are over. See ``Wait``."""
     status = status_of(job)
-    wait, changed = Wait(job, status, gauge, share), set[str]()
+    wait, changed = Wait(job, status, counter, share), set[str]()
     with closing(status.watch()) as watch:
         while (found := wait.turn(changed)) is None:
             changed = watch.wait(job.look_s, wait.names)
     return found
 
 
-def fail(job: Job, error: CheckpointError, gauge: Gauge) -> Outcome:
+def fail(job: Job, error: CheckpointError, counter: ProgressCounter) -> Outcome:
     """A rank has met an error: it ends the save for all, unless another rank has done so."""
     if job.rank == 0:
         with suppress(OSError):  # first: who finds its files gone must not take that for the work of another save
@@ -249,7 +249,7 @@ def fail(job: Job, error: CheckpointError, gauge: Gauge) -> Outcome:
     status = status_of(job)
     try:
         ended = give_up(job, status, error)
-        return ended or (await_outcome(job, gauge) if job.rank else tell(status, Outcome(error=error)))
+        return ended or (await_outcome(job, counter) if job.rank else tell(status, Outcome(error=error)))
     except OSError:
         return Outcome(error=error)
 
@@ -294,14 +294,16 @@ def tell(status: SaveStatus, outcome: Outcome) -> Outcome:
     return outcome
 
 
-def speak_for_worker(job: Job, reason: str, gauge: Gauge, kind: type[CheckpointError] = LostPeerError) -> Outcome:
+def speak_for_worker(
+    job: Job, reason: str, counter: ProgressCounter, kind: type[CheckpointError] = LostPeerError
+) -> Outcome:
     """The worker of this trainer is dead: say so to the other ranks, and find out what became of the save."""
     if job.rank:
         is_written = status_of(job).has(f"rank-{job.rank}")
-        return await_outcome(job, gauge) if is_written else fail(job, kind(_blame(job, reason)), gauge)
+        return await_outcome(job, counter) if is_written else fail(job, kind(_blame(job, reason)), counter)
     told = status_of(job).get(OUTCOME_NAME) if job.ranks > 1 else None
     outcome = told or settle(job, reason, kind)
-    return _announced(job) if outcome.error is None else fail(job, outcome.error, gauge)
+    return _announced(job) if outcome.error is None else fail(job, outcome.error, counter)
 
 
 def speak_for_trainer(job: Job) -> None:

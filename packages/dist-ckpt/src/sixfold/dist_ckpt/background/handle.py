@@ -21,7 +21,7 @@ from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
 from sixfold.dist_ckpt.progress import Meter, Progress
 
-_GLANCE_S = 1.0  # between two looks at the gauge, which cost nothing
+_GLANCE_S = 1.0  # between two looks at the counter, which cost nothing
 _TIDY_S = 2.0  # the longest that a wait for a save to a folder lasts beyond the commit
 _NEARLY = 0.99  # progress of what is written whole and not yet committed
 
@@ -61,9 +61,9 @@ class AsyncSave:
         )
         self._is_told = False
         self._meter, self._file_bytes = Meter(None), 0  # made in the thread
-        self._gauge, self._stall, self._beat_at = worker.gauge, StallTimer(), 0.0
-        self._gauge.reset()
-        self._idle_moves = self._gauge.moves
+        self._counter, self._stall, self._beat_at = worker.counter, StallTimer(), 0.0
+        self._counter.reset()
+        self._idle_moves = self._counter.moves
         self._look_s = min(_GLANCE_S, job.beat_s)
         self._mine = threading.Lock()  # of who begins the flight, or gives it up before it begins
         # No daemon: at its end Python from 3.12 on begins threads, as this one does, until those have ended.
@@ -83,7 +83,7 @@ class AsyncSave:
 
         1.0 when the save has ended, well or not, and not before: at the end it waits for the disk and the other ranks.
         """
-        return 1.0 if self.done() else min(_NEARLY, self._gauge.written / (self._file_bytes or 1))
+        return 1.0 if self.done() else min(_NEARLY, self._counter.written / (self._file_bytes or 1))
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the checkpoint is committed. May be called again, also after an error.
@@ -157,20 +157,20 @@ class AsyncSave:
         except BaseException as error:  # of the caller's progress, or else this thread's own
             worker.kill()
             known = _of_thread(error)
-            outcome = coordination.speak_for_worker(self._job, f"rank {rank}: {known}", self._gauge, CheckpointError)
+            outcome = coordination.speak_for_worker(self._job, f"rank {rank}: {known}", self._counter, CheckpointError)
             return Outcome(error=outcome.error or CheckpointError(f"{known}. The checkpoint is committed all the same"))
         ending = worker.kill()
-        return coordination.speak_for_worker(self._job, f"the worker of rank {rank} {reason} ({ending})", self._gauge)
+        return coordination.speak_for_worker(self._job, f"the worker of rank {rank} {reason} ({ending})", self._counter)
 
     def _moves_on(self) -> bool:
         """Whether the worker has moved lately; shows its count, and that this rank lives, to the other ranks."""
-        moves = self._gauge.moves
+        moves = self._counter.moves
         if moves == self._idle_moves:  # it imports torch, or takes the job apart
             moves += self._worker.processor_ticks()
         if self._heartbeat is not None and time.monotonic() >= self._beat_at:
             self._beat_at = time.monotonic() + self._job.beat_s
             self._heartbeat.beat(moves)
-        self._meter.reach(self._gauge.written)
+        self._meter.reach(self._counter.written)
         still_s, job = self._stall.seconds(moves), self._job
         if still_s < job.patience_s(coordination.OWN_WORKER):
             return True

@@ -1,7 +1,7 @@
 """The worker process as its trainer holds it: started, given a job, asked whether it lives, ended.
 
 AsyncSaver --> Worker (this file) --> python -m sixfold.dist_ckpt._worker
-trainer <-- Gauge (this file) --> worker          how much is written
+trainer <-- ProgressCounter (this file) --> worker          how much is written
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from multiprocessing import Pipe
 from pathlib import Path
 from threading import Thread
 
-from sixfold.dist_ckpt.background.arena import Gauge
+from sixfold.dist_ckpt.background.arena import ProgressCounter
 
 _WORKER = ("-P", "-m", "sixfold.dist_ckpt._worker")
 _CLOSE_S = 5.0
@@ -36,7 +36,7 @@ class Worker:
 
     def __init__(self, arena_fd: int) -> None:
         self.connection, theirs = Pipe()
-        self.gauge, self._is_killed = Gauge(arena_fd), False
+        self.counter, self._is_killed = ProgressCounter(arena_fd), False
         fds = theirs.fileno(), arena_fd
         # Blocked in the worker for good, from its first instruction on: Ctrl-C, a hang-up, a launcher's SIGTERM and a
         # cluster's SIGUSR1 reach a whole process group, and a trainer answers them by ending in order, after its save

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import dcp_load, dcp_save, everything, same
+from dist_ckpt_dcp_helpers import dcp_load, dcp_save, everything, same
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from dist_ckpt_helpers import EXAMPLES, one
-from test_mirror import of_another_form
+from other_frames import of_another_form
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, StorageError

@@ -5,7 +5,7 @@ import io
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import blank, contents, dcp_load, dcp_save, entries, everything, places, quiet, same
+from dist_ckpt_dcp_helpers import blank, contents, dcp_load, dcp_save, entries, everything, places, quiet, same
 from dist_ckpt_helpers import one
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, StorageReader
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys

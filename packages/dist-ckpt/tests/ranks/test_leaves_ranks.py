@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import dcp_save
+from dist_ckpt_dcp_helpers import dcp_save
 from dist_ckpt_helpers import flip_byte, names, one
 from forked_worker import fork_workers
 from torch.distributed.checkpoint.state_dict import (

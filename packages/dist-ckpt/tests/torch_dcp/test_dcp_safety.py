@@ -13,7 +13,7 @@ import tracemalloc
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import contents, dcp_load, dcp_save
+from dist_ckpt_dcp_helpers import contents, dcp_load, dcp_save
 from torch.distributed.checkpoint import CheckpointException
 
 from sixfold.dist_ckpt import CorruptError, UnsafeError, dcp

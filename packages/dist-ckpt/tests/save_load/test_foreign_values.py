@@ -6,7 +6,7 @@ import os
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import blank, contents, dcp_save, same
+from dist_ckpt_dcp_helpers import blank, contents, dcp_save, same
 from dist_ckpt_helpers import flip_byte, one
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import everything
+from dist_ckpt_dcp_helpers import everything
 from dist_ckpt_helpers import folder_bytes, names, one
 
 from sixfold import dist_ckpt

@@ -8,7 +8,7 @@ from functools import partialmethod
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import Meddling, blank, contents, dcp_load, dcp_save, everything, quiet, same
+from dist_ckpt_dcp_helpers import Meddling, blank, contents, dcp_load, dcp_save, everything, quiet, same
 from torch.distributed.checkpoint import CheckpointException
 
 from sixfold.dist_ckpt import CorruptError, StorageError, dcp, tools

@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import dcp_load
+from dist_ckpt_dcp_helpers import dcp_load
 from dist_ckpt_helpers import Cut, expected_values, flat_shards, flip_byte, one
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 

@@ -171,7 +171,7 @@ def test_a_load_of_one_box_looks_at_a_few_rows_of_one_tensor(axis):
 @pytest.mark.parametrize("form", [1, 2])
 def test_earlier_forms_are_read_and_believed_as_little(form, mangled):
     """The files are what 1ae285f9 and e860af97 wrote of this manifest."""
-    data = bytearray((Path(__file__).parent / "golden" / f"shard_manifest_{form}.bin").read_bytes())
+    data = bytearray((Path(__file__).parents[1] / "golden" / f"shard_manifest_{form}.bin").read_bytes())
     column, row = (cut(33, axis=axis).tensors["layer.00000"] for axis in (1, 0))
     alone = StoredTensor(torch.bfloat16, (), (StoredChunk(Box((), ()), ByteRange("g", 7, 1 << 40)),))
     tensors = {"layer.00000": column, "r": row, "\ud800": alone, "": StoredTensor(torch.bool, (3, 0), ())}

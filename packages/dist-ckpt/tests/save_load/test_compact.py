@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import everything
+from dist_ckpt_dcp_helpers import everything
 from dist_ckpt_helpers import flip_byte, folder_bytes, names, one, state, value_of
 from torch.distributed.checkpoint import FileSystemReader
 

@@ -1,6 +1,6 @@
 """flattened_range: every (TP, DP) over the divisors of 8 loads as every other, bit for bit, whatever the shapes.
 
-DIST_CKPT_ALL_LAYOUTS=1 pytest packages/dist-ckpt/tests/test_flattened.py    # all 256 pairs; else 16 of them
+DIST_CKPT_ALL_LAYOUTS=1 pytest packages/dist-ckpt/tests/plans/test_flattened.py    # all 256 pairs; else 16 of them
 """
 
 import os

@@ -6,7 +6,7 @@ import pickle
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import Meddling, contents, dcp_save, entries, everything, places, same, step_of
+from dist_ckpt_dcp_helpers import Meddling, contents, dcp_save, entries, everything, places, same, step_of
 from dist_ckpt_helpers import folder_bytes, names, one
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, StorageWriter
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from dist_ckpt_door_helpers import blank, contents, dcp_load, dcp_save, same
+from dist_ckpt_dcp_helpers import blank, contents, dcp_load, dcp_save, same
 from dist_ckpt_helpers import folder_bytes
 from torch.distributed.checkpoint import CheckpointException
 

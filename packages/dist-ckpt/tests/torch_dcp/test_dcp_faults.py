@@ -10,7 +10,7 @@ import zipfile
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import Meddling, blank, contents, dcp_load, dcp_save, same, step_of
+from dist_ckpt_dcp_helpers import Meddling, blank, contents, dcp_load, dcp_save, same, step_of
 from dist_ckpt_helpers import flip_byte, folder_bytes, in_child, names
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 

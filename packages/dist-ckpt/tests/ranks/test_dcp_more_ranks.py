@@ -6,7 +6,7 @@ import shutil
 import pytest
 import torch
 import torch.distributed as dist
-from dist_ckpt_door_helpers import Meddling, dcp_load, dcp_save
+from dist_ckpt_dcp_helpers import Meddling, dcp_load, dcp_save
 from dist_ckpt_helpers import names
 from torch.distributed.checkpoint import CheckpointException, DefaultSavePlanner, FileSystemReader
 from torch.distributed.device_mesh import init_device_mesh

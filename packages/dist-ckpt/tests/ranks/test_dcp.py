@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import Meddling, dcp_load, dcp_save
+from dist_ckpt_dcp_helpers import Meddling, dcp_load, dcp_save
 from dist_ckpt_helpers import flip_byte, folder_bytes, names
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh

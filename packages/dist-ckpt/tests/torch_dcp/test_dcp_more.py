@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import Meddling, contents, dcp_load, dcp_save, everything, quiet, same
+from dist_ckpt_dcp_helpers import Meddling, contents, dcp_load, dcp_save, everything, quiet, same
 from dist_ckpt_helpers import names, one
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -201,7 +201,7 @@ def test_the_environment_alone_says_where_the_store_is(s3, place):
 @pytest.mark.slow
 def test_the_server_ends_with_its_process_however_that_ends(s3_process):
     script = "import os, s3_server\nwith s3_server.started() as server: print(server.port); os.kill(os.getpid(), 9)"
-    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "PYTHONUNBUFFERED": "1"}
+    here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONUNBUFFERED": "1"}
     killed = subprocess.run([sys.executable, "-c", script], env=here, stdout=subprocess.PIPE, timeout=120)
     until = time.monotonic() + 20
     while True:

@@ -15,7 +15,7 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError
 from sixfold.dist_ckpt.formats import metadata
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 _spec = importlib.util.spec_from_file_location("make_megatron_012", GOLDEN / "make_megatron_012.py")
 make = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make)

@@ -25,7 +25,7 @@ from sixfold.dist_ckpt import (
     UnsafeError,
 )
 
-GOLDEN = Path(__file__).parent / "golden"
+GOLDEN = Path(__file__).parents[1] / "golden"
 _spec = importlib.util.spec_from_file_location("make_megatron_012", GOLDEN / "make_megatron_012.py")
 make = importlib.util.module_from_spec(_spec)
 _spec.loader.exec_module(make)

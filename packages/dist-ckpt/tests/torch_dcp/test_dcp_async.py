@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
-from dist_ckpt_door_helpers import Meddling, contents, quiet, step_of
+from dist_ckpt_dcp_helpers import Meddling, contents, quiet, step_of
 from dist_ckpt_helpers import folder_bytes, names
 from torch.distributed.checkpoint.staging import BlockingAsyncStager, DefaultStager, StagingOptions
 

@@ -345,7 +345,7 @@ def test_a_user_stores_own_errors_name_the_store_and_the_file(tmp_path):
         def write(self, data):
             raise sqlite3.OperationalError("disk full")
 
-    store.create = lambda name, nbytes: by_pointer._Told(Broken(store, name), store, name)
+    store.create = lambda name, nbytes: by_pointer._NamingSink(Broken(store, name), store, name)
     with pytest.raises(StorageError, match=r"^rows of .*base/save-.*: OperationalError: disk full"):
         dist_ckpt.save(full(2.0), store)
     del store.create

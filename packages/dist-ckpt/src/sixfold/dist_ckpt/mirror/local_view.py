@@ -33,7 +33,7 @@ def viewed(place: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
     mirror = Mirror(store_at(located))
     try:
         mirror.create()
-        with mirror.told():
+        with mirror.errors_named():
             if whole:
                 mirror.fetch_all()
             yield mirror.folder

@@ -112,7 +112,7 @@ class Mirror:
             MismatchError: nothing is there. UnsafeError: a name that leaves the folder.
             StorageError: the store fails, or this host's disk.
         """
-        with self.told():
+        with self.errors_named():
             typed(self._create)
 
     def _create(self) -> None:
@@ -299,7 +299,7 @@ class Mirror:
         return all((self._root / f"left-{mate}").exists() for mate in locks)
 
     @contextmanager
-    def told(self) -> Iterator[None]:
+    def errors_named(self) -> Iterator[None]:
         """Errors inside call the checkpoint by the store's name, where what opens folders knows only the folder."""
         try:
             yield

@@ -47,9 +47,9 @@ class HostView:
     hosts: tuple[tuple[int, ...], ...]
     rank: int
 
-    def told(self) -> AbstractContextManager[None]:
-        """Errors inside name the store; see ``Mirror.told``."""
-        return nullcontext() if self.mirror is None else self.mirror.told()
+    def errors_named(self) -> AbstractContextManager[None]:
+        """Errors inside name the store; see ``Mirror.errors_named``."""
+        return nullcontext() if self.mirror is None else self.mirror.errors_named()
 
     def opened(self, verify: str) -> Checkpoint:
         """The checkpoint, whose bytes may arrive while it is read."""

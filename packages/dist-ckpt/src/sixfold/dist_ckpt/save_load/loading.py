@@ -179,7 +179,7 @@ class Load:
             checkpoint.check_unchanged()
 
     def _read(self, rank_load: RankLoad, threads: int, shares: Shares) -> tuple[Values, set[str]]:
-        with rank_load.view.told():
+        with rank_load.view.errors_named():
             try:
                 return typed(lambda: self._filled(rank_load, threads, shares))
             finally:
@@ -197,7 +197,7 @@ class Load:
         return values, casts
 
     def _requested(self, view: HostView) -> tuple[RankLoad, _Report]:
-        with view.told():
+        with view.errors_named():
             rank_load, wanted = typed(
                 lambda: self._shared(view) if self.engine.parallel else (self._describe(view),) * 2
             )

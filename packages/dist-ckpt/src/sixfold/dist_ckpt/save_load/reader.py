@@ -183,7 +183,7 @@ class Reader:
         for block in blocks:
             windows[block.file, block.number * self._block_bytes // self._window_bytes].blocks[block.number] = []
         for step in plan.reads:
-            with self._told(step):
+            with self._errors_named(step):
                 start = self._sources.start(step)
             if start is not None and (run := self._run(step, records[step.record], start)) is not None:
                 self._share(windows, step, run)
@@ -338,7 +338,7 @@ class Reader:
                 continue
             self._copy_values(records, step)
             if integrity is not None and self._hashed_elsewhere:  # but blocks that were taken came a second time
-                with self._told(step):
+                with self._errors_named(step):
                     for span in spans_of([step.chunk.frame], self._block_bytes):
                         integrity.check_blocks(self._checkpoint.folder, span.blocks())
 
@@ -347,7 +347,7 @@ class Reader:
         self._moved(step.nbytes)
 
     def _copy_values(self, records: Sequence[ShardedTensor], step: Read) -> None:
-        with self._told(step):
+        with self._errors_named(step):
             frame = step.chunk.frame
             self._checkpoint.map(frame.file).at(frame.offset, frame.offset + frame.length)
             source = _region(self._sources.chunk(step), step.part, step.chunk.box)
@@ -357,7 +357,7 @@ class Reader:
                 self.cast_keys.add(step.key)
 
     @contextmanager
-    def _told(self, step: Read) -> Iterator[None]:
+    def _errors_named(self, step: Read) -> Iterator[None]:
         """Damage inside is told with file and key."""
         try:
             yield

@@ -197,7 +197,7 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
         (content, report, parts), ticket = exchange.all_reduce(described, agree)
         while ticket.again:
             (content, report), ticket = exchange.all_reduce(
-                partial(_told_more, content, report, ticket, exchange.rank), agree
+                partial(_with_more, content, report, ticket, exchange.rank), agree
             )
         if ticket.common_differs:
             common, preprocess = content.common, request.preprocess_common_before_consistancy_check
@@ -211,7 +211,7 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
     return Agreed(exchange, content, ticket, cache, parts.records, *later)
 
 
-def _told_more(
+def _with_more(
     content: RankContent, report: _Report, ticket: Ticket, rank: int
 ) -> tuple[tuple[RankContent, _Report], _Report]:
     """What this rank saves and reports when the first one has asked for more, or has decided who writes copies."""

@@ -116,7 +116,7 @@ def is_of_others(store: Store) -> bool:
 
 
 @contextmanager
-def told(store: Store, name: str = "") -> Iterator[None]:
+def store_errors(store: Store, name: str = "") -> Iterator[None]:
     """Whatever a client raises is a StorageError that names the store and the file; FileNotFoundError stays."""
     try:
         yield
@@ -127,7 +127,7 @@ def told(store: Store, name: str = "") -> Iterator[None]:
         raise StorageError(text, getattr(error, "errno", None)) from error
 
 
-class _Told:
+class _NamingSink:
     """A sink whose errors name the store."""
 
     def __init__(self, sink: Sink, store: Store, name: str) -> None:
@@ -140,29 +140,29 @@ class _Told:
         self._sink, self._place, self.discard = sink, (store, name), sink.discard
 
     def write(self, data: bytes | memoryview) -> None:
-        with told(*self._place):
+        with store_errors(*self._place):
             self._sink.write(data)
 
     def close(self) -> None:
-        with told(*self._place):
+        with store_errors(*self._place):
             self._sink.close()
 
 
-def _telling(method: Callable[..., Any]) -> Callable[..., Any]:
+def _naming_errors(method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def call(self: Store, *args: Any, **kwargs: Any) -> Any:
         name = args[0] if args and isinstance(args[0], str) else ""
-        with told(self, name):
+        with store_errors(self, name):
             found = method(self, *args, **kwargs)
         if isgenerator(found):  # whose work is still to be done
             return _each(found, self)
-        return _Told(found, self, name) if method.__name__ == "create" else found
+        return _NamingSink(found, self, name) if method.__name__ == "create" else found
 
     return call
 
 
 def _each(found: Iterator[Any], store: Store) -> Iterator[Any]:
-    with told(store):
+    with store_errors(store):
         yield from found
 
 
@@ -185,7 +185,7 @@ class ByPointer(Store, ABC):
         super().__init_subclass__(**kwargs)
         for name, method in () if tells else list(vars(cls).items()):
             if isfunction(method) and hasattr(ByPointer, name) and not name.startswith("_"):
-                setattr(cls, name, _telling(method))
+                setattr(cls, name, _naming_errors(method))
 
     @abstractmethod
     def create(self, name: str, nbytes: int) -> Sink:

@@ -248,7 +248,7 @@ class Reader(StorageReader):
             mirror = mirrors.enter_context(_given_up_on_error(Mirror(store)))
             mirror.create()
             view = replace(view, folder=mirror.folder, mirror=mirror)
-        with view.told():
+        with view.errors_named():
             checkpoint = view.opened(self.verify)
             data = checkpoint.small_file(".metadata")
             trusted = checkpoint.integrity is not None and self.verify != "off"
@@ -327,10 +327,10 @@ class Reader(StorageReader):
             share = _Share(0, {0: now.wished}, 1, {0: mirror.token if mirror else ""})
             now.view.check_room([now.wished], [now.view.room()], block_bytes(now.checkpoint))
         try:
-            with now.mirrors, now.view.told():
+            with now.mirrors, now.view.errors_named():
                 try:
                     view, checkpoint = now.arriving(share)
-                    with view.told():
+                    with view.errors_named():
                         typed(lambda: self._read(now, checkpoint, plan.items, planner, share))
                 finally:  # another save that has taken the place meanwhile explains any other error too
                     now.checkpoint.check_unchanged()

@@ -458,7 +458,7 @@ def a_first_rank_that_is_lost_at(rank, ranks, folder, where):
     ("where", "kind", "said"),
     [
         ("save_load.saving.commit", "LostPeerError", "it may still do so"),
-        ("background.coordination.tell", "committed", ""),
+        ("background.coordination.publish", "committed", ""),
     ],
 )
 def test_a_first_rank_that_dies_after_the_verdict_is_told_of_soon(tmp_path, where, kind, said):

@@ -184,7 +184,7 @@ def test_a_progress_that_ends_its_thread_after_the_commit_is_told_as_that(saver,
     assert loaded_value(tmp_path / "c") == 2
 
 
-@pytest.mark.parametrize("place", [(handles.AsyncSave, "_moves_on"), (coordination, "speak_for_worker")])
+@pytest.mark.parametrize("place", [(handles.AsyncSave, "_moves_on"), (coordination, "report_dead_worker")])
 def test_a_watching_thread_without_an_outcome_is_an_error(saver, stopped, tmp_path, monkeypatch, place):
     def end(*arguments):
         raise SystemExit(3)

@@ -64,7 +64,7 @@ def _end_with(trainer: int, jobs: list[Job]) -> None:
         time.sleep(_LOOK_S)
     threading.Timer(_LAST_WORD_S, os._exit, (0,)).start()  # whatever a store that does not answer does
     for job in jobs:
-        coordination.speak_for_trainer(job)
+        coordination.report_dead_trainer(job)
     os._exit(0)
 
 

@@ -193,10 +193,10 @@ class Wait:
             return ended
         # The first rank was lost when it had begun to commit.
         if settle(job, _SILENT).error is None:
-            return tell(status, Outcome())
+            return publish(status, Outcome())
         if loss.state in _HERE or self._gone.seconds(loss.state) > _ORPHANED_S:
             text = _blame(job, "rank 0 stopped while it moved the checkpoint into place", "it may still do so")
-            return tell(status, Outcome(error=LostPeerError(text)))
+            return publish(status, Outcome(error=LostPeerError(text)))
         return None
 
 
@@ -249,7 +249,7 @@ def fail(job: Job, error: CheckpointError, counter: ProgressCounter) -> Outcome:
     status = status_of(job)
     try:
         ended = give_up(job, status, error)
-        return ended or (await_outcome(job, counter) if job.rank else tell(status, Outcome(error=error)))
+        return ended or (await_outcome(job, counter) if job.rank else publish(status, Outcome(error=error)))
     except OSError:
         return Outcome(error=error)
 
@@ -258,7 +258,7 @@ def _announced(job: Job) -> Outcome:
     """The first rank's save is committed; if the others do not hear it, they look at the target."""
     if job.ranks > 1:
         with suppress(OSError):
-            tell(status_of(job), Outcome())
+            publish(status_of(job), Outcome())
     return Outcome()
 
 
@@ -273,13 +273,13 @@ def give_up(job: Job, status: SaveStatus, error: CheckpointError, *, waits: bool
         made = status.verdict(own)
         if made == COMMIT or (made != own and not waits):
             return None
-        told = None if made == own else _word(job, status)
-        return told or tell(status, Outcome(error=error))  # who was faster has died of it
+        told = None if made == own else _outcome_of_other(job, status)
+        return told or publish(status, Outcome(error=error))  # who was faster has died of it
     except FileNotFoundError:
         return settle(job, _SILENT)
 
 
-def _word(job: Job, status: SaveStatus) -> Outcome | None:
+def _outcome_of_other(job: Job, status: SaveStatus) -> Outcome | None:
     """The outcome that another rank is about to put."""
     until = time.monotonic() + _WORD_S + 2 * job.look_s
     with closing(status.watch()) as watch:
@@ -288,13 +288,13 @@ def _word(job: Job, status: SaveStatus) -> Outcome | None:
     return told
 
 
-def tell(status: SaveStatus, outcome: Outcome) -> Outcome:
+def publish(status: SaveStatus, outcome: Outcome) -> Outcome:
     """Put the outcome for the other ranks; what was told first holds for them. OSError: the status may be gone."""
     status.put(OUTCOME_NAME, outcome)
     return outcome
 
 
-def speak_for_worker(
+def report_dead_worker(
     job: Job, reason: str, counter: ProgressCounter, kind: type[CheckpointError] = LostPeerError
 ) -> Outcome:
     """The worker of this trainer is dead: say so to the other ranks, and find out what became of the save."""
@@ -306,7 +306,7 @@ def speak_for_worker(
     return _announced(job) if outcome.error is None else fail(job, outcome.error, counter)
 
 
-def speak_for_trainer(job: Job) -> None:
+def report_dead_trainer(job: Job) -> None:
     """The trainer of this worker is dead: say so to the other ranks, unless the share is written and they need nothing.
 
     What was written stays for the next save to take away, as behind any save that is killed.

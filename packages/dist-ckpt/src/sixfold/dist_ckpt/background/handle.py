@@ -157,10 +157,14 @@ class AsyncSave:
         except BaseException as error:  # of the caller's progress, or else this thread's own
             worker.kill()
             known = _of_thread(error)
-            outcome = coordination.speak_for_worker(self._job, f"rank {rank}: {known}", self._counter, CheckpointError)
+            outcome = coordination.report_dead_worker(
+                self._job, f"rank {rank}: {known}", self._counter, CheckpointError
+            )
             return Outcome(error=outcome.error or CheckpointError(f"{known}. The checkpoint is committed all the same"))
         ending = worker.kill()
-        return coordination.speak_for_worker(self._job, f"the worker of rank {rank} {reason} ({ending})", self._counter)
+        return coordination.report_dead_worker(
+            self._job, f"the worker of rank {rank} {reason} ({ending})", self._counter
+        )
 
     def _moves_on(self) -> bool:
         """Whether the worker has moved lately; shows its count, and that this rank lives, to the other ranks."""

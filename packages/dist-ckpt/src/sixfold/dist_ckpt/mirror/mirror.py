@@ -93,9 +93,8 @@ class Mirror:
         self._owners = array("q")  # by block; -1: nobody's
         self._block_bytes = BLOCK_BYTES
         self._alone = bytearray()  # by block; 1: own, and no other rank of this host wants it
-        self._in_memory: dict[
-            int, tuple[bytes, int]
-        ] = {}  # by block: what arrived with it, and where in that it begins
+        # By block: what arrived with it, and where in that it begins.
+        self._in_memory: dict[int, tuple[bytes, int]] = {}
         self._lock_handle: int | None = None
         self._states: mmap.mmap | None = None
         self._failure: CheckpointError | None = None
@@ -225,10 +224,10 @@ class Mirror:
         if not self._alone[index]:
             return False
         self._await_block(index, self._rank)
-        blocks = self._in_memory.get(index)
-        if blocks is None or len(into) != min(size, self._sizes[name] - start):
+        found = self._in_memory.get(index)
+        if found is None or len(into) != min(size, self._sizes[name] - start):
             return False
-        into[:] = memoryview(blocks[0])[blocks[1] : blocks[1] + len(into)]
+        into[:] = memoryview(found[0])[found[1] : found[1] + len(into)]
         self._in_memory.pop(index, None)
         return True
 
@@ -394,8 +393,8 @@ class Mirror:
 
     def _may_hold(self, data: bytes) -> bool:
         """What arrived stays as long as any block of it is held. What is no ``bytes`` the store may use again."""
-        blocks = {id(whole): len(whole) for whole, _ in list(self._in_memory.values())}
-        fits = sum(blocks.values()) + len(data) <= _MEMORY_BYTES
+        arrived = {id(whole): len(whole) for whole, _ in list(self._in_memory.values())}
+        fits = sum(arrived.values()) + len(data) <= _MEMORY_BYTES
         return fits and self._block_bytes >= _LEAST_MEMORY_BYTES and isinstance(data, bytes)
 
     def _put(self, part: ByteRange, data: bytes | memoryview) -> None:
@@ -432,8 +431,8 @@ class Mirror:
         for index in blocks:
             at = (index - self._first[name]) * size
             part = ByteRange(name, at, min(size, self._sizes[name] - at))
-            if blocks := self._in_memory.pop(index, None):
-                self._put(part, memoryview(blocks[0])[blocks[1] : blocks[1] + part.length])
+            if found := self._in_memory.pop(index, None):
+                self._put(part, memoryview(found[0])[found[1] : found[1] + part.length])
             else:
                 absent.append(part)
         if absent:

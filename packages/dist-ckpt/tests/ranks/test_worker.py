@@ -436,7 +436,7 @@ sys.path[:0] = [{tests!r}]
 import forked_worker
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt.background import worker_process
-process._start_worker = forked_worker.Forked
+worker_process._start_worker = forked_worker.Forked
 atexit.register(print, "others end in order")
 w = dist_ckpt.ShardedTensor.from_rank_offsets("w", torch.full((5,), {value}))
 handle = dist_ckpt.async_save({{"w": w}}, sys.argv[1], group=None, check_finite=True)

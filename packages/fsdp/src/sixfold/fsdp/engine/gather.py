@@ -30,7 +30,7 @@ from sixfold.fsdp.parameter_access.saved_weights import Versions
 from sixfold.fsdp.placement.parking import Parking
 from sixfold.fsdp.placement.placement import Placement
 from sixfold.fsdp.placement.residency import Action
-from sixfold.fsdp.placement.use_order import GivenPlan, Successors, UseOrder
+from sixfold.fsdp.placement.use_order import ExpectedUses
 from sixfold.fsdp.torch_private import in_backward
 
 
@@ -61,10 +61,8 @@ class Gathering:
         self._prefetch_bytes = prefetch_bytes
         self._transposes = transposes
         self._fills = fill_freed
-        self.order = UseOrder()
-        self._evaluation = Successors(self.order)
-        self.given: GivenPlan | None = None
-        self._next_given: GivenPlan | None = None
+        self.expected = ExpectedUses()
+        self.order = self.expected.order
         self.pipeline = AllGatherPipeline(self._by_name, self._start, self._freed)
         self.versions: Versions | None = None  # once start values are there
         self._returning: dict[str, Tensor | None] = {}  # whose bytes come from where they waited (None: they came)
@@ -91,23 +89,20 @@ class Gathering:
         """
         beside: list[Action] = []
         if record:
-            self.order.use(unit.index)
-            if self.given is not None and unit.name in self._arena:
-                before, beside = self.given.use(unit.name)
-                self._move(before, busy)
+            before, beside = self.expected.use(unit.index, unit.name if unit.name in self._arena else None)
+            self._move(before, busy)
         else:
-            self._evaluation.use(unit.index)
+            self.expected.use_in_evaluation(unit.index)
         state = self.pipeline.states[unit.name]
         if state is GatherState.EMPTY:
             self._claim(unit, busy)
             self.pipeline.gather(unit.name)
             state = GatherState.GATHERING
-        if not record:
-            self._prefetch(unit, busy, self._evaluation.coming())
-        elif self.given is None or self.given.left:
-            self._prefetch(unit, busy, self.order.coming())
-        else:
+        coming = self.expected.coming(in_step=record)
+        if coming is None:
             self._move(beside, [unit, *busy])
+        else:
+            self._prefetch(unit, busy, coming)
         if state is GatherState.GATHERING:
             self.pipeline.wait(unit.name)
         if self._transposes is not None:
@@ -169,9 +164,7 @@ class Gathering:
     @property
     def _parks(self) -> bool:
         """Units in the way of another are kept in a gap: there is a budget, and what comes is known."""
-        if not self.placement.parks:
-            return False
-        return self.order.followed if self.given is None or self.given.left else True
+        return self.placement.parks and self.expected.known
 
     def _next_use(self, name: str) -> int:
         return self.order.next_use(self._by_name[name].index)
@@ -253,12 +246,9 @@ class Gathering:
                 "bytes). 'double' and 'all' gather by their own fixed rule",
                 op="gather",
             )
-        if self.given is not None and tuple(actions) == self.given.actions:
-            self._next_given = None
-            return
         sizes = {unit.name: unit.turn_bytes for unit in self._units}
         always = [unit.name for unit in self._units if unit.name not in self._arena]
-        self._next_given = GivenPlan(actions, sizes, budget_bytes=budget, always=always)
+        self.expected.give(actions, sizes, budget_bytes=budget, always=always)
 
     def _move(self, actions: Sequence[Action], busy: Collection[Unit]) -> None:
         """Make a given plan's frees and gathers. Where ranges clash, a unit is gathered at its use instead."""
@@ -282,25 +272,21 @@ class Gathering:
         use there are none.
         """
         if stepped:
-            self.order.next_step()
             self.last_gathers, self.step_gathers = self.step_gathers, 0
             self.last_copies, self.copies = self.copies, 0
-            if self.given is not None:
-                self.given.next_step()
-        elif self.order.begun or self._next_given is None:
+        if not self.expected.begin_step(stepped=stepped):
             return False
-        if self._next_given is not None:
-            self.given, self._next_given = self._next_given, None
         if self.placement.budget_bytes is None or not self.placement.sizes:
             return False
         return self._follow()
 
     def _follow(self) -> bool:
-        stays = None if self.given is None else self.given.stays
+        given = self.expected.given
+        stays = None if given is None else given.stays
         assignment, parked = self.placement.assign(self.followed_uses(), ahead=bool(self._prefetch_bytes), stays=stays)
         if assignment is self.placement.assignment:
             return False
-        parks = parked is not None if self.given is None else len(set(self.placement.sizes.values())) == 1
+        parks = parked is not None if given is None else len(set(self.placement.sizes.values())) == 1
         self.settle()
         for name in self.placement.sizes:
             self._drop(name)
@@ -310,8 +296,8 @@ class Gathering:
 
     def followed_uses(self) -> list[str]:
         """Uses of the given plan or of the last step, of units in the arena."""
-        if self.given is not None:
-            return self.given.uses
+        if self.expected.given is not None:
+            return self.expected.given.uses
         names = [self._units[index].name for index in self.order.recorded]
         return [name for name in names if name in self._arena]
 

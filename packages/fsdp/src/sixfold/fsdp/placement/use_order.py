@@ -1,6 +1,6 @@
 """The order in which units are used: of a step, recorded and followed; of evaluation; of a plan that was given.
 
-    engine/engine.py's uses --> UseOrder, Successors, GivenPlan (this file) --> engine/gather.py
+    engine/engine.py's uses --> UseOrder, Successors, GivenPlan --> ExpectedUses (this file) --> engine/gather.py
 
 Numbers of units and names only; knows no memory and starts nothing.
 """
@@ -8,7 +8,7 @@ Numbers of units and names only; knows no memory and starts nothing.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from sixfold.fsdp.errors import FsdpError
@@ -207,3 +207,65 @@ class GivenPlan:
     def next_step(self) -> None:
         """From the first action again."""
         self._at, self._current, self.left = 0, "", False
+
+
+class ExpectedUses:
+    """Which units are used next, by the one rule that holds now.
+
+    In a step a given plan, until the step leaves it; else the recorded order. In evaluation what came after what.
+
+    Attributes:
+        order: of steps.
+        given: the plan that is followed, or None.
+    """
+
+    def __init__(self) -> None:
+        self.order = UseOrder()
+        self.given: GivenPlan | None = None
+        self._evaluation = Successors(self.order)
+        self._next_given: GivenPlan | None = None
+
+    @property
+    def _planned(self) -> bool:
+        return self.given is not None and not self.given.left
+
+    @property
+    def known(self) -> bool:
+        """What comes in this step is known."""
+        return self._planned or self.order.followed
+
+    def use(self, unit: int, name: str | None) -> tuple[list[Action], list[Action]]:
+        """A use in a step: a given plan's moves before it, and those beside it; ``name``: None outside the arena."""
+        self.order.use(unit)
+        return self.given.use(name) if self.given is not None and name is not None else ([], [])
+
+    def use_in_evaluation(self, unit: int) -> None:
+        """A use that leaves the recorded order and a given plan alone."""
+        self._evaluation.use(unit)
+
+    def coming(self, *, in_step: bool) -> Iterable[int] | None:
+        """Uses that are expected, the next one first; None: a given plan says what is gathered."""
+        if not in_step:
+            return self._evaluation.coming()
+        return None if self._planned else self.order.coming()
+
+    def give(
+        self, actions: Sequence[Action], unit_bytes: Mapping[str, int], *, budget_bytes: int, always: Collection[str]
+    ) -> None:
+        """Follow ``actions`` from the next step on (from this one, if nothing of it ran yet)."""
+        if self.given is not None and tuple(actions) == self.given.actions:
+            self._next_given = None
+        else:
+            self._next_given = GivenPlan(actions, unit_bytes, budget_bytes=budget_bytes, always=always)
+
+    def begin_step(self, *, stepped: bool) -> bool:
+        """A step begins; ``stepped``: after an optimizer's step. Returns whether another order may be followed now."""
+        if stepped:
+            self.order.next_step()
+            if self.given is not None:
+                self.given.next_step()
+        elif self.order.begun or self._next_given is None:
+            return False
+        if self._next_given is not None:
+            self.given, self._next_given = self._next_given, None
+        return True

@@ -101,7 +101,7 @@ def _plan(gathering: Gathering, units: Sequence[Unit]) -> dict[str, Any]:
     Gathers are those of units in the arena: the root and units that are kept are gathered once besides. Padding is
     that of all units' layouts.
     """
-    placement, given = gathering.placement, gathering.given
+    placement, given = gathering.placement, gathering.expected.given
     arena, assignment = placement.arena, placement.assignment
     found: dict[str, Any] = {
         "arena_bytes": arena.nbytes,

@@ -26,6 +26,7 @@ from sixfold.fsdp.engine.call_state import CallContext, StageState
 from sixfold.fsdp.engine.gather import Gathering
 from sixfold.fsdp.engine.order_check import OrderCheck
 from sixfold.fsdp.engine.reduce import Reduction
+from sixfold.fsdp.engine.reduce_timing import ReduceTiming
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.waiting import Waiting
 from sixfold.fsdp.parameter_access.guard import UnitGuard, guard_of, written_in_place
@@ -73,13 +74,8 @@ class Engine:
         self._trained = [stream for unit in units for stream in unit.trained]
         self._trainable = [record for stream in self._trained for record in stream.records]
         self._by_name = {unit.name: unit for unit in units}
-        self._grad_reduce = grad_reduce
-        self.no_sync_depth = 0
-        self.last_microbatch = True
-        self.stages: list[StageState] = []
+        self.timing = ReduceTiming(grad_reduce, shards_grads=strategy.shards_grads)
         self._stepped = False
-        self._driven = False  # the forward that runs, or ran last, was called through a stage handle
-        self._each_microbatch = False  # a driven program reduces in every micro-batch
         self._calls: list[CallContext] = []
         self._caller = threading.RLock()  # held by the thread whose root call runs
         self.running: list[Unit] = []  # units whose forward runs, outermost first
@@ -168,7 +164,7 @@ class Engine:
                 self._next_step()
             elif self.gathering.begin_step(stepped=False):
                 self.weights += 1
-            self._driven = stage is not None
+            self.timing.driven = stage is not None
             self._backward = None  # also after one that raised
             self.running.clear()
         context = CallContext(len(self.units), training, self.weights)
@@ -279,7 +275,7 @@ class Engine:
             refuse_graph(unit, self.units, changed=weights != self.weights, step=self.step)
         backward = self._backward or self._begin_backward()
         task = self._saved[unit.index].entered = in_backward()
-        backward.ask(task, self._trainable, driven=self._driven)
+        backward.ask(task, self._trainable, driven=self.timing.driven)
         self._use(unit, True)
         if not backward.makes_gradients:
             return False
@@ -304,7 +300,7 @@ class Engine:
     def _waits(self, unit: Unit, context: CallContext) -> bool:
         """``unit`` was called again, earlier in the same forward or by another call of a joint backward."""
         at = unit.index
-        return context.outstanding[at] > 0 or (self._joint and not self._driven and self._outstanding[at] > 0)
+        return context.outstanding[at] > 0 or (self._joint and not self.timing.driven and self._outstanding[at] > 0)
 
     def deliver(self, record: ParamRecord, gradient: Tensor) -> None:
         """Autograd finished ``record``'s gradient."""
@@ -325,7 +321,7 @@ class Engine:
             if self._backward is None:
                 self._begin_backward()
             self._touched.add(unit.index)
-            self.reduction.acquire(stream, self._shards_grads and self._reduces(unit))
+            self.reduction.acquire(stream, self._shards_grads and self.timing.reduces(unit))
         stream.gradients.add(record, gradient, self.reduction.wide)
 
     def deliver_deferred(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -335,7 +331,7 @@ class Engine:
         if record is None or not record.buffer.trainable:
             what = "frozen" if record is not None else "not of this model"
             raise FsdpError(f"accumulate: the parameter of shape {tuple(parameter.shape)} is {what}")
-        if self._each_microbatch:
+        if self.timing.each_microbatch:
             raise FsdpError(
                 f"{record.name}: accumulate() brings its gradient after a backward that was said to be fused, and "
                 "reduced at its end; make the handle with fused=False, or wrap with grad_reduce='last'",
@@ -357,16 +353,16 @@ class Engine:
         for unit, _ in opened:
             if unit.index:
                 self._close(unit)
-        if self._driven:
-            if len(self.stages) == 1 and 0 in self._touched:
+        if self.timing.driven:
+            if self.timing.alone and 0 in self._touched:
                 self._close(self.units[0])
-            if self._each_microbatch:
-                self._put_touched(self.units if len(self.stages) == 1 else self.units[1:])
-        elif self._reduces(self.units[0]):
+            if self.timing.each_microbatch:
+                self._put_touched(self.units if self.timing.alone else self.units[1:])
+        elif self.timing.reduces(self.units[0]):
             self._put_touched(self.units)
-        if not self._driven and opened:
+        if not self.timing.driven and opened:
             self._learn_calls(apart)
-            if self.last_microbatch and not self.no_sync_depth:
+            if self.timing.final:
                 self._order_check.gradients_done()
                 self.reduction.pipeline.finish()  # main gradients are final: user code may look at them
                 self._order_check.settle()
@@ -384,20 +380,9 @@ class Engine:
 
     # ---- when to reduce
 
-    def _reduces(self, unit: Unit) -> bool:
-        """Gradients of ``unit`` are to be reduced in the backward that runs now."""
-        if self._driven:
-            if self._each_microbatch:
-                return unit.index != 0 or len(self.stages) == 1
-            stage = unit.stage
-            return isinstance(stage, StageState) and stage.last and stage.fused
-        if self.no_sync_depth:
-            return False
-        return self._shards_grads or self.last_microbatch
-
     def _close(self, unit: Unit) -> None:
         """All gradients of ``unit`` that this backward makes are in its local sum."""
-        if self._reduces(unit):
+        if self.timing.reduces(unit):
             self._put(unit)
 
     def _put(self, unit: Unit, *, inside_step: bool = False) -> None:
@@ -415,32 +400,12 @@ class Engine:
             if unit.index in self._touched:
                 self._put(unit, inside_step=inside_step)
 
-    # ---- driven programs (seams: "The program drives the sharding")
-
-    def add_stage(self, stage: StageState) -> None:
-        """A stage handle was made; a second one of a stage takes the place of the first.
-
-        Raises:
-            FsdpError: its backwards are split, and ``grad_reduce`` is ``"microbatch"``.
-        """
-        if self._grad_reduce == "microbatch" and not stage.fused:
-            raise FsdpError(
-                f"stage {stage.name!r} has split backwards (fused=False), and grad_reduce is 'microbatch', which "
-                "reduces at the end of whole ones; use grad_reduce='auto' or 'last'",
-                op="reduce",
-            )
-        self.stages = [*(one for one in self.stages if one.name != stage.name), stage]
-        for unit in stage.units:
-            unit.stage = stage
-        alone = len(self.stages) == 1 and stage.fused and self._shards_grads
-        self._each_microbatch = self._grad_reduce == "microbatch" or (self._grad_reduce == "auto" and alone)
-
     def reduce_stage(self, stage: StageState) -> None:
         """The stage makes no more gradients in this step; after the last stage, neither does the root unit."""
         self.alive()
         self._put_touched(stage.units)
         stage.last, stage.done = False, True
-        if all(one.done for one in self.stages):
+        if self.timing.all_done:
             self._put_touched(self.units[:1])
 
     # ---- end of a step
@@ -451,8 +416,7 @@ class Engine:
         self._put_touched(self.units, inside_step=inside_step)
         self._order_check.gradients_done(inside_step=inside_step)
         self.reduction.pipeline.finish()
-        for stage in self.stages:
-            stage.last = stage.done = False
+        self.timing.end_step()
         self._order_check.compare()
         self.wait.alive()  # [Note: flag before abort]
 
@@ -525,8 +489,7 @@ class Engine:
         """
         if self.failed is not None:
             return
-        for stage in self.stages:  # what ended before its last backward is given up
-            stage.last = stage.done = False
+        self.timing.end_step()
         self._outstanding = [0] * len(self.units)
         records = set(self.records.values() if parameters is None else [self.records[one] for one in parameters])
         self.reduction.discard(records)

@@ -27,6 +27,8 @@ def _list(folder: Path, title: str, meaning: str) -> str:
     for package in PACKAGES:
         found = sorted(folder.glob(f"????-??-??-{package}*.md"))
         parts.append(f"## {package}\n")
+        if (page := folder / f"{package}.md").exists():  # the page to come in by; those with a date are a diary
+            parts.append(f"- [{heading(page)}]({page.name})")
         parts += [f"- {path.name[:10]} [{heading(path)}]({path.name})" for path in found]
         parts.append("")
     return "\n".join(parts)

@@ -1,4 +1,4 @@
-"""Bodies of ranks for the tests of processes.py, and a small launcher program. Imports no torch by itself."""
+"""Bodies of ranks for the tests of spawn.py, and a small launcher program. Imports no torch by itself."""
 
 import os
 import signal

@@ -23,7 +23,7 @@ from sixfold.gpt.parallel.sequence_parts import WHOLE, Part, documents_here
 
 
 def microbatch_of(config: TrainConfig, seed: int, part: Part = WHOLE) -> Microbatch:
-    """Random tokens in rows that hold two documents each, in the form in which data.py gives them to ``part``."""
+    """Random tokens in rows that hold two documents each, in the form in which a TokenStream gives them to ``part``."""
     b, s = config.train.micro_batch_size, config.data.seq_length
     tokens = torch.randint(0, config.model.vocab_size, (b, s), generator=torch.Generator().manual_seed(seed))
 

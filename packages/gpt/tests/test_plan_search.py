@@ -68,7 +68,7 @@ def test_a_search_tries_tensor_context_and_expert_parallelism_within_a_node():
     assert {(1, 1, 1), (8, 1, 1), (2, 4, 1), (1, 1, 8), (2, 2, 4)} <= tried
     assert all(max(tp * cp, tp * ep) <= 8 for tp, cp, ep in tried)
     assert (8, 2, 1) not in tried and (16, 1, 1) not in tried
-    narrow = big("model.num_query_groups=2", "model.num_layers=4")  # checks.py: tp divides the groups
+    narrow = big("model.num_query_groups=2", "model.num_layers=4")  # rules.py: tp divides the groups
     assert {one.get("parallel.tp", 1) for one in _all(narrow, 8, 8)} == {1, 2}
     long = big("data.seq_length=32768", "train.micro_batch_size=1", "model.num_layers=4")
     tight = 6 * 10**9  # less than a whole row takes in one layer

@@ -130,7 +130,7 @@ def test_outputs_and_all_gradients_are_those_of_one_process(ep, tp):
 
 
 def whole(ranks: list[Any], ep: int, tp: int, name: str, sequence: bool) -> Tensor:
-    """The canonical gradient, summed as training sums it: over data-parallel ranks, and over tp by cuts.py."""
+    """The canonical gradient, summed as training sums it: over data-parallel ranks, and over tp as weights are cut."""
     grid = [[ranks[e * tp + t][2][name] for t in range(tp)] for e in range(ep)]
     if is_expert(NAMED + name):
         return torch.cat([torch.cat(row, 2 if "down" in name else 1) for row in grid])

@@ -75,7 +75,7 @@ def test_an_unexpected_error_comes_with_its_traceback_from_the_target_on():
         start_ranks(ranks.fail_on_rank_one, 2, ("untyped",))
     text = str(error.value)
     assert text.startswith("rank 1: Traceback") and text.endswith("KeyError: 'the cause'")
-    assert "processes.py" not in text
+    assert "spawn.py" not in text
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])

@@ -1,6 +1,6 @@
 """The exceptions of the package.
 
-    config.py --> ConfigError      (this file)      TrainError, FinalError <-- loop.py, launch.py
+    train_config.py --> ConfigError      (this file)      TrainError, FinalError <-- loop.py, rendezvous.py
     what a pipeline raised --> raised_inside --> what a stage raised in it, which says whose fault it is
 
 A ConfigError of the file alone is raised before a rank is started or a folder made; one that needs the ranks (devices,

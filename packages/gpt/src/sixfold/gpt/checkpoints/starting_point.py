@@ -1,6 +1,6 @@
 """What a run starts from: one configuration on all ranks, one checkpoint chosen for all, or fresh weights.
 
-    config, mesh --> same_config, starting_point --> Start (folder or None)   (this file) --> build.py, loop.py
+    config, mesh --> same_config, starting_point --> Start (folder or None)   (this file) --> rank_model.py, loop.py
 
 [Note: a damaged newest checkpoint] A save is committed by one rename, so a step's folder that does not open was
 damaged later. A run goes on from the newest one that opens, and says so; what only a load's checksums tell

@@ -1,6 +1,6 @@
 """A trained model in one process, whatever layout wrote it.
 
-run folder or checkpoint --> checkpoint.find --> dist_ckpt.load (group=None) --> GPTModel   (this file)
+run folder or checkpoint --> training_state.find --> dist_ckpt.load (group=None) --> GPTModel   (this file)
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sixfold.gpt.model.decoder import GPTModel
 
 
-IMPORTED = "imported"  # key of the common data of a checkpoint that hf.py made: no run, a model alone
+IMPORTED = "imported"  # key of the common data of a checkpoint that convert.py made: no run, a model alone
 
 TABLES_OF_IDS = ("embedding.weight", "head.weight")  # have vocabulary padding
 

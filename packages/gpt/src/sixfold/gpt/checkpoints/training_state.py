@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SEEN_S = 90.0
 SEEN_POLL_S = 0.05
 END = "eod"  # key of common data: the id that ends a document, for a resume whose tokenizer has another name
-ORIGIN = "origin"  # key of common data: what hf.py's import said that [model] does not; checkpoints hand it on
+ORIGIN = "origin"  # key of common data: what convert.py's import said that [model] does not; checkpoints hand it on
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

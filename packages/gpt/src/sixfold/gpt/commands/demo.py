@@ -1,6 +1,6 @@
 """``sixfold demo``: the whole of Sixfold in about four minutes on two cores, without a network, a GPU or a flag.
 
-    corpus.py --> prepare.py --> ranks as a pipeline --SIGKILL--> ranks as sharded data parallel --> score, plot, sample
+    cpython_corpus.py --> prepare.py --> a pipeline of ranks --SIGKILL--> sharded data parallel --> score, plot, sample
                                  (this file: the plot of the play, its clock and summary.json)
 
 Everything lies in one folder; demo.toml in it is an ordinary config that `sixfold train` takes. A demo that was run

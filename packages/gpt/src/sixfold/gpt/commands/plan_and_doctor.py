@@ -1,6 +1,6 @@
 """The verbs that need no run: ``plan`` and ``doctor``. They are parsed here; what they do is elsewhere.
 
-    cli.py --> add_verbs (this file) --> plan_text.py, doctor.py
+    cli.py --> add_verbs (this file) --> report.py, doctor.py
 
 Imports nothing of them until one is asked for.
 """

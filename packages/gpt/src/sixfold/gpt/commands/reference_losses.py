@@ -1,7 +1,7 @@
 """What simpler models of the same text reach, in nats per byte: the lines that a loss is measured against.
 
     training documents --> unigram, bigram --.
-    validation text --> zlib, lzma -----------+--> references (this file) --> demo.py --> plot.py
+    validation text --> zlib, lzma -----------+--> references (this file) --> demo.py --> loss_plot.py
 
 The two count models are fitted on the training text and measured on the validation text; the two compressors see the
 validation text only, whole, with nothing learnt before. numpy and the standard library.

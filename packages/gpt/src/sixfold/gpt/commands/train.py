@@ -82,7 +82,7 @@ def restarted(config: TrainConfig, most: int, run: Callable[[TrainConfig], int])
     """``run(config)``, and again from the newest checkpoint when it failed, ``most`` times at most.
 
     A run that would fail again (its configuration, data or checkpoint are wrong, a value was not finite, memory or the
-    disk is too small) is not started again; see processes.is_final.
+    disk is too small) is not started again; see spawn.is_final.
     """
     for number in range(1, most + 1):
         try:

@@ -1,6 +1,6 @@
 """What the degrees of a mesh divide: heads, vocabulary, sequence, experts, and the ranks that share data.
 
-    checks.py --> check_degrees (this file) before ranks; check_ranks (this file) when their number is known
+    rules.py --> check_degrees (this file) before ranks; check_ranks (this file) when their number is known
 
 Numbers only: no torch, no files. Each refusal names the keys, both numbers, the rule and the nearest values that work:
 a degree that is named works beside all of that degree's rules.

@@ -1,6 +1,6 @@
 """[model]: the shape of the network, and how many weights and operations that is.
 
-    [model] of the TOML --> GPTConfig (this file) --> config.py --> model.py, moe.py, sizes.py, hf_config.py
+    [model] of the TOML --> GPTConfig (this file) --> train_config.py --> decoder.py, moe.py, tensor_sizes.py, config.py
 
 Numbers only: no torch.
 """

@@ -1,7 +1,7 @@
 """What a resumed run may change, and what its metrics say that it changed.
 
-    start.py --> resume_changes (this file)    loop.py --> noted_changes (this file) --> the line ``resume``
-    load.py  --> forget_idle_keys (this file)  configurations of release 0.1.0
+    starting_point.py --> resume_changes (this file)    loop.py --> noted_changes (this file) --> the line ``resume``
+    trained_model.py  --> forget_idle_keys (this file)  configurations of release 0.1.0
 
 Numbers and texts only: no torch, no files.
 """

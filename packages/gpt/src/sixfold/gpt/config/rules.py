@@ -1,8 +1,8 @@
 """Rules between the tables of a configuration, and between a configuration and its world.
 
-    config.py --> check_config        (this file)      made
-    launch.py --> check_world         (this file)      the number of ranks is known
-    degrees.py has what tp, cp and ep divide, past.py has the rules between a run and its past.
+    train_config.py --> check_config        (this file)      made
+    rendezvous.py   --> check_world         (this file)      the number of ranks is known
+    degrees.py has what tp, cp and ep divide, resume_rules.py has the rules between a run and its past.
 
 Numbers only: no torch, no files. The pure functions here read a TrainConfig and never make one.
 """

@@ -1,6 +1,6 @@
 """Values of a configuration table: what a key may hold, and how a table refuses what it may not.
 
-    TOML value --> coerce (this file) --> a frozen dataclass of config.py
+    TOML value --> coerce (this file) --> a frozen dataclass of train_config.py
 
 The rule of a key is its annotation: ``Annotated[int, AtLeast(1)]``, ``Literal["a", "b"]``, ``tuple[str, ...]``.
 Pure Python: no torch, no files, no environment.

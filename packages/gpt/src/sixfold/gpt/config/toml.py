@@ -1,6 +1,6 @@
 """Text of a configuration: TOML and command-line overrides in, TOML out.
 
-    file, overrides --> read_tables (this file) --> config.py --> write_tables (this file) --> config.toml
+    file, overrides --> read_tables (this file) --> train_config.py --> write_tables (this file) --> config.toml
 
 The standard library reads TOML but does not write it. Nothing here knows the rule of a
 value: only names of tables and keys.

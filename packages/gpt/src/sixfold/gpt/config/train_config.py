@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen dataclass per TOML table, checked when it is made.
 
-    TOML + overrides --> toml.py --> TrainConfig (this file) --> checks.py --> loop.py, launch.py
+    TOML + overrides --> toml.py --> TrainConfig (this file) --> rules.py --> loop.py, rendezvous.py
 
 No torch: a typing error is reported within milliseconds, before a rank is started or a folder made.
 """
@@ -249,7 +249,7 @@ class OptimizerConfig(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Table):
-    """[schedule]: the learning rate over the run; schedule_lr.py has the formulas."""
+    """[schedule]: the learning rate over the run; learning_rate.py has the formulas."""
 
     TABLE: ClassVar[str] = "schedule"
     shape: Literal["cosine", "wsd", "constant"] = "cosine"

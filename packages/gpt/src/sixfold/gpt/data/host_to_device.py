@@ -1,6 +1,7 @@
 """What the host sends to its device: from pinned memory, beside the computation, awaited where it is used.
 
-    arrays of data.py, on its thread --> Parcel.put, .send (this file) --> Parcel.arrive (this file), loop.py --> a step
+    arrays of token_stream.py, on its thread --> Parcel.put, .send (this file)
+    loop.py, before a step                   --> Parcel.arrive (this file)
 
 [Note: what a copy waits for] Tensors are allocated for the side stream that fills them. A microbatch that the host has
 dropped may still be read by queued computation, and its memory is the side stream's to take again: so the copies wait

@@ -1,10 +1,10 @@
 """The loss of a step by dataset: which source costs how much.
 
-    data.py: Rows --> token_loss (this file), the pipeline's loss --> Rows.nats --> by_source --> step.py's reduction
+    Rows --> token_loss (this file), the pipeline's loss --> Rows.nats --> by_source (this file) --> step.py's reduction
 
 A sample is of one dataset of the blend. The loss function of the pipeline is handed each microbatch's ``Rows`` as its
 target and leaves the samples' nats there; training takes the sum alone, with the bits that it has without this. All of
-it is on the device, where data.py has sent it.
+it is on the device, where token_stream.py has sent it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Text to token pairs, with the identity of the tokenizer beside them.
 
-    txt, jsonl --> sixfold.indexed_data.build --.
-    corpus.py --> IndexedDatasetBuilder ---------+--> PREFIX.bin, PREFIX.idx, PREFIX.json   (this file)
+    txt, jsonl --> sixfold.indexed_data.build ---.
+    cpython_corpus.py --> IndexedDatasetBuilder -+--> PREFIX.bin, PREFIX.idx, PREFIX.json   (this file)
 
 PREFIX.json is written before the pair appears: a kill in between leaves a note without data, never data that claims
 another tokenizer. No existing pair is replaced, and no file of that name that is not such a note. No torch here.

@@ -6,7 +6,7 @@
 The state of the data is one number, ``samples`` consumed. Sample j of microbatch m on data-parallel rank d lies at
 position ``samples + (m*dp + d) * micro_batch_size + j``, so a change of layout or of the ramp repeats and skips
 nothing. Every rank of a pipeline computes its microbatches itself from the order; only hidden states travel. Ranks of
-a context-parallel group read the same samples, and each keeps its part of every row (row_parts.py).
+a context-parallel group read the same samples, and each keeps its part of every row (sequence_parts.py).
 """
 
 from __future__ import annotations

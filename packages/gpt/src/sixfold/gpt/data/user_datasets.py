@@ -1,6 +1,6 @@
 """A user's own datasets in the place of token pairs: any map-style torch Dataset, in an order that is computed.
 
-    datasets, weights, seed --> position -> (dataset, epoch, item) --> rows --> OwnData (this file) --> data.py
+    datasets, weights, seed --> position -> (dataset, epoch, item) --> rows --> OwnData (this file) --> token_stream.py
 
 The same interface as a blend of sixfold.blending, and the same promises: nothing is built, no cursor is kept, and a
 position gives the same sample on every layout, on every rank and after a restart. Datasets take turns by blending's

@@ -1,6 +1,6 @@
 """A rank's stages under fsdp: what the configuration's keys say to it.
 
-container, mesh, config --> wrapped (this file) --> FullyShardedDataParallel --> build.py
+container, mesh, config --> wrapped (this file) --> FullyShardedDataParallel --> rank_model.py
 """
 
 from __future__ import annotations

@@ -104,7 +104,7 @@ class RankModel:
     tied_group: dist.ProcessGroup | None = None
     tied_copy: bool = False
     activations: HostActivations | None = None  # where they wait for their backward; None: on the device
-    stored_plan: dict[str, Any] | None = None  # of planned.py, or of a checkpoint
+    stored_plan: dict[str, Any] | None = None  # of searched_schedule.py, or of a checkpoint
     eod: int | None = None  # the id that ends a document of its data, for checkpoints
     origin: dict[str, Any] | None = None  # what an import said that [model] does not, for later checkpoints
     programs: dict[int, pipeline.Program] = field(default_factory=dict)

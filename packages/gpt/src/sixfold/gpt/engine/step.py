@@ -1,13 +1,14 @@
 """One update: program, the sums that are gpt's, one division, norm, clip, optimizer.
 
-    data.py --> runner.step --> finish_grad_sync --> tied embedding --> / count --> norm --> clip --> AdamW
+    token_stream.py --> runner.step --> finish_grad_sync --> tied embedding --> / count --> norm --> clip --> AdamW
                                               (this file)
 
 [Note: who sums what] fsdp sums every gradient over dp x cp, experts' over the ranks that share them (SUM, never mean).
-Weights that tensor-parallel ranks have whole and use in part (cuts.py) are summed over tp, the tied embedding, when its
-two copies live on different ranks, over that pair. The number of unmasked targets is summed over dp x cp and divides
-once. The squares for the norm are summed over dp x cp by fsdp and over tp and pp here, copies left out; loss, stop flag
-and memory ride along, so a step has one host read, before the optimizer: a non-finite value must stop it.
+Weights that tensor-parallel ranks have whole and use in part (weight_sharding.py) are summed over tp, the tied
+embedding, when its two copies live on different ranks, over that pair. The number of unmasked targets is summed over dp
+x cp and divides once. The squares for the norm are summed over dp x cp by fsdp and over tp and pp here, copies left
+out; loss, stop flag and memory ride along, so a step has one host read, before the optimizer: a non-finite value must
+stop it.
 """
 
 from __future__ import annotations

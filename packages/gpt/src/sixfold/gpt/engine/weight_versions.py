@@ -1,7 +1,7 @@
 """Training with versions of the weights: the stages of a rank, whole, under pipedream and pipedream_2bw.
 
-    build.py --> VersionedModel (this file) in fsdp's place --> StageWeights as each Stage's data_parallel and optimizer
-    step.py  --> run_batch (this file): one batch; optimizers step inside the program
+    rank_model.py --> VersionedModel (this file) in fsdp's place --> StageWeights: a Stage's data_parallel and optimizer
+    step.py --> run_batch (this file): one batch; optimizers step inside the program
 
 [Note: who owns what] sixfold.pipeline keeps versions of the compute weights (the module's parameters). Main weights in
 main precision, sums of gradients and the optimizer of each stage are here, whole on every data-parallel rank. A

@@ -1,6 +1,6 @@
 """Files that a command is told to write: nothing is replaced but what sixfold wrote itself.
 
-    plot.py, timeline.py, doctor.py --> refuse_foreign (this file)
+    loss_plot.py, timeline.py, doctor.py --> refuse_foreign (this file)
 
 A picture that is drawn again while a run goes on replaces the older one: it carries ``MARK``. Whatever has no mark is
 somebody else's.

@@ -1,11 +1,11 @@
 """config.json of Hugging Face's Llama, Qwen2, Qwen3 and the two's mixtures of experts <--> [model].
 
-    config.json --> read (this file) --> GPTConfig --> hf.py          GPTConfig --> write (this file) --> config.json
+    config.json --> read (this file) --> GPTConfig --> convert.py        GPTConfig --> write (this file) --> config.json
 
 [Note: every key is judged] transformers ignores a key that its class does not know, and takes the class's default for
 one that is not there. Here a key is read, or must have the one value that changes nothing (FIXED), or is known to have
-no part in the logits (NEUTRAL); any other is refused. hf_experts.py judges the keys of experts. Pure: no files, no
-torch.
+no part in the logits (NEUTRAL); any other is refused. experts_config.py judges the keys of experts. Pure: no files,
+no torch.
 """
 
 from __future__ import annotations

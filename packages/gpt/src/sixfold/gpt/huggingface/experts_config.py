@@ -1,6 +1,6 @@
 """Keys of experts in config.json of Hugging Face's Qwen2-MoE and Qwen3-MoE <--> [model].
 
-    config.json --> read (this file) --> hf_config.py          hf_config.py --> write (this file) --> config.json
+    config.json --> read (this file) --> config.py          config.py --> write (this file) --> config.json
 
 [Note: the balance of transformers] Its router_aux_loss_coef belongs to a loss in which the shares of tokens sum to
 num_experts_per_tok, not to 1, and which is a mean over the layers with experts, not their sum: one of it is

@@ -1,6 +1,6 @@
 """Names of tensors in Hugging Face's files.
 
-    canonical name, shape --> pieces (this file) --> hf.py
+    canonical name, shape --> pieces (this file) --> convert.py
 
 One of ours is one of theirs, but for the matrices of experts: ours have a leading axis of experts, in the files each
 expert has its own.

@@ -1,6 +1,6 @@
 """Which rank this process is, and how it joins the others.
 
-    torchrun, srun, a PyTorchJob or processes.py set variables --> detect --> Rendezvous --> join --> World  (this file)
+    torchrun, srun, a PyTorchJob or spawn.py set variables --> detect --> Rendezvous --> join --> World  (this file)
                                                                                                           `-> loop.py
 
 The one place of the package that reads a launcher's variables and that makes or ends the default process group. A
@@ -39,7 +39,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PYTORCHJOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 MPIRUN = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"))  # Open MPI; MPICH and Intel MPI
-OWN = ("SIXFOLD_RANK", "SIXFOLD_RANKS", "SIXFOLD_STORE")  # set by processes.py in the ranks that it starts
+OWN = ("SIXFOLD_RANK", "SIXFOLD_RANKS", "SIXFOLD_STORE")  # set by spawn.py in the ranks that it starts
 
 # A rank that leaves first closes what others still read; the host of the store waits this long for all to be done.
 LEAVE_S = 10.0

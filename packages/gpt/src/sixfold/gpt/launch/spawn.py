@@ -86,7 +86,7 @@ class _Rank:
 class _Stop:
     """Signals to the launcher that ask for a stop: the first is forwarded, a later one ends the ranks at once.
 
-    As stop.py says in [Note: what a signal does].
+    As stop_signals.py says in [Note: what a signal does].
     """
 
     ranks: list[_Rank] = field(default_factory=list)
@@ -141,8 +141,8 @@ def start_ranks(
 ) -> int:
     """Run ``target(*args)`` in ``ranks`` processes and wait for all of them.
 
-    In each, ``launch.detect`` finds the rank. What asks for a stop here is forwarded as SIGTERM; a signal that comes
-    more than ``stop.SAME_S`` later ends the ranks at once.
+    In each, ``rendezvous.detect`` finds the rank. What asks for a stop here is forwarded as SIGTERM; a signal that
+    comes more than ``stop_signals.SAME_S`` later ends the ranks at once.
 
     Args:
         target: module-level function; returns 0, or 143 if it was asked to stop and has saved.
@@ -335,7 +335,7 @@ def _rank_main(
     except (OSError, pickle.PicklingError):
         os._exit(1)
     if isinstance(report, Failure):
-        # See launch.py [Note: a failed rank keeps its connections]: the launcher ends this process.
+        # See rendezvous.py [Note: a failed rank keeps its connections]: the launcher ends this process.
         signal.pause()
 
 

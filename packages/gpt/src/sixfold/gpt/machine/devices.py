@@ -1,6 +1,6 @@
 """What a device can do: a table of those that the field trains on, and machines that ``sixfold doctor`` measured.
 
-    name, or doctor's file --> Device (this file) --> times.py, plan.py
+    name, or doctor's file --> Device (this file) --> stage_times.py, plan.py
 
 Numbers only: no torch, and no device is asked, but the names of the CPU's instructions.
 """
@@ -20,7 +20,7 @@ from sixfold.gpt.errors import ConfigError
 MATMUL_EFFICIENCY = 600 / 989.4
 LINK_EFFICIENCY = 0.85
 # An A100 comes nearer to its peak: whole steps reach a hardware utilisation of 76.8 % in llm-foundry's table of
-# published runs (13B, 4096), so products are at least as fast. See published.py for the source.
+# published runs (13B, 4096), so products are at least as fast. See published_runs.py for the source.
 MATMUL_EFFICIENCY_A100 = 0.768
 
 

@@ -1,6 +1,6 @@
 """The feed-forward parts of several experts, on rows that lie expert by expert.
 
-    expert_exchange.py: rows, where each expert's end --> feed_forward (this file) --> rows --> expert_exchange.py
+    expert_dispatch.py: rows, where each expert's end --> feed_forward (this file) --> rows --> expert_dispatch.py
 
 torch's grouped product takes bfloat16 on CUDA, one launch for all experts and no number read by the host; elsewhere the
 experts are multiplied one after another.

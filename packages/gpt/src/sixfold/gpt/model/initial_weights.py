@@ -1,6 +1,6 @@
 """Initial weights as a function of seed, name and index.
 
-    seed, canonical name --> Philox key --> initial_values (this file) --> fill_elements --> build.py: a rank's shards
+    seed, canonical name --> Philox key --> initial_values (this file) --> fill_elements --> rank_model.py: shards
                                                                                          `-> initializer: whole modules
 
 No layout enters: a stage, a shard or a row is drawn without the rest. torchtitan needs a checkpoint for the same,

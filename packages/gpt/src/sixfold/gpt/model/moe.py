@@ -1,6 +1,6 @@
 """A mixture of experts in place of a layer's feed-forward part.
 
-    (b, s, hidden) --> router --> choices --> expert_exchange.py --> expert_products.py --> back --> (b, s, hidden)
+    (b, s, hidden) --> router --> choices --> expert_dispatch.py --> grouped_experts.py --> back --> (b, s, hidden)
                             `-> weights -----------------------------------------------------^        (this file)
 
 No token is dropped: each goes to the experts that it chose, however many chose the same. Each tensor-parallel rank

@@ -1,6 +1,6 @@
 """The run's record: metrics.jsonl, one JSON object per line.
 
-    loop.py --> MetricsWriter --> metrics.jsonl   (this file)   --> read_metrics --> plot.py, observe.py, demo.py
+    loop.py --> MetricsWriter --> metrics.jsonl   (this file)   --> read_metrics --> plots, TensorBoard, demo.py
                                                                  `-> ProgressLine --> stderr
 
 One rank writes; everything that shows a run reads this file and nothing else. Every line is flushed when written,

@@ -1,6 +1,6 @@
 """What ranks share: small objects, and errors: one rank's is raised on all, and a lost peer gets a name.
 
-loop.py, start.py, checkpoint.py --> gather, together, from_first (this file) --> TrainError, ConfigError on every rank
+the loop, starts, saves --> gather, together, from_first (this file) --> TrainError, ConfigError on every rank
 """
 
 from __future__ import annotations

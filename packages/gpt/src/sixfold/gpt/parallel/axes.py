@@ -1,6 +1,6 @@
 """Where a rank stands on each axis along which one model is split inside a pipeline stage.
 
-    mesh.py, or a user's DeviceMesh --> Axes (this file) --> model.py, attention.py, moe.py
+    mesh.py, or a user's DeviceMesh --> Axes (this file) --> decoder.py, attention.py, moe.py
 
 An axis of one rank has no group, and every function of the model that takes an Axis does nothing on it: one process
 and one rank of a thousand run the same lines.

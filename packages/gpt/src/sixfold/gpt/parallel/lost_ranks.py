@@ -1,8 +1,8 @@
 """What a collective over an axis of the model says when another of its ranks is lost or late.
 
-    tensor_parallel.py, context_parallel.py, expert_exchange.py, loss.py --> over (this file)  --> TrainError
-    step.py, moe.py, versioned.py                                        --> among (this file) ------^
-    agree.py --> lost (this file)
+    tensor_parallel.py, context_parallel.py, expert_dispatch.py, loss.py --> over (this file)  --> TrainError
+    step.py, moe.py, weight_versions.py                                  --> among (this file) ------^
+    agreement.py                                                         --> lost (this file)
 
 torch says only how the wire broke; here stand what was being done, between which ranks, and for how long.
 """

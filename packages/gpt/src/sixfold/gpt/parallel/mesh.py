@@ -1,6 +1,6 @@
 """Where a rank stands: its coordinates, and the groups that its data and its control messages take.
 
-    config.parallel + launch.World --> mesh (this file) --> build.py, step.py, checkpoint.py
+    config.parallel + rendezvous.World --> mesh (this file) --> rank_model.py, step.py, training_state.py
 
 One DeviceMesh with axes ("pp", "dp", "cp", "tp"), outermost first, so tp varies fastest. With dp_replicate (HSDP) dp is
 ("dp_replicate", "dp_shard"): copies, each of neighbouring ranks that share its shards. Experts have a second mesh of
@@ -75,7 +75,7 @@ class RankMesh:
 
 
 def make_mesh(parallel: ParallelConfig, world: World, device: torch.device, timeout_s: float) -> RankMesh:
-    """Build the mesh of a job whose ``parallel`` degrees multiply to ``world.size`` (checked in config.py).
+    """Build the mesh of a job whose ``parallel`` degrees multiply to ``world.size`` (checked in train_config.py).
 
     Args:
         timeout_s: longest wait in a collective of any of its groups.

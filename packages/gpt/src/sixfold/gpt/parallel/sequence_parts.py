@@ -1,6 +1,6 @@
 """Which tokens of each row a context-parallel rank has, and what of its row each of them sees.
 
-    cu_seqlens (numpy) --> documents_here (this file), on the thread that reads data --> upload.py --> attention.py
+    cu_seqlens (numpy) --> documents_here (this file), on the thread of the data --> host_to_device.py --> attention.py
 
 A row of S tokens is cut in 2 * cp chunks; rank r has chunks r and 2 * cp - 1 - r, in this order, so that all ranks have
 equally many pairs of a query and a key under a causal mask. Integers and numpy alone: what decides how much a rank

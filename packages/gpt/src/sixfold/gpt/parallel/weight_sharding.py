@@ -1,7 +1,7 @@
 """Which part of a canonical tensor a tensor- and expert-parallel rank holds.
 
-    canonical name, Cuts --> cut_of (this file) --> init.py draws it, checkpoint.py saves it, model.py has its shape
-                                                 `-> replicated (this file) --> norm, sums over tp
+    canonical name, Cuts --> runs, whole_shape (this file) --> initial_weights.py draws it, training_state.py saves it
+                         `-> replicated (this file) --> norm, sums over tp
 
 Integers only: no torch. Checkpoints hold canonical tensors whole, so nothing in them depends on the layout.
 """

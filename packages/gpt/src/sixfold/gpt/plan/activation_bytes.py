@@ -2,7 +2,7 @@
 
     config, layers, device --> activations (this file) --> plan.py
 
-Integers only. Counted is every storage that autograd saves, once, parameters apart: the model of model.py,
+Integers only. Counted is every storage that autograd saves, once, parameters apart: the model of decoder.py,
 attention.py, norm.py and loss.py, tensor by tensor; a test compares it with ``saved_tensors_hooks``.
 
 t tokens of a micro-batch on this rank (rows * length / cp), h hidden size, q and k widths of queries and of keys, f

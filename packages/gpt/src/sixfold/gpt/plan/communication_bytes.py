@@ -1,6 +1,6 @@
 """Bytes that a rank sends for one microbatch of a layer, and for its gradients and weights in a step.
 
-    config, parallel, Shape --> Sent of a layer, of a stage's ends (this file) --> times.py, plan.py
+    config, parallel, Shape --> Sent of a layer, of a stage's ends (this file) --> stage_times.py, plan.py
 
 Numbers only: no torch, no ranks. Of a collective over n ranks that leaves W bytes a rank sends (n - 1) / n W, of an
 all-reduce twice that; of an all-to-all all rows but its own part.

@@ -1,9 +1,9 @@
 """Bytes that operators without matrix products read and write for one microbatch of a stage.
 
-    config, Shape, layers --> Moved (this file) --> times.py: seconds at the rate of the device's memory
+    config, Shape, layers --> Moved (this file) --> stage_times.py: seconds at the rate of the device's memory
 
 Norms, rotary positions, activations, residuals, sums of gradients, the loss. Counted operator by operator in norm.py,
-rope.py, model.py and loss.py: each reads its inputs and writes its result once. Compiled, a layer's chains are one
+rope.py, decoder.py and loss.py: each reads its inputs and writes its result once. Compiled, a layer's chains are one
 kernel each, which reads what enters the chain and writes what leaves it; the loss is not compiled. Integers only.
 """
 

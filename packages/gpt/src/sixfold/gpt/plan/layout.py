@@ -1,7 +1,7 @@
 """A configuration at the degrees of a world, cut into stages and ranks, and what its stages cost.
 
-    TrainConfig, ParallelConfig --> Layout (this file) --> costs of stages (this file) --> on_paper.py, plan.py
-    sizes.py, activations.py, times.py
+    TrainConfig, ParallelConfig --> Layout (this file) --> costs of its stages (this file) --> plan.py
+    tensor_sizes.py, activation_bytes.py, stage_times.py -----------^
 
 From pure cores alone: no torch, no process group, no device.
 """

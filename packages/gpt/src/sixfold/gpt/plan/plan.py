@@ -1,7 +1,7 @@
 """What a configuration takes on a number of ranks: memory, traffic, bubble and time of a step.
 
-    TrainConfig, world, Device --> plan_layout (this file) --> Planned --> plan_text.py, plan_search.py
-    layout.py: what stages cost    on_paper.py: programs, and ``schedule_for``
+    TrainConfig, world, Device --> plan_layout (this file) --> Planned --> report.py, search.py
+    layout.py: what stages cost    simulated_programs.py: programs, and ``schedule_for``
 
 From pure cores alone: no torch, no process group, no device. A configuration that a run refuses can be planned;
 ``Planned.refused`` says so.

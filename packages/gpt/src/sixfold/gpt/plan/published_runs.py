@@ -1,9 +1,10 @@
 """Training speeds that others have published, beside what this package plans for the same runs.
 
-    ROWS (this file) --> predicted --> errors --> spread.py: the range that a plan prints; docs/guide/gpt-plan-errors.md
+    ROWS (this file) --> predicted --> errors --> time_range.py: the range that a plan prints; docs/guide/
+    gpt-plan-errors.md
 
 Each row has a public source. ``python -m sixfold.gpt.published`` prints the table; a test compares it with the page and
-the quantiles with spread.py. No torch.
+the quantiles with time_range.py. No torch.
 
 What is planned is the run as far as this package has its like. MPT has two matrices in its feed-forward part: here
 three of two thirds the width, as many parameters. torchtitan's "selective" recomputes every second product: here

@@ -1,6 +1,6 @@
 """``sixfold plan``: a plan as text or JSON.
 
-    config file, flags --> run (this file) --> plan.py, plan_search.py --> text or JSON (this file)
+    config file, flags --> run (this file) --> plan.py, search.py --> text or JSON (this file)
 
 Imports no torch and starts no rank; nothing is computed here.
 """

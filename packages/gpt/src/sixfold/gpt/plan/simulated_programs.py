@@ -1,7 +1,7 @@
 """Programs of a configuration: searched for, and run on paper.
 
     Layout, Costs --> Simulated (this file) --> plan.py
-    TrainConfig, measured Costs, memory cap --> schedule_for (this file) --> plan.py, plan_text.py
+    TrainConfig, measured Costs, memory cap --> schedule_for (this file) --> plan.py, report.py
 
 No torch. [Note: large programs] A step of very many actions is not simulated whole. Time, ideal and peaks of a schedule
 are linear in the number of microbatches once there are some per rank: they are simulated for two smaller numbers and

@@ -129,7 +129,7 @@ def stage_times(
     last: bool,
     fused: bool,
 ) -> StageTimes:
-    """Times of a stage of ``units`` on ``device``, whose ``flops`` are known; ``fused`` as in elementwise.py."""
+    """Times of a stage of ``units`` on ``device``, whose ``flops`` are known; ``fused`` as in elementwise_bytes.py."""
     rate = device.flops_of(config.train.precision)
     assert rate is not None, f"{device.name} has no FLOP/s"
     flops = stage_flops(config, parallel, layers, last=last)

@@ -1,6 +1,6 @@
 """What a rank stores: weights, gradients, optimizer state and buffers, as sixfold.fsdp lays them out.
 
-    units (sizes.py), config, parallel --> Stored (this file) --> plan.py
+    units (tensor_sizes.py), config, parallel --> Stored (this file) --> plan.py
 
 Integers only: no torch, no tensors, no ranks. Every rule here is one of sixfold.fsdp's, for tensors that are cut
 between any two elements, and a test compares it with ``report()``. N is the ranks that share a stream: dp * cp /
@@ -65,7 +65,7 @@ class Formats:
 
     @classmethod
     def of(cls, config: TrainConfig, *, gloo: bool = False) -> Formats:
-        """As build.py hands them to sixfold.fsdp."""
+        """As rank_model.py hands them to sixfold.fsdp."""
         fsdp = config.fsdp
         main = _ITEMSIZE[fsdp.main_dtype]
         return cls(

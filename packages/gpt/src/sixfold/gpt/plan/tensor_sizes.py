@@ -1,7 +1,7 @@
 """What a rank has to store: tensors of a layer and of a stage, and how sixfold.fsdp groups them.
 
-    config, parallel, layers of a rank --> units (this file) --> stored.py --> plan.py
-    activations are in activations.py
+    config, parallel, layers of a rank --> units (this file) --> stored_bytes.py --> plan.py
+    activations are in activation_bytes.py
 
 Integers only: no torch, no tensors, no ranks.
 """

@@ -1,6 +1,6 @@
 """How far a planned time is right: the range in which published runs of the same kind lay.
 
-    published.py: published / planned of each row --> RANGES (this file) --> plan.py: a range of seconds
+    published_runs.py: published / planned of each row --> RANGES (this file) --> plan.py: a range of seconds
 
 The numbers are quantiles of those errors, rounded outwards to a hundredth; a test works them out again. No torch.
 """

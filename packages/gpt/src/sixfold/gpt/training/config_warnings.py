@@ -1,6 +1,6 @@
 """What a run says before its first step: things that are taken as they are asked, and that few people mean.
 
-    config, the configuration of the checkpoint, its step --> notices (this file) --> begin.py --> stderr
+    config, the configuration of the checkpoint, its step --> notices (this file) --> resume.py --> stderr
 
 Pure: texts of numbers. Nothing here refuses anything.
 """

@@ -3,7 +3,8 @@
     TrainConfig --> loop (this file): mesh --> build --> [ data --> step --> metrics --> checkpoint ]* --> TrainResult
 
 Every rank runs this same code; a world of one has no process group and every group is None. State that outlives a rank
-is a step number, ``samples`` consumed, and what checkpoint.py saves: a killed run continues from the newest whole one.
+is a step number, ``samples`` consumed, and what training_state.py saves: a killed run continues from the newest whole
+one.
 """
 
 from __future__ import annotations
@@ -417,7 +418,7 @@ def train(
     Args:
         model_provider: builds a stage of another decoder; see ``sixfold.gpt.engine.rank_model.build_rank``.
         forward_step: only None; a model_provider's module computes its losses itself.
-        datasets: map-style ones instead of token pairs, by names of data.blend and data.valid; see own_data.py.
+        datasets: map-style ones instead of token pairs, by names of data.blend and data.valid; see user_datasets.py.
     Returns:
         How it ended, on every rank.
     Raises:

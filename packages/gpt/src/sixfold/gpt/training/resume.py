@@ -1,8 +1,8 @@
 """How a run begins: its first line, and what it continues from.
 
-    start.py: Start --> restore (this file) --> the rank's weights, optimizer state and progress; lines of metrics.jsonl
+    Start of starting_point.py --> restore (this file) --> weights, optimizer state, progress; lines of metrics.jsonl
 
-A checkpoint whose bytes are not those that were written gives way to the one before: start.py has the note.
+A checkpoint whose bytes are not those that were written gives way to the one before: starting_point.py has the note.
 """
 
 from __future__ import annotations

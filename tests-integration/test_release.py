@@ -50,7 +50,7 @@ def test_the_arrows_are_those_of_the_design():
     [
         ("packages/fsdp/src/sixfold/fsdp/layout.py", "fsdp gpt"),
         ("packages/indexed-data/pyproject.toml", "blending gpt indexed-data"),
-        ("packages/gpt/tests/test_cli.py", "gpt"),
+        ("packages/gpt/tests/commands/test_cli.py", "gpt"),
         ("packages/fsdp/README.md", ""),
         ("packages/fsdp/benchmarks/bench_x.py", ""),
         ("docs/design/x.md", ""),

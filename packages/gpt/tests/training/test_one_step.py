@@ -13,7 +13,7 @@ from gpt_helpers import tiny_config
 from sixfold.gpt import train
 from sixfold.gpt.training import loop
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs" / "guide" / "gpt-one-step.md"
 PACKAGES = {"g": "gpt", "i": "indexed-data", "b": "blending", "p": "pipeline", "f": "fsdp", "c": "dist-ckpt"}
 # What a run of one process on finite values with a save in the foreground does not pass.

@@ -17,7 +17,7 @@ from sixfold.gpt.plan.plan import plan_layout
 from sixfold.gpt.plan.published_runs import ROWS, SOURCES, beside_plans, planned, table
 from sixfold.gpt.plan.time_range import QUANTILES, RANGES, SEEN
 
-PAGE = Path(__file__).parents[3] / "docs/guide/gpt-plan-errors.md"
+PAGE = Path(__file__).parents[4] / "docs/guide/gpt-plan-errors.md"
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import torch
 from context_helpers import cut as cut_rows
 from gpt_helpers import tiny_config
 
-from sixfold.gpt.data.host_to_device import Parcel
+from sixfold.gpt.data.host_to_device import Transfer
 from sixfold.gpt.data.token_stream import TokenStream, build_datasets
 from sixfold.gpt.parallel.sequence_parts import DocumentsHere, Part
 
@@ -43,14 +43,14 @@ class Noted:
 
 def test_memory_is_taken_before_the_copies_wait_and_the_step_waits_for_them():
     streams = Noted()
-    parcel = Parcel(streams)
-    found = [parcel.put(np.arange(3)), parcel.put(np.ones(2))]
+    transfer = Transfer(streams)
+    found = [transfer.put(np.arange(3)), transfer.put(np.ones(2))]
     assert streams.calls == ["pinned", "place"] * 2
     assert [int(t[0]) for t in found] == [-1, -1], "nothing is copied yet"
-    parcel.send()
+    transfer.send()
     assert streams.calls[4:] == ["hold", "copy", "copy", "mark"]
-    parcel.arrive()
-    parcel.arrive()
+    transfer.arrive()
+    transfer.arrive()
     assert streams.calls[8:] == ["wait"]
     assert [t.tolist() for t in found] == [[0, 1, 2], [1, 1]]
 
@@ -62,11 +62,11 @@ def test_pinned_sources_are_held_until_the_step_waits():
         def copy(self, target, source):
             held.append(torch._C._WeakTensorRef(source))
 
-    parcel = Parcel(Watched())
-    parcel.put(np.arange(3))
-    parcel.send()
+    transfer = Transfer(Watched())
+    transfer.put(np.arange(3))
+    transfer.send()
     assert not held[0].expired()
-    parcel.arrive()
+    transfer.arrive()
     assert held[0].expired()
 
 

@@ -6,7 +6,7 @@ from context_helpers import cut, places_of
 from gpt_helpers import tiny_config
 from model_helpers import boundaries, naive_attention, small
 
-from sixfold.gpt.data.host_to_device import copies_to
+from sixfold.gpt.data.host_to_device import copy_streams
 from sixfold.gpt.data.token_stream import TokenStream, build_datasets
 from sixfold.gpt.model import attention
 from sixfold.gpt.model.attention import plan_rows
@@ -87,7 +87,7 @@ def test_a_kernel_gives_what_batched_products_give(kernel, dtype, bound):
 def test_microbatches_travel_beside_a_busy_stream_and_are_awaited(tmp_path):
     config, device = tiny_config(tmp_path), torch.device("cuda", 0)
     train, _ = build_datasets(config)
-    plain, stream = TokenStream(train, config), TokenStream(train, config, copies=copies_to(device))
+    plain, stream = TokenStream(train, config), TokenStream(train, config, copies=copy_streams(device))
     for turn in range(20):  # memory of dropped microbatches is used again
         torch.cuda._sleep(10_000_000)
         batch = stream.microbatch(turn * 2, 2)

@@ -6,7 +6,7 @@ from config_helpers import words_of
 from gpt_helpers import tiny_config
 
 from sixfold.gpt import train
-from sixfold.gpt.data.loss_by_dataset import Rows, by_source, means, token_loss
+from sixfold.gpt.data.loss_by_dataset import SampleLosses, mean_by_dataset, sums_by_dataset, token_loss
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.observe import tensorboard as observe
 from sixfold.gpt.observe.metrics import FIELDS, MetricsWriter, describe
@@ -63,7 +63,9 @@ def test_tensorboard_that_is_not_installed_is_refused_with_the_extra(monkeypatch
 
 
 def rows(*datasets, targets=4.0):
-    return Rows(dataset=torch.tensor(datasets), targets=torch.full((len(datasets),), targets, dtype=torch.float64))
+    return SampleLosses(
+        dataset=torch.tensor(datasets), targets=torch.full((len(datasets),), targets, dtype=torch.float64)
+    )
 
 
 def test_the_loss_and_its_gradient_are_those_of_the_plain_sum():
@@ -77,14 +79,16 @@ def test_a_microbatch_that_is_computed_again_counts_once():
     one = rows(0, 1)
     for _ in range(2):  # as RECOMPUTE does
         token_loss(torch.tensor([[1.0, 1.0], [3.0, 3.0]]), one)
-    nats, targets = by_source([one], 3, torch.device("cpu")).tolist()
-    assert means(nats, targets) == {0: 0.5, 1: 1.5}, "of 2 and 6 nats over 4 targets each; dataset 2 gave nothing"
+    nats, targets = sums_by_dataset([one], 3, torch.device("cpu")).tolist()
+    assert mean_by_dataset(nats, targets) == {0: 0.5, 1: 1.5}, (
+        "of 2 and 6 nats over 4 targets each; dataset 2 gave nothing"
+    )
 
 
 def test_losses_that_are_not_per_token_are_not_shared_out():
     one = rows(0, 1)
     assert float(token_loss(torch.tensor([1.0, 2.0, 3.0]), one)) == 6.0
-    assert one.nats is None and not by_source([one, None], 2, torch.device("cpu")).any()
+    assert one.nats is None and not sums_by_dataset([one, None], 2, torch.device("cpu")).any()
 
 
 def test_a_timeline_that_no_costs_fit_and_one_that_cannot_be_written_end_no_run_and_are_told_once(tmp_path, capsys):

@@ -76,5 +76,5 @@ def test_a_step_passes_the_functions_in_the_order_of_the_page(tmp_path, monkeypa
     train(tiny_config(tmp_path, "train.steps=1", "model.num_layers=1", "train.global_batch_size=2"))
     here = [(path.rpartition("/sixfold/")[2], name) for path, name in drawn() if name not in ELSEWHERE]
     assert [one for one in here if one not in passed] == []
-    in_order = [one for one in here if one[1] != "Ahead.result"]  # of the thread that waits for the others
+    in_order = [one for one in here if one[1] != "Prefetch.result"]  # of the thread that waits for the others
     assert in_order == sorted(in_order, key=passed.__getitem__)

@@ -97,7 +97,7 @@ def test_a_step_is_saved_before_it_is_evaluated(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_a_data_thread_that_hangs_ends_the_run_at_its_deadline(tmp_path, monkeypatch):
     config = tiny_config(tmp_path)
-    free, reading, result = threading.Event(), loop.TokenStream.step, loop.Ahead.result
+    free, reading, result = threading.Event(), loop.TokenStream.step, loop.Prefetch.result
     hangs, limits = threading.Event(), []
     monkeypatch.setattr(loop, "CLOSE_S", 0.1)
 
@@ -112,7 +112,7 @@ def test_a_data_thread_that_hangs_ends_the_run_at_its_deadline(tmp_path, monkeyp
         return result(self, 0.2 if hangs.is_set() else seconds)
 
     monkeypatch.setattr(loop.TokenStream, "step", hanging)
-    monkeypatch.setattr(loop.Ahead, "result", soon)
+    monkeypatch.setattr(loop.Prefetch, "result", soon)
     with pytest.raises(TrainError, match=r"step 2: rank 0 did not read its data within 120 s"):
         train(config)
     free.set()
@@ -122,7 +122,7 @@ def test_a_data_thread_that_hangs_ends_the_run_at_its_deadline(tmp_path, monkeyp
 
 @pytest.mark.slow
 def test_data_read_for_a_plan_has_the_deadline_too_and_is_read_once(tmp_path, monkeypatch):
-    free, reading, result, read = threading.Event(), loop.TokenStream.step, loop.Ahead.result, []
+    free, reading, result, read = threading.Event(), loop.TokenStream.step, loop.Prefetch.result, []
     monkeypatch.setattr(loop, "CLOSE_S", 0.1)
     monkeypatch.setattr(loop, "plan_run", lambda run: run.coming_batch())
     monkeypatch.setattr(
@@ -132,7 +132,7 @@ def test_data_read_for_a_plan_has_the_deadline_too_and_is_read_once(tmp_path, mo
     train(config)
     assert read == [0, 8]
     monkeypatch.setattr(loop.TokenStream, "step", lambda *_: free.wait(60))
-    monkeypatch.setattr(loop.Ahead, "result", lambda self, seconds: result(self, seconds / 1000))
+    monkeypatch.setattr(loop.Prefetch, "result", lambda self, seconds: result(self, seconds / 1000))
     with pytest.raises(TrainError, match=r"step 0: rank 0 did not read its data within 120 s"):
         train(tiny_config(tmp_path, "parallel.schedule=plan"))
     free.set()

@@ -1,7 +1,7 @@
 """What the host sends to its device: from pinned memory, beside the computation, awaited where it is used.
 
-    arrays of token_stream.py, on its thread --> Parcel.put, .send (this file)
-    loop.py, before a step                   --> Parcel.arrive (this file)
+    arrays of token_stream.py, on its thread --> Transfer.put, .send (this file)
+    loop.py, before a step                   --> Transfer.arrive (this file)
 
 [Note: what a copy waits for] Tensors are allocated for the side stream that fills them. A microbatch that the host has
 dropped may still be read by queued computation, and its memory is the side stream's to take again: so the copies wait
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
 
-class Copies(Protocol):
+class CopyStreams(Protocol):
     """A device's streams, as a parcel needs them."""
 
     def pinned(self, array: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,7 @@ class Copies(Protocol):
         ...
 
 
-class CudaCopies:
+class CudaCopyStreams:
     """The streams of a CUDA device. Made on the thread that computes, whose stream it is that waits."""
 
     def __init__(self, device: torch.device) -> None:
@@ -81,15 +81,15 @@ class CudaCopies:
         self._compute.wait_event(event)
 
 
-def copies_to(device: torch.device) -> Copies | None:
+def copy_streams(device: torch.device) -> CopyStreams | None:
     """The streams of ``device``; None where the host's memory is the device's."""
-    return CudaCopies(device) if device.type == "cuda" else None
+    return CudaCopyStreams(device) if device.type == "cuda" else None
 
 
-class Parcel:
+class Transfer:
     """Arrays that travel together; holds both ends of every copy until they are awaited."""
 
-    def __init__(self, copies: Copies | None = None) -> None:
+    def __init__(self, copies: CopyStreams | None = None) -> None:
         self._copies = copies
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._sent: Any = None

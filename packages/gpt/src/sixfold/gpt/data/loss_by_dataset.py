@@ -1,10 +1,10 @@
 """The loss of a step by dataset: which source costs how much.
 
-    Rows --> token_loss (this file), the pipeline's loss --> Rows.nats --> by_source (this file) --> step.py's reduction
+    SampleLosses --> token_loss (this file), the loss of the pipeline --> nats --> sums_by_dataset (this file) --> step.py
 
-A sample is of one dataset of the blend. The loss function of the pipeline is handed each microbatch's ``Rows`` as its
-target and leaves the samples' nats there; training takes the sum alone, with the bits that it has without this. All of
-it is on the device, where token_stream.py has sent it.
+A sample is of one dataset of the blend. The loss function of the pipeline is handed each microbatch's ``SampleLosses``
+as its target and leaves the samples' nats there; training takes the sum alone, with the bits that it has without this.
+All of it is on the device, where token_stream.py has sent it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 
 
 @dataclass(kw_only=True, slots=True)
-class Rows:
+class SampleLosses:
     """The b samples of a microbatch, one by one.
 
     Attributes:
@@ -30,7 +30,7 @@ class Rows:
     nats: torch.Tensor | None = None
 
 
-def token_loss(losses: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+def token_loss(losses: torch.Tensor, rows: SampleLosses | None) -> torch.Tensor:
     """The sum of per-token ``losses``, what the backward starts from; each sample's share is left in ``rows``.
 
     Args:
@@ -41,7 +41,7 @@ def token_loss(losses: torch.Tensor, rows: Rows | None) -> torch.Tensor:
     return losses.sum()
 
 
-def by_source(batch: Iterable[Rows | None], datasets: int, device: torch.device) -> torch.Tensor:
+def sums_by_dataset(batch: Iterable[SampleLosses | None], datasets: int, device: torch.device) -> torch.Tensor:
     """(2, datasets) float64 on ``device``: nats and targets of each, over the microbatches whose loss is known here."""
     totals = torch.zeros(2, datasets, dtype=torch.float64, device=device)
     for rows in batch:
@@ -52,6 +52,6 @@ def by_source(batch: Iterable[Rows | None], datasets: int, device: torch.device)
     return totals
 
 
-def means(nats: Sequence[float], targets: Sequence[float]) -> dict[int, float]:
+def mean_by_dataset(nats: Sequence[float], targets: Sequence[float]) -> dict[int, float]:
     """Nats per target by dataset number; datasets without a target in the step are left out."""
     return {i: nat / count for i, (nat, count) in enumerate(zip(nats, targets, strict=True)) if count}

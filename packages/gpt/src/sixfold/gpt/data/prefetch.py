@@ -1,6 +1,6 @@
 """Work that a thread does while the rank computes, and that is waited for no longer than a deadline.
 
-    what to read --> Ahead (this file) --> loop.py
+    what to read --> Prefetch (this file) --> loop.py
 
 A thread that hangs in a read (a disk, a network file system) cannot be stopped. It is a daemon: neither the run nor
 the end of the process waits for it, which an executor of the standard library would.
@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class Ahead(Generic[T]):
+class Prefetch(Generic[T]):
     """One call on a thread of its own, begun when this is made."""
 
     def __init__(self, task: Callable[[], T]) -> None:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from sixfold.blending import BlendedDataset, BlendedMegatronDatasetBuilder, GPTDataset
     from sixfold.gpt.config.train_config import TrainConfig
-    from sixfold.gpt.data.host_to_device import Copies, Parcel
-    from sixfold.gpt.data.loss_by_dataset import Rows
+    from sixfold.gpt.data.host_to_device import CopyStreams, Transfer
+    from sixfold.gpt.data.loss_by_dataset import SampleLosses
     from sixfold.gpt.data.user_datasets import Datasets as OwnDatasets
     from sixfold.gpt.data.user_datasets import OwnData
     from sixfold.gpt.parallel.mesh import RankMesh
@@ -68,13 +68,13 @@ class Microbatch:
     tokens: torch.Tensor
     kwargs: dict[str, Any]
     targets: float
-    rows: Rows | None = None
-    parcel: Parcel | None = None
+    rows: SampleLosses | None = None
+    transfer: Transfer | None = None
 
     def arrive(self) -> None:
         """Before its tensors are read, on the thread that computes."""
-        if self.parcel is not None:
-            self.parcel.arrive()
+        if self.transfer is not None:
+            self.transfer.arrive()
 
 
 def preflight(config: TrainConfig, datasets: OwnDatasets | None = None) -> None:
@@ -296,13 +296,15 @@ def positions_in_documents(cu_seqlens: npt.NDArray[np.int32], seq_length: int) -
     return (np.arange(int(cu_seqlens[-1]), dtype=np.int64) - starts).reshape(-1, seq_length)
 
 
-def _rows(batch: dict[str, npt.NDArray[Any]], targets: npt.NDArray[np.float64], parcel: Parcel) -> Rows | None:
+def _rows(
+    batch: dict[str, npt.NDArray[Any]], targets: npt.NDArray[np.float64], transfer: Transfer
+) -> SampleLosses | None:
     """Which dataset each sample of ``batch`` is of; None where the data does not tell."""
-    from sixfold.gpt.data.loss_by_dataset import Rows
+    from sixfold.gpt.data.loss_by_dataset import SampleLosses
 
     if "dataset_id" not in batch:
         return None
-    return Rows(dataset=parcel.put(batch["dataset_id"]), targets=parcel.put(targets))
+    return SampleLosses(dataset=transfer.put(batch["dataset_id"]), targets=transfer.put(targets))
 
 
 class TokenStream:
@@ -314,7 +316,7 @@ class TokenStream:
         config: TrainConfig,
         *,
         part: Part = WHOLE,
-        copies: Copies | None = None,
+        copies: CopyStreams | None = None,
     ) -> None:
         """
         Args:
@@ -354,26 +356,26 @@ class TokenStream:
 
     def microbatch(self, first: int, size: int) -> Microbatch:
         """The ``size`` samples from position ``first`` on: this rank's part of their rows, on its way to the device."""
-        from sixfold.gpt.data.host_to_device import Parcel
+        from sixfold.gpt.data.host_to_device import Transfer
 
         batch = self.arrays(range(first, first + size))
-        parcel, cut = Parcel(self.copies), self.part.cut
+        transfer, cut = Transfer(self.copies), self.part.cut
         loss_mask = cut(batch["loss_mask"])
-        kwargs: dict[str, Any] = {"labels": parcel.put(cut(batch["labels"])), "loss_mask": parcel.put(loss_mask)}
+        kwargs: dict[str, Any] = {"labels": transfer.put(cut(batch["labels"])), "loss_mask": transfer.put(loss_mask)}
         if self.document_mask:
             cu_seqlens = batch["cu_seqlens"]
             positions = positions_in_documents(cu_seqlens, self.seq_length)
-            kwargs["position_ids"] = parcel.put(cut(positions))
+            kwargs["position_ids"] = transfer.put(cut(positions))
             # size + 1 boundaries are those of the rows alone.
             if self.part.size > 1 and len(cu_seqlens) > size + 1:
-                kwargs["cu_seqlens"] = documents_here(cu_seqlens, size, self.part).to(parcel.put)
+                kwargs["cu_seqlens"] = documents_here(cu_seqlens, size, self.part).to(transfer.put)
             else:
-                kwargs["cu_seqlens"] = parcel.put(cu_seqlens)
-        tokens = parcel.put(cut(batch["tokens"]))
+                kwargs["cu_seqlens"] = transfer.put(cu_seqlens)
+        tokens = transfer.put(cut(batch["tokens"]))
         counted = loss_mask.sum(axis=1, dtype=np.float64)
-        rows = _rows(batch, counted, parcel)
-        parcel.send()
-        return Microbatch(tokens=tokens, kwargs=kwargs, targets=float(counted.sum()), rows=rows, parcel=parcel)
+        rows = _rows(batch, counted, transfer)
+        transfer.send()
+        return Microbatch(tokens=tokens, kwargs=kwargs, targets=float(counted.sum()), rows=rows, transfer=transfer)
 
     def step(self, samples: int, batch_size: int, micro: int, dp: int, dp_rank: int) -> list[Microbatch]:
         """This rank's microbatches of the global batch that starts at position ``samples``."""

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sixfold.gpt.data.loss_by_dataset import by_source, means
+from sixfold.gpt.data.loss_by_dataset import mean_by_dataset, sums_by_dataset
 from sixfold.gpt.data.token_stream import Microbatch
 from sixfold.gpt.engine.nonfinite import Place, nonfinite_gradient
 from sixfold.gpt.engine.rank_model import TIED, RankModel, canonical
@@ -203,7 +203,7 @@ def train_step(
     rank.model.divide_gradients(count)
     square = rank.model.grad_square_sum(rank.counts_in_norm)
     datasets = len(rank.config.data.train_prefixes)
-    sources = by_source([m.rows for m in batch], datasets, rank.device)
+    sources = sums_by_dataset([m.rows for m in batch], datasets, rank.device)
     loss, stops, saves, total, *rest = _agree(rank, _total(result.losses) / count, square, asks, sources)
     memory, rest = rest[: rank.mesh.size], rest[rank.mesh.size :]
     rank.runner.check()  # after the host's one read: what missed its deadline meanwhile is neither judged nor applied
@@ -224,7 +224,7 @@ def train_step(
         stop=stops > 0,
         save=saves == rank.mesh.size,
         memory_bytes=int(max(memory)),
-        loss_by_dataset=means(rest[:datasets], rest[datasets : 2 * datasets]),
+        loss_by_dataset=mean_by_dataset(rest[:datasets], rest[datasets : 2 * datasets]),
         expert_load=extremes(rest[2 * datasets :], rank.config.model),
         ran=result,
         program=program,
@@ -241,7 +241,7 @@ def _versioned_step(
     """As ``train_step``; earlier stages have updates of the batch ahead of them. There is no norm of all gradients."""
     result, program = run_batch(rank, model, batch, lr, count)
     datasets = len(rank.config.data.train_prefixes)
-    sources = by_source([m.rows for m in batch], datasets, rank.device)
+    sources = sums_by_dataset([m.rows for m in batch], datasets, rank.device)
     loss, stops, saves, _, *rest = _agree(rank, _total(result.losses) / count, torch.zeros(()), asks, sources)
     memory, rest = rest[: rank.mesh.size], rest[rank.mesh.size :]
     rank.runner.check()
@@ -253,7 +253,7 @@ def _versioned_step(
         stop=stops > 0,
         save=saves == rank.mesh.size,
         memory_bytes=int(max(memory)),
-        loss_by_dataset=means(rest[:datasets], rest[datasets : 2 * datasets]),
+        loss_by_dataset=mean_by_dataset(rest[:datasets], rest[datasets : 2 * datasets]),
         expert_load=extremes(rest[2 * datasets :], rank.config.model),
         ran=result,
         program=program,

@@ -27,8 +27,8 @@ from sixfold.gpt.config.batch_schedule import batch_size
 from sixfold.gpt.config.rules import check_world
 from sixfold.gpt.config.train_config import PLAN
 from sixfold.gpt.data import user_datasets as own_data
-from sixfold.gpt.data.host_to_device import copies_to
-from sixfold.gpt.data.prefetch import Ahead
+from sixfold.gpt.data.host_to_device import copy_streams
+from sixfold.gpt.data.prefetch import Prefetch
 from sixfold.gpt.data.token_stream import Microbatch, TokenStream, open_on_ranks
 from sixfold.gpt.engine.activation_offload import check_offload
 from sixfold.gpt.engine.nonfinite import blamed
@@ -81,7 +81,7 @@ class Run:
         self.rank = rank
         self.metrics = metrics  # on rank 0 only
         self.train_data, valid = data
-        cp, copies = rank.mesh.axes.cp, copies_to(rank.device)
+        cp, copies = rank.mesh.axes.cp, copy_streams(rank.device)
         part = Part(cp.rank, cp.size)
         self.stream = TokenStream(self.train_data, config, part=part, copies=copies)
         if valid is None and config.eval.every:
@@ -99,7 +99,7 @@ class Run:
         self.board: Board | None = None  # on rank 0, where the config wants one
         self._stragglers = StragglerReport(rank, config.log)
         self._timelines = timeline.Keeper(config.run.dir)
-        self._ahead: tuple[int, Ahead[list[Microbatch]]] | None = None
+        self._prefetch: tuple[int, Prefetch[list[Microbatch]]] | None = None
         self._saved: tuple[int, float, AsyncSave | None] | None = None  # step, seconds blocked, handle
         self._save_began = time.monotonic()  # the newest one, or the run
         self._told_at = time.monotonic(), 0  # when the newest step line was written, and tokens until then
@@ -113,40 +113,40 @@ class Run:
 
     def close(self) -> None:
         """Let the data thread end, which reads files that its user may close or delete next; one that hangs is left."""
-        if self._ahead is not None:
-            self._ahead[1].wait(CLOSE_S)
+        if self._prefetch is not None:
+            self._prefetch[1].wait(CLOSE_S)
 
     def _fetch(self, step: int, samples: int) -> list[Microbatch]:
         mesh, size = self.rank.mesh, batch_size(self.config, step)
         micro = self.config.train.micro_batch_size
         return self.stream.step(samples, size, micro, mesh.dp, mesh.dp_rank)
 
-    def _valid_batch(self, number: int) -> Ahead[list[Microbatch]]:
+    def _valid_batch(self, number: int) -> Prefetch[list[Microbatch]]:
         assert self.valid is not None, f"eval.every is {self.config.eval.every} without validation data"
         valid, mesh, train = self.valid, self.rank.mesh, self.config.train
         size = train.global_batch_size
-        return Ahead(lambda: valid.step(number * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank))
+        return Prefetch(lambda: valid.step(number * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank))
 
     def coming_batch(self) -> list[Microbatch]:
         """This step's microbatches, without any being consumed."""
         step, samples = self.progress.step, self.progress.samples
-        if self._ahead is None or self._ahead[0] != step:
-            self._ahead = (step, Ahead(lambda: self._fetch(step, samples)))
-        return self._await_data(f"step {step}", self._ahead[1])
+        if self._prefetch is None or self._prefetch[0] != step:
+            self._prefetch = (step, Prefetch(lambda: self._fetch(step, samples)))
+        return self._await_data(f"step {step}", self._prefetch[1])
 
     def next_batch(self) -> list[Microbatch]:
         """This step's microbatches; the next step's are fetched on a thread while this one runs."""
-        batch, self._ahead = self.coming_batch(), None
+        batch, self._prefetch = self.coming_batch(), None
         step, samples = self.progress.step, self.progress.samples
         if step + 1 < self.config.train.steps:
             after = samples + batch_size(self.config, step)
-            self._ahead = (step + 1, Ahead(lambda: self._fetch(step + 1, after)))
+            self._prefetch = (step + 1, Prefetch(lambda: self._fetch(step + 1, after)))
         return batch
 
-    def _await_data(self, what: str, ahead: Ahead[list[Microbatch]]) -> list[Microbatch]:
+    def _await_data(self, what: str, prefetch: Prefetch[list[Microbatch]]) -> list[Microbatch]:
         limit = self.config.run.timeout_seconds
         try:
-            batch = ahead.result(limit)
+            batch = prefetch.result(limit)
         except TimeoutError as error:
             raise TrainError(
                 f"{what}: rank {self.rank.mesh.rank} did not read its data within {limit:g} s; is the disk there? "

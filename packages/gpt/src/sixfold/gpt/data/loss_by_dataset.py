@@ -1,6 +1,6 @@
 """The loss of a step by dataset: which source costs how much.
 
-    SampleLosses --> token_loss (this file), the loss of the pipeline --> nats --> sums_by_dataset (this file) --> step.py
+    SampleLosses --> token_loss (this file), as the loss of the pipeline --> sums_by_dataset (this file) --> step.py
 
 A sample is of one dataset of the blend. The loss function of the pipeline is handed each microbatch's ``SampleLosses``
 as its target and leaves the samples' nats there; training takes the sum alone, with the bits that it has without this.

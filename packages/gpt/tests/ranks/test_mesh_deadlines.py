@@ -139,7 +139,9 @@ def balance(axis: Axis) -> None:
 
 
 def awaited(group: dist.ProcessGroup) -> None:
-    with step.among(group, "sum of the number of targets over dp and cp"):  # who stays away does not start it either
+    with step.group_collective(
+        group, "sum of the number of targets over dp and cp"
+    ):  # who stays away does not start it either
         _, counted = step._sum_targets(stand_in(data=group), [])
     step._await_targets(stand_in(data=group), counted)
 
@@ -168,7 +170,7 @@ SUMS: list[tuple[str, Callable[[Axis, dist.ProcessGroup], object]]] = [
 
 def stay_away(patch: pytest.MonkeyPatch, where: str) -> None:
     """This rank goes no further than to the collective ``where``."""
-    among = peers.among
+    among = peers.group_collective
 
     def away(group: dist.ProcessGroup | None, what: str) -> AbstractContextManager[None]:
         if what == where:
@@ -176,7 +178,7 @@ def stay_away(patch: pytest.MonkeyPatch, where: str) -> None:
         return among(group, what)
 
     for module in (peers, step, moe, versioned):
-        patch.setattr(module, "among", away)
+        patch.setattr(module, "group_collective", away)
 
 
 def missed(rank: int, ranks: int) -> list[str]:

@@ -23,7 +23,7 @@ def asked_at(monkeypatch):
 
     def install(where, number):
         calls = {"step": 0, "batch": 0}
-        step, any_of = loop.train_step, loop.any_of
+        step, any_rank = loop.train_step, loop.any_rank
 
         def note(kind):
             calls[kind] += 1
@@ -36,10 +36,10 @@ def asked_at(monkeypatch):
 
         def asking(control, mine):
             note("batch")
-            return any_of(control, mine)
+            return any_rank(control, mine)
 
         monkeypatch.setattr(loop, "train_step", stepping)
-        monkeypatch.setattr(loop, "any_of", asking)
+        monkeypatch.setattr(loop, "any_rank", asking)
         return calls
 
     yield install

@@ -34,7 +34,7 @@ from sixfold.gpt.data.token_stream import end_of_documents, preflight
 from sixfold.gpt.data.user_datasets import Datasets
 from sixfold.gpt.errors import ConfigError, FinalError
 from sixfold.gpt.files.run_dir import check_run_dir, write_config
-from sixfold.gpt.parallel.agreement import gather, together
+from sixfold.gpt.parallel.agreement import all_or_raise, gather_objects
 from sixfold.gpt.parallel.mesh import RankMesh
 
 
@@ -58,11 +58,11 @@ def same_config(config: TrainConfig, mesh: RankMesh) -> None:
         ConfigError: on all ranks: the first key that differs, both values and the ranks.
     """
     text = config.to_toml()
-    digests = gather(mesh.control, mesh.size, hashlib.sha256(text.encode()).hexdigest())
+    digests = gather_objects(mesh.control, mesh.size, hashlib.sha256(text.encode()).hexdigest())
     odd = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
     if odd is None:
         return
-    texts = gather(mesh.control, mesh.size, text)
+    texts = gather_objects(mesh.control, mesh.size, text)
     first, other = (asdict(TrainConfig.from_text(one)) for one in (texts[0], texts[odd]))
     table, key = next((t, k) for t in first for k in first[t] if first[t][k] != other[t][k])
     raise ConfigError(
@@ -78,8 +78,8 @@ def starting_point(config: TrainConfig, mesh: RankMesh, datasets: Datasets | Non
         ConfigError: what the configuration asks cannot be done with what lies in ``run.dir``; on all ranks.
         TrainError: every checkpoint there is damaged; on all ranks.
     """
-    together(mesh.control, mesh.size, lambda: preflight(config, datasets))
-    together(mesh.control, mesh.size, lambda: check_run_dir(config.run.dir) if mesh.rank == 0 else None)
+    all_or_raise(mesh.control, mesh.size, lambda: preflight(config, datasets))
+    all_or_raise(mesh.control, mesh.size, lambda: check_run_dir(config.run.dir) if mesh.rank == 0 else None)
     return _start(config, mesh, {})
 
 

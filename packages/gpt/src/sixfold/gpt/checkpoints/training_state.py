@@ -26,7 +26,7 @@ from sixfold.dist_ckpt import retention
 from sixfold.gpt.config.train_config import PLAN
 from sixfold.gpt.engine.rank_model import TIED, RankModel, canonical
 from sixfold.gpt.errors import ConfigError, TrainError
-from sixfold.gpt.parallel.agreement import from_first, gather, together
+from sixfold.gpt.parallel.agreement import all_or_raise, from_rank_0, gather_objects
 
 if TYPE_CHECKING:
     from sixfold.gpt.parallel.mesh import RankMesh
@@ -113,7 +113,7 @@ def _optimizer_common(rank: RankModel) -> dict[str, dict[str, dict[str, Any]]]:
             key: float(value) for key, value in state.items() if not torch.is_tensor(value) or value.dim() == 0
         }
         mine["options"][canonical(name)] = options.get(id(parameter), {})
-    everyone = gather(rank.mesh.control, rank.mesh.size, mine)
+    everyone = gather_objects(rank.mesh.control, rank.mesh.size, mine)
     return {part: {name: d for rank_part in everyone for name, d in sorted(rank_part[part].items())} for part in mine}
 
 
@@ -221,10 +221,10 @@ def chosen(mesh: RankMesh, choose: Callable[[], Path | None], timeout_s: float) 
         ConfigError: rank 0's own, on all ranks. TrainError: a rank does not see the folder, within ``SEEN_S`` or half
             of ``timeout_s``; on all ranks.
     """
-    folder = from_first(mesh.control, mesh.rank, mesh.size, choose)
+    folder = from_rank_0(mesh.control, mesh.rank, mesh.size, choose)
     if folder is not None and mesh.size > 1:
         limit = min(SEEN_S, timeout_s / 2)
-        together(mesh.control, mesh.size, lambda: _await_sight(mesh.rank, folder, limit))
+        all_or_raise(mesh.control, mesh.size, lambda: _await_sight(mesh.rank, folder, limit))
     return folder
 
 

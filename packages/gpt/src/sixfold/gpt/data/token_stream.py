@@ -231,18 +231,18 @@ def open_on_ranks(config: TrainConfig, mesh: RankMesh, own: OwnDatasets | None =
     """
     from sixfold.blending import BlendingError
     from sixfold.gpt.data import user_datasets as own_data
-    from sixfold.gpt.parallel.agreement import together, wire_errors
-    from sixfold.gpt.parallel.lost_ranks import lost
+    from sixfold.gpt.parallel.agreement import all_or_raise, world_collective
+    from sixfold.gpt.parallel.lost_ranks import is_lost_rank
 
     if own is not None:
         return own_data.open_on_ranks(config, own, mesh)
-    builder = together(mesh.control, mesh.size, lambda: dataset_builder(config, mesh.control, tell=mesh.rank == 0))
-    with wire_errors("the opening of the data by all ranks"):
+    builder = all_or_raise(mesh.control, mesh.size, lambda: dataset_builder(config, mesh.control, tell=mesh.rank == 0))
+    with world_collective("the opening of the data by all ranks"):
         try:
             return build_datasets(config, builder)
         except BlendingError as error:
             cause = error.__cause__
-            if isinstance(cause, RuntimeError) and lost(cause):
+            if isinstance(cause, RuntimeError) and is_lost_rank(cause):
                 raise cause from error  # no fault of the data: a run that is started anew goes on
             raise
 

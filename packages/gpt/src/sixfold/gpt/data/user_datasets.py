@@ -23,7 +23,7 @@ import numpy as np
 
 from sixfold.gpt.config.batch_schedule import samples_before
 from sixfold.gpt.errors import ConfigError, FinalError
-from sixfold.gpt.parallel.agreement import gather, together
+from sixfold.gpt.parallel.agreement import all_or_raise, gather_objects
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -109,9 +109,9 @@ def open_on_ranks(config: TrainConfig, datasets: Datasets, mesh: RankMesh) -> tu
     Raises:
         ConfigError: on all ranks: another number of items on one of them.
     """
-    opened = together(mesh.control, mesh.size, lambda: open_own(config, datasets, tell=mesh.rank == 0))
+    opened = all_or_raise(mesh.control, mesh.size, lambda: open_own(config, datasets, tell=mesh.rank == 0))
     parts = [part.state_dict(0)["datasets"] for part in opened if part is not None]
-    told = gather(mesh.control, mesh.size, parts)
+    told = gather_objects(mesh.control, mesh.size, parts)
     odd = next((rank for rank, one in enumerate(told) if one != told[0]), None)
     if odd is not None:
         raise ConfigError(f"datasets are {told[0]} on rank 0 and {told[odd]} on rank {odd}; give all ranks the same")

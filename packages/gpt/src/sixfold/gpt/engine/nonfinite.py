@@ -17,7 +17,7 @@ from torch import nn
 from sixfold.gpt.data.token_stream import Microbatch
 from sixfold.gpt.engine.rank_model import RankModel, canonical
 from sixfold.gpt.errors import NoTargetsError
-from sixfold.gpt.parallel.agreement import gather
+from sixfold.gpt.parallel.agreement import gather_objects
 
 Place = tuple[int, int, str]  # stage, how many modules came before, name of a module; "" is the stage's own output
 
@@ -31,7 +31,7 @@ def blamed(rank: RankModel, batch: list[Microbatch], gradient: Place | None, ste
         NoTargetsError: nothing is wrong with the model: no token of the global batch is a target.
     """
     mine = (first_nonfinite(rank, batch), gradient, sum(m.targets for m in batch))
-    found = gather(rank.mesh.control, rank.mesh.size, mine)
+    found = gather_objects(rank.mesh.control, rank.mesh.size, mine)
     if not any(targets for _, _, targets in found):  # 0 / 0
         raise NoTargetsError(rank.config.data.eod_mask_loss, f"step {step}: ")
     # Forward runs through the stages upwards and backward downwards, and what one rank of a tensor- or context-parallel

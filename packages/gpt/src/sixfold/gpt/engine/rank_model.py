@@ -36,7 +36,7 @@ from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model.decoder import Block, GPTModel
 from sixfold.gpt.model.initial_weights import fill_elements
 from sixfold.gpt.observe.straggler import Clock
-from sixfold.gpt.parallel.agreement import gather, together
+from sixfold.gpt.parallel.agreement import all_or_raise, gather_objects
 from sixfold.gpt.parallel.axes import Axes
 from sixfold.gpt.parallel.mesh import RankMesh, pair_group
 from sixfold.gpt.parallel.stages import stage_layers
@@ -299,7 +299,7 @@ def _check_names(container: nn.ModuleDict, mesh: RankMesh) -> None:
     """
     mine = list(container.state_dict(keep_vars=True))
     stage_of: dict[str, int] = {}
-    named = {name for names in gather(mesh.control, mesh.size, mine) for name in names}
+    named = {name for names in gather_objects(mesh.control, mesh.size, mine) for name in names}
     for stage, name in sorted((int(name.partition(".")[0]), canonical(name)) for name in named):
         if stage_of.setdefault(name, stage) != stage:
             raise ConfigError(
@@ -400,7 +400,7 @@ def build_rank(
     program = make_program(config, mesh.pp)
     placement = program.placement
     mine = [s for s, rank in enumerate(placement) if rank == mesh.pp_rank]
-    container = together(
+    container = all_or_raise(
         mesh.control, mesh.size, lambda: _stage_modules(config, mesh.axes, mine, placement, model_provider)
     )
     if model_provider is not None:
@@ -418,7 +418,7 @@ def build_rank(
     groups = [(name, p) for name, p in container.named_parameters()]
     optimizer = build_optimizer(config.optimizer, [(canonical(name), p) for name, p in groups])
     own = model_provider is None
-    model = together(mesh.control, mesh.size, lambda: wrapped(config, mesh, world, container, units, own=own))
+    model = all_or_raise(mesh.control, mesh.size, lambda: wrapped(config, mesh, world, container, units, own=own))
     for part in optimizer.parts:
         fully_shard_optimizer(part, model)
     if draw and model_provider is None:

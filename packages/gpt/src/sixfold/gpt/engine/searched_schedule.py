@@ -21,7 +21,7 @@ from sixfold.gpt.config.batch_schedule import batch_sizes
 from sixfold.gpt.engine.rank_model import make_program
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.observe.metrics import FIELDS
-from sixfold.gpt.parallel.agreement import from_first, wire_errors
+from sixfold.gpt.parallel.agreement import from_rank_0, world_collective
 from sixfold.gpt.plan.layout import Layout, compute_costs
 from sixfold.pipeline import Costs, Program, ScheduleError, passes, simulate
 
@@ -141,7 +141,7 @@ def settle_schedule(rank: RankModel, batch: Sequence[Microbatch]) -> Found:
             assert costs is not None, "rank 0 is the first of its pipeline"
             return search(config, costs, microbatch_counts(config), rank.placement)
 
-        found = from_first(mesh.control, mesh.rank, mesh.size, decide)
+        found = from_rank_0(mesh.control, mesh.rank, mesh.size, decide)
         found |= layout_of(config) | {"source": "measured" if steps else "model"}
     for microbatches, text in found["programs"].items():
         rank.programs[int(microbatches)] = passes.lower(Program.parse(text))
@@ -166,7 +166,7 @@ def plan_run(run: Run) -> None:
     """Plan, and say in one line and in metrics.jsonl what was found. Collective over all ranks."""
     if run.progress.step >= run.config.train.steps or run.config.parallel.pp == 1:
         return  # nothing to run, or no bubble
-    with wire_errors("planning of the schedule"):
+    with world_collective("planning of the schedule"):
         found = settle_schedule(run.rank, run.coming_batch())
     run.note("plan", step=run.progress.step, **{name: found[name] for name in FIELDS["plan"] if name != "step"})
     if run.metrics is not None:

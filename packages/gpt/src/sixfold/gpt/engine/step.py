@@ -30,7 +30,7 @@ from sixfold.gpt.engine.rank_model import TIED, RankModel, canonical
 from sixfold.gpt.engine.weight_versions import VersionedModel, run_batch
 from sixfold.gpt.model.moe import extremes, take_loads
 from sixfold.gpt.observe.straggler import communicates
-from sixfold.gpt.parallel.lost_ranks import among, over
+from sixfold.gpt.parallel.lost_ranks import axis_collective, group_collective
 from sixfold.gpt.parallel.weight_sharding import summed_over_tp
 from sixfold.pipeline import Program, StepResult
 
@@ -107,7 +107,7 @@ def _sum_tied_embedding(rank: RankModel) -> None:
     for name, parameter in rank.model.main_parameters():
         if canonical(name) == TIED:
             assert parameter.grad is not None, f"{name} has no gradient after finish_grad_sync"
-            with among(rank.tied_group, "sum of the tied embedding's gradient over its two stages"):
+            with group_collective(rank.tied_group, "sum of the tied embedding's gradient over its two stages"):
                 dist.all_reduce(parameter.grad, group=rank.tied_group)
 
 
@@ -126,7 +126,7 @@ def _sum_over_tensor_parallel(rank: RankModel) -> None:
     if not parts:
         return
     together = torch.cat([part.reshape(-1).float() for part in parts])
-    with over(tp, "sum of gradients of whole weights over tp"):
+    with axis_collective(tp, "sum of gradients of whole weights over tp"):
         dist.all_reduce(together, group=tp.group)
     totals = torch.split_with_sizes(together, [part.numel() for part in parts])
     for part, total in zip(parts, totals, strict=True):
@@ -143,7 +143,7 @@ def _sum_targets(rank: RankModel, batch: Sequence[Microbatch]) -> tuple[torch.Te
 
 def _await_targets(rank: RankModel, counted: dist.Work | None) -> None:
     if counted is not None:
-        with among(rank.mesh.data, "sum of the number of targets over dp and cp"):
+        with group_collective(rank.mesh.data, "sum of the number of targets over dp and cp"):
             counted.wait()
 
 
@@ -165,12 +165,12 @@ def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, asks: Asks
     values[1], values[2] = float(asks.stop), float(asks.save)
     values[4 + mesh.rank] = float(memory_bytes(rank.device))
     if mesh.data is not None:
-        with among(mesh.data, f"{AGREED} over dp and cp"):
+        with group_collective(mesh.data, f"{AGREED} over dp and cp"):
             dist.all_reduce(values, group=mesh.data)
     values[3] = square  # fsdp has summed it over dp x cp already; copies of other tensor-parallel ranks are not in it
     for group, axis in ((tp.group, "tp"), (mesh.pipeline, "pp")):
         if group is not None:
-            with among(group, f"{AGREED} over {axis}"):
+            with group_collective(group, f"{AGREED} over {axis}"):
                 dist.all_reduce(values, group=group)
     return values.tolist()
 
@@ -300,7 +300,7 @@ def evaluate(
                 totals[1] += sum(m.targets for m in batch)
     for group, axes in ((rank.mesh.data, "dp and cp"), (rank.mesh.pipeline, "pp")):
         if group is not None:
-            with among(group, f"sum of the evaluation's loss over {axes}"):
+            with group_collective(group, f"sum of the evaluation's loss over {axes}"):
                 dist.all_reduce(totals, group=group)
     nats, targets = totals.tolist()
     return nats / targets if targets else math.nan, targets

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from sixfold.fsdp import StateRecord
 from sixfold.gpt.engine.optimizer import Optimizers, build_optimizer
 from sixfold.gpt.errors import NoTargetsError, TrainError
-from sixfold.gpt.parallel.lost_ranks import among
+from sixfold.gpt.parallel.lost_ranks import group_collective
 from sixfold.pipeline import ScheduleError
 from sixfold.pipeline.proof.endless import endless
 
@@ -133,7 +133,7 @@ class StageWeights:
         if self._data is None:
             return mine
         parts = [torch.empty_like(mine) for _ in range(self._data.size() if self._in_rank_order else 0)]
-        with among(self._data, "sum of a stage's gradients over dp and cp"):
+        with group_collective(self._data, "sum of a stage's gradients over dp and cp"):
             if not parts:
                 dist.all_reduce(mine, group=self._data)
                 return mine

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from sixfold.gpt.errors import ConfigError, TrainError
 from sixfold.gpt.launch.rendezvous import World, detect, join, leave
 from sixfold.gpt.machine.local_checks import FAIL, OK, WARN, Finding, Options, Report, local_checks
-from sixfold.gpt.parallel.agreement import gather, wire_errors
+from sixfold.gpt.parallel.agreement import gather_objects, world_collective
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -73,7 +73,7 @@ class Job:
     def all(self, mine: Any) -> list[Any]:
         """``mine`` of every rank."""
         self.meet("exchange")
-        return gather(self.control, self.world.size, mine)
+        return gather_objects(self.control, self.world.size, mine)
 
     def meet(self, what: str) -> None:
         """[Note: roll calls]"""
@@ -232,7 +232,7 @@ def _clocks(job: Job) -> None:
     job.meet("clocks")
     rank, size = job.world.rank, job.world.size
     offsets: dict[int, float] = {}
-    with wire_errors("round trips of clocks"):
+    with world_collective("round trips of clocks"):
         for other in range(1, size):
             if rank == 0:
                 offsets[other] = min(_round_trip(other, job.control) for _ in range(_CLOCK_ROUNDS))[1]
@@ -404,7 +404,7 @@ def _measure(job: Job, group: dist.ProcessGroup | None, size: int, what: str) ->
         points = []
         for nbytes in sizes_of(device.type, size):
             job.meet(f"{name} of {nbytes}")
-            with wire_errors(f"{name} of {nbytes} bytes"):
+            with world_collective(f"{name} of {nbytes} bytes"):
                 seconds = _collective_s(name, nbytes, size, device, group)
             # What a ring moves for each rank: the parts of all others, twice for an all-reduce.
             points.append((float(passes * (size - 1) * nbytes), seconds))

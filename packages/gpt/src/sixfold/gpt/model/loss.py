@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sixfold.gpt.parallel.axes import ALONE, Axis
-from sixfold.gpt.parallel.lost_ranks import over
+from sixfold.gpt.parallel.lost_ranks import axis_collective
 
 # Float32 elements of a chunk. On a CPU a chunk stays in the cache; elsewhere few launches count more.
 _CHUNK_ELEMENTS = {"cpu": 2**18}
@@ -101,7 +101,7 @@ class _SharedLosses(torch.autograd.Function):
         if real:
             for rows in _chunks(flat):
                 largest[rows] = flat[rows, :real].amax(-1).float()
-        with over(axis, "largest logit of each token over tp"):
+        with axis_collective(axis, "largest logit of each token over tp"):
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
         sums = torch.zeros(2, flat.shape[0], dtype=torch.float32, device=flat.device)
         for rows in _chunks(flat) if real else ():
@@ -109,7 +109,7 @@ class _SharedLosses(torch.autograd.Function):
             sums[1, rows] = chunk.gather(1, targets[rows].unsqueeze(1)).squeeze(1)
             sums[0, rows] = (chunk - largest[rows].unsqueeze(1)).exp_().sum(-1)  # chunk may be the logits themselves
         sums[1].masked_fill_(~here, 0.0)
-        with over(axis, "sums of the cross entropy over tp"):
+        with axis_collective(axis, "sums of the cross entropy over tp"):
             dist.all_reduce(sums, group=axis.group)
         normaliser = sums[0].log_().add_(largest)
         losses = (normaliser - sums[1]).masked_fill_(dropped, 0.0)

@@ -32,7 +32,7 @@ from sixfold.gpt.config.train_config import GPTConfig
 from sixfold.gpt.model.grouped_experts import Segments, feed_forward
 from sixfold.gpt.parallel.axes import ALONE, Axes, Axis
 from sixfold.gpt.parallel.expert_dispatch import Order, Route, combined, own_share, spread, travelled, whole
-from sixfold.gpt.parallel.lost_ranks import among
+from sixfold.gpt.parallel.lost_ranks import group_collective
 
 if TYPE_CHECKING:
     from sixfold.gpt.model.attention import Rows
@@ -106,7 +106,7 @@ class MixtureOfExperts(nn.Module):
         group = self.axes.statistics.group
         if group is not None:
             counts = counts.clone()
-            with among(group, "count of each expert's tokens over cp and tp"):
+            with group_collective(group, "count of each expert's tokens over cp and tp"):
                 dist.all_reduce(counts, group=group)
         return counts * (self.config.router_aux_loss * self.config.num_experts / counts.sum())
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from sixfold.gpt.parallel.agreement import gather
+from sixfold.gpt.parallel.agreement import gather_objects
 from sixfold.pipeline.program.action import MESSAGES
 
 if TYPE_CHECKING:
@@ -202,7 +202,7 @@ class StragglerReport:
         due = bool(log.straggler_every) and step % log.straggler_every == 0
         if due and self._began:
             mine = RankTimes(stage=rank.mesh.pp_rank, host=socket.gethostname(), parts=clock.per_step())
-            times = gather(rank.mesh.control, rank.mesh.size, mine)
+            times = gather_objects(rank.mesh.control, rank.mesh.size, mine)
             slow = [asdict(one) for one in slow_ranks(times, log.straggler_factor)]
             parts = {part: [one.parts[part] for one in times] for part in (*PARTS, "seconds")}
             note("straggler", step=step, steps=clock.steps, factor=log.straggler_factor, parts=parts, slow=slow)

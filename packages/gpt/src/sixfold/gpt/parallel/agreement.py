@@ -1,6 +1,6 @@
 """What ranks share: small objects, and errors: one rank's is raised on all, and a lost peer gets a name.
 
-the loop, starts, saves --> gather, together, from_first (this file) --> TrainError, ConfigError on every rank
+    the loop, starts, saves --> gather_objects, all_or_raise, from_rank_0 (this file) --> an error on every rank
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError, raised_inside
-from sixfold.gpt.parallel.lost_ranks import lost
+from sixfold.gpt.parallel.lost_ranks import is_lost_rank
 from sixfold.pipeline.errors import ScheduleError
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ MEMORY_WORDS = (
 )
 
 
-def gather(control: dist.ProcessGroup | None, ranks: int, mine: T) -> list[T]:
+def gather_objects(control: dist.ProcessGroup | None, ranks: int, mine: T) -> list[T]:
     """``mine`` of every rank, by rank, over the CPU channel ``control``; None is a world of one.
 
     Raises:
@@ -38,12 +38,12 @@ def gather(control: dist.ProcessGroup | None, ranks: int, mine: T) -> list[T]:
     if control is None:
         return [mine]
     found: list[T | None] = [None] * ranks
-    with wire_errors("an exchange between all ranks"):
+    with world_collective("an exchange between all ranks"):
         dist.all_gather_object(found, mine, group=control)
     return found  # type: ignore[return-value]
 
 
-def together(control: dist.ProcessGroup | None, ranks: int, task: Callable[[], T]) -> T:
+def all_or_raise(control: dist.ProcessGroup | None, ranks: int, task: Callable[[], T]) -> T:
     """Run ``task`` on every rank; if it fails on one, raise that error on all of them, so that none waits for it.
 
     Raises:
@@ -56,7 +56,7 @@ def together(control: dist.ProcessGroup | None, ranks: int, task: Callable[[], T
     except Exception as error:
         failure = error
     mine = None if failure is None else (_kind(failure), f"{type(failure).__name__}: {failure}")
-    for rank, report in enumerate(gather(control, ranks, mine)):
+    for rank, report in enumerate(gather_objects(control, ranks, mine)):
         if report is not None and failure is None:
             raise report[0](f"rank {rank}: {report[1]}")
     if failure is not None:
@@ -69,22 +69,22 @@ def _kind(failure: Exception) -> type[ConfigError | TrainError]:
     return next((kind for kind in (ConfigError, FinalError) if isinstance(failure, kind)), TrainError)
 
 
-def from_first(control: dist.ProcessGroup | None, rank: int, ranks: int, task: Callable[[], T]) -> T:
+def from_rank_0(control: dist.ProcessGroup | None, rank: int, ranks: int, task: Callable[[], T]) -> T:
     """Run ``task`` on rank 0 alone: its result, or its error, is everybody's.
 
     For what the ranks could see differently: a folder of a shared file system, a file that grows.
     """
     found: list[T] = []
-    together(control, ranks, lambda: found.append(task()) if rank == 0 else None)
-    return gather(control, ranks, found[0] if found else None)[0]  # type: ignore[return-value]
+    all_or_raise(control, ranks, lambda: found.append(task()) if rank == 0 else None)
+    return gather_objects(control, ranks, found[0] if found else None)[0]  # type: ignore[return-value]
 
 
-def any_of(control: dist.ProcessGroup | None, mine: bool) -> bool:
+def any_rank(control: dist.ProcessGroup | None, mine: bool) -> bool:
     """Whether ``mine`` is true on some rank; the same answer on all of them."""
     if control is None:
         return mine
     flag = torch.tensor(int(mine))
-    with wire_errors("an agreement of all ranks"):
+    with world_collective("an agreement of all ranks"):
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=control)
     return bool(flag)
 
@@ -108,12 +108,12 @@ def memory_errors(rank: int, config: TrainConfig) -> Iterator[None]:
 
 
 @contextmanager
-def wire_errors(what: str) -> Iterator[None]:
+def world_collective(what: str) -> Iterator[None]:
     """Turn an error of a collective of gpt itself (a peer died or hangs) into a TrainError that says what ran."""
     try:
         yield
     except RuntimeError as error:
-        if not lost(error):
+        if not is_lost_rank(error):
             raise
         raise TrainError(
             f"{what}: another rank died or did not answer in time: {error} "

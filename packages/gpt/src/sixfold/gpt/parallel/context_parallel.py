@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sixfold.gpt.parallel.axes import Axis
-from sixfold.gpt.parallel.lost_ranks import over
+from sixfold.gpt.parallel.lost_ranks import axis_collective
 from sixfold.gpt.parallel.partial_attention import Sight, gradients, partial
 from sixfold.gpt.parallel.sequence_parts import Block
 
@@ -81,7 +81,7 @@ class _Gathered(torch.autograd.Function):
         ctx.axis, size = axis, axis.size
         b, s, groups, d = k.shape
         parts = k.new_empty(size, 2, b, 2, s // 2, groups, d)
-        with over(axis, "all-gather of keys and values over cp"):
+        with axis_collective(axis, "all-gather of keys and values over cp"):
             _gather(parts.view(size * 2, b, s, groups, d), torch.stack((k, v)), group=axis.group)
         whole = k.new_empty(2, b, 2 * size, s // 2, groups, d)
         for rank in range(size):
@@ -102,7 +102,7 @@ class _Gathered(torch.autograd.Function):
                 for at, chunk in enumerate((rank, 2 * size - 1 - rank)):
                     parts[rank, number, :, at] = chunks[:, chunk]
         received = torch.empty_like(parts)
-        with over(axis, "exchange of gradients of keys and values over cp"):
+        with axis_collective(axis, "exchange of gradients of keys and values over cp"):
             dist.all_to_all_single(received, parts, group=axis.group)
         total = received[0].float()
         for part in received[1:]:
@@ -126,12 +126,12 @@ class _Passing:
         # Given to NCCL, the host would wait for the device.
         self._deadline = () if axis.timeout is None or sent.is_cuda else (axis.timeout,)
         self._axis, self._what = axis, f"ring of {_CONTENTS[tag]} over cp"
-        with over(axis, self._what):
+        with axis_collective(axis, self._what):
             self._works = dist.batch_isend_irecv(messages)
 
     def wait(self) -> Tensor:
         """What came."""
-        with over(self._axis, self._what):
+        with axis_collective(self._axis, self._what):
             for work in self._works:
                 work.wait(*self._deadline)
         return self._received

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sixfold.gpt.parallel.axes import Axes, Axis
-from sixfold.gpt.parallel.lost_ranks import over
+from sixfold.gpt.parallel.lost_ranks import axis_collective
 
 # Its names before and from torch 2.12 on.
 _gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -90,7 +90,7 @@ class Route:
         here = len(counts) // ep  # experts of this rank
         mine = counts.view(ep, 1, here).expand(ep, tp, here).reshape(-1)
         theirs = torch.empty_like(mine)
-        with over(axis, "exchange of numbers of rows over ep"):
+        with axis_collective(axis, "exchange of numbers of rows over ep"):
             dist.all_to_all_single(theirs, mine, group=axis.group)
         theirs = theirs.view(axis.size, here)
         ends = theirs.sum(0).cumsum(0)
@@ -105,7 +105,7 @@ class Route:
         if self.parts > 1:
             sent = torch.cat([part for part in torch.split_with_sizes(rows, self.out) for _ in range(self.parts)])
         came = rows.new_empty(sum(self.into), rows.shape[1])
-        with over(self.axis, "exchange of rows for experts over ep"):
+        with axis_collective(self.axis, "exchange of rows for experts over ep"):
             dist.all_to_all_single(came, sent.contiguous(), list(self.into), self._sent, group=self.axis.group)
         return came if self.sorted is None else came.index_select(0, self.sorted[0])
 
@@ -113,7 +113,7 @@ class Route:
         """What became of the rows that ``outward`` gave -> the sums of their parts, on the rank that they are of."""
         sent = rows if self.sorted is None else rows.index_select(0, self.sorted[1])
         came = rows.new_empty(sum(self._sent), rows.shape[1])
-        with over(self.axis, "exchange of rows from experts over ep"):
+        with axis_collective(self.axis, "exchange of rows from experts over ep"):
             dist.all_to_all_single(came, sent.contiguous(), self._sent, list(self.into), group=self.axis.group)
         if self.parts == 1:
             return came
@@ -258,6 +258,6 @@ def _joined(share: Tensor, tokens: int, axis: Axis) -> Tensor:
     each = -(-tokens // axis.size)
     sent = share if len(share) == each else torch.cat((share, share.new_zeros(each - len(share), share.shape[1])))
     parts = share.new_empty(axis.size * each, share.shape[1])
-    with over(axis, "all-gather of shares of tokens over tp"):
+    with axis_collective(axis, "all-gather of shares of tokens over tp"):
         _gather(parts, sent.contiguous(), group=axis.group)
     return parts[:tokens]

@@ -1,8 +1,8 @@
 """What a collective over an axis of the model says when another of its ranks is lost or late.
 
-    tensor_parallel.py, context_parallel.py, expert_dispatch.py, loss.py --> over (this file)  --> TrainError
-    step.py, moe.py, weight_versions.py                                  --> among (this file) ------^
-    agreement.py                                                         --> lost (this file)
+    tensor_parallel.py, context_parallel.py, expert_dispatch.py, loss.py --> axis_collective  (this file) --> TrainError
+    step.py, moe.py, weight_versions.py                                  --> group_collective (this file) -----^
+    agreement.py                                                         --> is_lost_rank     (this file)
 
 torch says only how the wire broke; here stand what was being done, between which ranks, and for how long.
 """
@@ -22,20 +22,20 @@ from sixfold.gpt.parallel.axes import Axis
 WIRE_WORDS = ("gloo", "Connection closed by peer", "Timed out waiting", "Application timeout")
 
 
-def lost(error: RuntimeError) -> bool:
+def is_lost_rank(error: RuntimeError) -> bool:
     """Whether torch raised ``error`` because another rank died or hangs."""
     if isinstance(error, dist.DistError):
         return True
     return type(error) is RuntimeError and any(word in str(error) for word in WIRE_WORDS)
 
 
-def over(axis: Axis, what: str) -> AbstractContextManager[None]:
-    """``among`` the ranks of ``axis``."""
-    return among(axis.group, what)
+def axis_collective(axis: Axis, what: str) -> AbstractContextManager[None]:
+    """`group_collective` of the ranks of ``axis``."""
+    return group_collective(axis.group, what)
 
 
 @contextmanager
-def among(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
+def group_collective(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     """A collective of the ranks of ``group``, or a wait for one.
 
     Args:
@@ -47,7 +47,7 @@ def among(group: dist.ProcessGroup | None, what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if not lost(error) or group is None:
+        if not is_lost_rank(error) or group is None:
             raise
         ranks, seconds = dist.get_process_group_ranks(group), time.monotonic() - begin
         others = ", ".join(str(rank) for at, rank in enumerate(ranks) if at != group.rank())

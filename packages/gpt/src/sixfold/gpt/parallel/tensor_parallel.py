@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.parallel.axes import Axes, Axis
-from sixfold.gpt.parallel.lost_ranks import over
+from sixfold.gpt.parallel.lost_ranks import axis_collective
 from sixfold.pipeline import made_again
 
 # Their names from torch 2.13 on, and before.
@@ -238,7 +238,7 @@ class _Departed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         for axis, work, _ in ctx.sums:
-            with over(axis, "reduce-scatter of a chunk of the sequence over tp"):
+            with axis_collective(axis, "reduce-scatter of a chunk of the sequence over tp"):
                 work.wait()
         ctx.sums.clear()
         return torch.cat(gradients, 1), None, None
@@ -251,7 +251,7 @@ class _Arrived(torch.autograd.Function):
     def forward(ctx: Any, part: Tensor, axis: Axis, gathered: Tensor, work: Any, sums: list[Any]) -> Tensor:
         ctx.axis, ctx.sums = axis, sums
         ctx.save_for_backward(part)  # for _Again
-        with over(axis, "all-gather of a chunk of the sequence over tp"):
+        with axis_collective(axis, "all-gather of a chunk of the sequence over tp"):
             work.wait()
         return _by_rows(gathered, axis, part.shape[0])
 
@@ -305,7 +305,7 @@ class _Beside(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis, ctx.width = axis, x.shape[-1]
         parts = x.new_empty(axis.size, *x.shape)
-        with over(axis, "all-gather of columns over tp"):
+        with axis_collective(axis, "all-gather of columns over tp"):
             _gather(parts.flatten(0, 1), x.contiguous(), group=axis.group)
         return torch.cat(parts.unbind(0), -1)
 
@@ -318,7 +318,7 @@ class _Beside(torch.autograd.Function):
 def gather_sequence(x: Tensor, axis: Axis) -> Tensor:
     """(b, s / tp, hidden) of each rank -> (b, s, hidden)."""
     parts = x.new_empty(axis.size * x.shape[0], *x.shape[1:])
-    with over(axis, "all-gather of the sequence over tp"):
+    with axis_collective(axis, "all-gather of the sequence over tp"):
         _gather(parts, x.contiguous(), group=axis.group)
     return _by_rows(parts, axis, x.shape[0])
 
@@ -327,7 +327,7 @@ def scatter_sequence(x: Tensor, axis: Axis) -> Tensor:
     """(b, s, hidden) -> the sum of all ranks' parts (b, s / tp, hidden)."""
     parts = _by_ranks(x, axis)
     out = x.new_empty(parts.shape[1:])
-    with over(axis, "reduce-scatter of the sequence over tp"):
+    with axis_collective(axis, "reduce-scatter of the sequence over tp"):
         _scatter(out, parts.flatten(0, 1), group=axis.group)
     return out
 
@@ -355,6 +355,6 @@ def _by_ranks(x: Tensor, axis: Axis) -> Tensor:
 def _sum(x: Tensor, axis: Axis) -> Tensor:
     """A new tensor."""
     total = x.clone(memory_format=torch.contiguous_format)
-    with over(axis, "sum of hidden states over tp"):
+    with axis_collective(axis, "sum of hidden states over tp"):
         dist.all_reduce(total, group=axis.group)
     return total

@@ -45,7 +45,7 @@ from sixfold.gpt.observe.metrics import MetricsWriter, read_all
 from sixfold.gpt.observe.software_versions import versions
 from sixfold.gpt.observe.straggler import StragglerReport
 from sixfold.gpt.observe.tensorboard import Board, check_board, traced
-from sixfold.gpt.parallel.agreement import any_of, from_first, memory_errors, together, wire_errors
+from sixfold.gpt.parallel.agreement import all_or_raise, any_rank, from_rank_0, memory_errors, world_collective
 from sixfold.gpt.parallel.mesh import make_mesh
 from sixfold.gpt.parallel.sequence_parts import Part
 from sixfold.gpt.training.learning_rate import learning_rate
@@ -160,13 +160,13 @@ class Run:
         """Write a checkpoint of this step: in the background if training goes on and the config says so."""
         self.finish_save()
         self._save_began = time.monotonic()
-        with wire_errors(f"what was in flight at the save of step {self.progress.step}"):
+        with world_collective(f"what was in flight at the save of step {self.progress.step}"):
             self.rank.settle()
         step = self.progress.step
         folder = retention.step_path(self.root, step)
         data = self.train_data.state_dict(self.progress.samples)
         background = goes_on and self.config.checkpoint.background
-        with wire_errors(f"save of step {step}"), self.rank.clock.part("save"):
+        with world_collective(f"save of step {step}"), self.rank.clock.part("save"):
             blocked, handle = checkpoint.save(
                 self.rank, folder, self.progress, data, self.versions, background=background
             )
@@ -183,7 +183,7 @@ class Run:
             return
         (step, blocked, handle), self._saved = self._saved, None
         if handle is not None:
-            with wire_errors(f"save of step {step}"), self.rank.clock.part("save"):
+            with world_collective(f"save of step {step}"), self.rank.clock.part("save"):
                 handle.wait()
         if self.rank.mesh.rank == 0:
             keep = self.config.checkpoint
@@ -208,7 +208,7 @@ class Run:
             path = Path(self.config.run.dir) / "metrics.jsonl"
             return any(r["kind"] == "eval" and r["step"] == self.progress.step for r in read_all(path))
 
-        return from_first(self.rank.mesh.control, self.rank.mesh.rank, self.rank.mesh.size, look)
+        return from_rank_0(self.rank.mesh.control, self.rank.mesh.rank, self.rank.mesh.size, look)
 
     def evaluate(self, flag: StopFlag) -> bool:
         """Loss on the validation part: always the same positions, whatever the training position is.
@@ -218,8 +218,8 @@ class Run:
         """
         what = f"evaluation after step {self.progress.step}"
         batches = (self._await_data(what, self._valid_batch(i)) for i in range(self.config.eval.batches))
-        with wire_errors(what):
-            found = evaluate(self.rank, batches, lambda: any_of(self.rank.mesh.control, flag.asked))
+        with world_collective(what):
+            found = evaluate(self.rank, batches, lambda: any_rank(self.rank.mesh.control, flag.asked))
         if found is not None:
             self.note("eval", step=self.progress.step, loss=found[0], tokens=int(found[1]))
         return found is not None
@@ -240,7 +240,7 @@ class Run:
         lr, log = learning_rate(self.config, at.step), self.config.log
         traces = traced(self.config.run.dir, log.profile_steps, at.step + 1, self.rank.mesh.rank)
         try:
-            with wire_errors(f"step {at.step}"), traces, self.rank.clock.part("compute"):
+            with world_collective(f"step {at.step}"), traces, self.rank.clock.part("compute"):
                 asks = Asks(stop=stop, save=self.save_is_due())
                 outcome = train_step(self.rank, batch, lr, asks, timed=at.step + 1 in log.timeline_steps)
         except NoTargetsError:
@@ -287,7 +287,7 @@ class Run:
         if not self.rank.mesh.speaks:
             return
         step = self.progress.step
-        with wire_errors(f"timeline of step {step}"):
+        with world_collective(f"timeline of step {step}"):
             measured = self.rank.runner.gather_timeline(outcome.ran)
         if measured is not None:
             kept = self._timelines.keep(step, outcome.program, measured)
@@ -347,13 +347,13 @@ def train_in(
     if config.train.deterministic:
         launch.make_deterministic(os.environ)
     mesh = make_mesh(config.parallel, world, world.device, config.run.timeout_seconds)
-    together(mesh.control, mesh.size, lambda: check_provider(config, model_provider))
+    all_or_raise(mesh.control, mesh.size, lambda: check_provider(config, model_provider))
     if config.train.compile:
-        together(mesh.control, mesh.size, lambda: check_compiler(world.device))
+        all_or_raise(mesh.control, mesh.size, lambda: check_compiler(world.device))
     if config.train.offload_activations:
-        together(mesh.control, mesh.size, lambda: check_offload(world.device))
+        all_or_raise(mesh.control, mesh.size, lambda: check_offload(world.device))
 
-    together(mesh.control, mesh.size, lambda: check_board(config.log.tensorboard))
+    all_or_raise(mesh.control, mesh.size, lambda: check_board(config.log.tensorboard))
     same_config(config, mesh)
     start = starting_point(config, mesh, datasets)
     source = None if start.newest is not None else initial_weights(config, mesh)
@@ -361,10 +361,10 @@ def train_in(
     with memory_errors(mesh.rank, config):
         rank = build_rank(config, mesh, world, model_provider=model_provider, draw=fresh)
     path = Path(config.run.dir) / "metrics.jsonl"
-    metrics = together(mesh.control, mesh.size, lambda: MetricsWriter(path) if mesh.rank == 0 else None)
+    metrics = all_or_raise(mesh.control, mesh.size, lambda: MetricsWriter(path) if mesh.rank == 0 else None)
     try:
         data = open_on_ranks(config, mesh, datasets)
-        run = together(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data))
+        run = all_or_raise(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data))
         reason = _train(run, start, source)
     finally:
         if metrics is not None:

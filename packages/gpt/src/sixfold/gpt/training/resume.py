@@ -20,7 +20,7 @@ from sixfold.gpt.checkpoints.trained_model import IMPORTED, saved_config
 from sixfold.gpt.config.resume_rules import noted_changes
 from sixfold.gpt.data.token_stream import continue_data, epochs_of
 from sixfold.gpt.machine.devices import cpu_has_bfloat16
-from sixfold.gpt.parallel.agreement import gather, together
+from sixfold.gpt.parallel.agreement import all_or_raise, gather_objects
 from sixfold.gpt.parallel.mesh import RankMesh
 from sixfold.gpt.training.config_warnings import notices
 
@@ -35,8 +35,8 @@ def restore(run: Run, start: Start, source: Path | None) -> None:
     if start.newest is not None:
         start, common = _load_newest(run, start)
         if IMPORTED not in common:  # which has read none of our data
-            together(mesh.control, mesh.size, lambda: continue_data(run.train_data, common["data"], run.config))
-        together(mesh.control, mesh.size, lambda: _tell_damage(run, start) if mesh.rank == 0 else None)
+            all_or_raise(mesh.control, mesh.size, lambda: continue_data(run.train_data, common["data"], run.config))
+        all_or_raise(mesh.control, mesh.size, lambda: _tell_damage(run, start) if mesh.rank == 0 else None)
         newest = start.newest
         assert newest is not None, "a checkpoint was loaded"
         past = saved_config(newest) if run.metrics is not None and IMPORTED not in common else None
@@ -83,7 +83,9 @@ def _tell_damage(run: Run, start: Start) -> None:
 
 def start_line(run: Run, mesh: RankMesh, step: int) -> None:
     """The ``start`` line: what runs, on which ranks. Collective over all ranks."""
-    ranks = gather(mesh.control, mesh.size, {"rank": mesh.rank, "pid": os.getpid(), "host": socket.gethostname()})
+    ranks = gather_objects(
+        mesh.control, mesh.size, {"rank": mesh.rank, "pid": os.getpid(), "host": socket.gethostname()}
+    )
     run.note(
         "start",
         step=step,

@@ -19,10 +19,10 @@ from sixfold.gpt.engine.rank_model import build_rank
 from sixfold.gpt.engine.step import train_step
 from sixfold.gpt.engine.weight_versions import VersionedModel
 from sixfold.gpt.parallel.mesh import make_mesh
-from sixfold.gpt.parallel.sequence_parts import WHOLE, Part, documents_here
+from sixfold.gpt.parallel.sequence_parts import WHOLE_ROWS, SequencePart, documents_here
 
 
-def microbatch_of(config: TrainConfig, seed: int, part: Part = WHOLE) -> Microbatch:
+def microbatch_of(config: TrainConfig, seed: int, part: SequencePart = WHOLE_ROWS) -> Microbatch:
     """Random tokens in rows that hold two documents each, in the form in which a TokenStream gives them to ``part``."""
     b, s = config.train.micro_batch_size, config.data.seq_length
     tokens = torch.randint(0, config.model.vocab_size, (b, s), generator=torch.Generator().manual_seed(seed))
@@ -120,7 +120,7 @@ def _measured(config: TrainConfig, world: Any) -> dict[str, int]:
     mesh = make_mesh(check_world(config, world.size), world, world.device, 60.0)
     found = build_rank(config, mesh, world)
     count = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp)
-    part = Part(mesh.axes.cp.rank, mesh.axes.cp.size)
+    part = SequencePart(mesh.axes.cp.rank, mesh.axes.cp.size)
     batch = [microbatch_of(config, count * mesh.dp_rank + number, part) for number in range(count)]
     saved, sends = Saved(found.model.module), Sends(mesh)
     watched = nullcontext() if sends.idle else sends  # every operator passes it

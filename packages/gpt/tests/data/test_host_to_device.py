@@ -7,7 +7,7 @@ from gpt_helpers import tiny_config
 
 from sixfold.gpt.data.host_to_device import Transfer
 from sixfold.gpt.data.token_stream import TokenStream, build_datasets
-from sixfold.gpt.parallel.sequence_parts import DocumentsHere, Part
+from sixfold.gpt.parallel.sequence_parts import DocumentsHere, SequencePart
 
 
 class Noted:
@@ -91,7 +91,7 @@ def test_ranks_of_a_row_have_its_parts_and_their_targets_add_up(tmp_path):
     train, _ = build_datasets(config)
     whole = TokenStream(train, config).microbatch(4, 2)
     assert len(whole.kwargs["cu_seqlens"]) > 3, "several documents"
-    parts = [TokenStream(train, config, part=Part(rank, 4)).microbatch(4, 2) for rank in range(4)]
+    parts = [TokenStream(train, config, part=SequencePart(rank, 4)).microbatch(4, 2) for rank in range(4)]
     for rank, part in enumerate(parts):
         for key in ("labels", "loss_mask", "position_ids"):
             assert torch.equal(part.kwargs[key], cut_rows(whole.kwargs[key], rank, 4))
@@ -106,6 +106,6 @@ def test_ranks_of_a_row_have_its_parts_and_their_targets_add_up(tmp_path):
 def test_without_a_document_mask_parts_have_no_documents(tmp_path):
     config = tiny_config(tmp_path, "data.document_mask=false")
     train, _ = build_datasets(config)
-    part = TokenStream(train, config, part=Part(1, 2)).microbatch(0, 2)
+    part = TokenStream(train, config, part=SequencePart(1, 2)).microbatch(0, 2)
     assert part.kwargs.keys() == {"labels", "loss_mask"}
     assert part.tokens.shape == (2, 16)

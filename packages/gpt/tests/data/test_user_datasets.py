@@ -14,7 +14,7 @@ from run_helpers import lines, losses, world_of
 from sixfold.gpt import ConfigError, TrainError, global_batches
 from sixfold.gpt.data.token_stream import TokenStream
 from sixfold.gpt.data.user_datasets import open_own
-from sixfold.gpt.parallel.sequence_parts import Part
+from sixfold.gpt.parallel.sequence_parts import SequencePart
 from sixfold.gpt.training.loop import train_in
 
 
@@ -66,7 +66,7 @@ def test_parts_of_rows_are_cut_and_counted_as_those_of_token_pairs(tmp_path):
     config = own_config(tmp_path, "data.max_epochs=0")
     data, _ = open_own(config, {"a": Packed(10), "b": Packed(7)})
     whole = TokenStream(data, config).microbatch(3, 2)
-    parts = [TokenStream(data, config, part=Part(rank, 2)).microbatch(3, 2) for rank in range(2)]
+    parts = [TokenStream(data, config, part=SequencePart(rank, 2)).microbatch(3, 2) for rank in range(2)]
     assert torch.equal(put_back([part.tokens for part in parts]), whole.tokens)
     for key in ("labels", "loss_mask", "position_ids"):
         assert torch.equal(put_back([part.kwargs[key] for part in parts]), whole.kwargs[key])

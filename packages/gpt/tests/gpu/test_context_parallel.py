@@ -20,7 +20,7 @@ from sixfold.gpt.parallel.partial_attention import (
     math_backward,
     math_forward,
 )
-from sixfold.gpt.parallel.sequence_parts import Part, documents_here
+from sixfold.gpt.parallel.sequence_parts import SequencePart, documents_here
 
 pytestmark = [
     pytest.mark.gpu,
@@ -65,7 +65,7 @@ def test_a_kernel_gives_what_batched_products_give(kernel, dtype, bound):
     forward, backward = {
         "flash": (flash_forward, flash_backward), "efficient": (efficient_forward, efficient_backward)
     }[kernel]  # fmt: skip
-    here = documents_here(boundaries(2, ROW, INNER).numpy(), 2, Part(1, RANKS))
+    here = documents_here(boundaries(2, ROW, INNER).numpy(), 2, SequencePart(1, RANKS))
     first, places = torch.from_numpy(here.first).cuda(), torch.tensor(places_of(1, RANKS, ROW)).cuda()
     generator = torch.Generator().manual_seed(0)
     q, k, v, g = (torch.randn(2, ROW // 2, n, 64, generator=generator).cuda().to(dtype) for n in (4, 2, 2, 4))

@@ -12,7 +12,7 @@ from sixfold.gpt.model.attention import plan_rows
 from sixfold.gpt.parallel import partial_attention
 from sixfold.gpt.parallel.axes import Axes, Axis
 from sixfold.gpt.parallel.partial_attention import Sight, gradients, kernel_of, partial
-from sixfold.gpt.parallel.sequence_parts import Part, documents_here
+from sixfold.gpt.parallel.sequence_parts import SequencePart, documents_here
 
 ROW, HEADS, GROUPS, D = 48, 4, 2, 8
 PACKED = [[], [3, 20, 50, 51, 71, 90], list(range(0, 96, 5))]
@@ -37,7 +37,7 @@ def near(found, expected, bound=1e-6):
 def by_blocks(cu, ranks, rank):
     """(out, lse, gradients) of a rank's queries, block by block, with whole keys at hand."""
     q, k, v, g = projections()
-    here = documents_here(cu.numpy(), 2, Part(rank, ranks))
+    here = documents_here(cu.numpy(), 2, SequencePart(rank, ranks))
     first, places = torch.from_numpy(here.first), torch.tensor(places_of(rank, ranks, ROW))
     q, g = cut(q, rank, ranks), cut(g, rank, ranks)
     parts = []

@@ -6,7 +6,7 @@ import torch
 from context_helpers import places_of, sees
 from model_helpers import boundaries
 
-from sixfold.gpt.parallel.sequence_parts import Part, documents_here, seen_blocks
+from sixfold.gpt.parallel.sequence_parts import SequencePart, documents_here, key_blocks
 
 ROW = 48
 CASES = [
@@ -26,7 +26,10 @@ def packed(seed: int) -> torch.Tensor:
 
 def test_every_token_is_on_one_rank_and_ranks_have_equally_many_pairs():
     for ranks in (1, 2, 3, 4):
-        parts = [[p for begin, end in Part(rank, ranks).spans(ROW) for p in range(begin, end)] for rank in range(ranks)]
+        parts = [
+            [p for begin, end in SequencePart(rank, ranks).spans(ROW) for p in range(begin, end)]
+            for rank in range(ranks)
+        ]
         assert sorted(p for part in parts for p in part) == list(range(ROW))
         assert [sorted(part) for part in parts] == parts, "in the row's order"
         assert parts == [places_of(rank, ranks, ROW) for rank in range(ranks)]
@@ -36,7 +39,7 @@ def test_every_token_is_on_one_rank_and_ranks_have_equally_many_pairs():
 @pytest.mark.parametrize(("ranks", "rank", "seed"), CASES)
 def test_segments_hold_the_keys_that_their_queries_see(ranks, rank, seed):
     cu = packed(seed)
-    here = documents_here(cu.numpy(), 2, Part(rank, ranks))
+    here = documents_here(cu.numpy(), 2, SequencePart(rank, ranks))
     found = torch.zeros(2, ROW // ranks, ROW, dtype=torch.bool)
     segments = list(zip(here.queries[:-1], here.queries[1:], here.keys[:-1], here.keys[1:], strict=True))
     for begin, end, key_begin, key_end in segments:
@@ -54,7 +57,7 @@ def test_segments_hold_the_keys_that_their_queries_see(ranks, rank, seed):
 @pytest.mark.parametrize(("ranks", "rank", "seed"), CASES)
 def test_blocks_are_what_is_seen_of_each_rank_and_no_more(ranks, rank, seed):
     cu = packed(seed)
-    here = documents_here(cu.numpy(), 2, Part(rank, ranks))
+    here = documents_here(cu.numpy(), 2, SequencePart(rank, ranks))
     expected = sees(cu, ROW)[:, places_of(rank, ranks, ROW)]
     for source, blocks in enumerate(here.blocks):
         theirs = places_of(source, ranks, ROW)
@@ -76,7 +79,7 @@ def test_blocks_are_what_is_seen_of_each_rank_and_no_more(ranks, rank, seed):
 
 
 def test_rows_of_one_document_are_one_block_for_each_rank():
-    blocks = seen_blocks(Part(1, 4), 64)
+    blocks = key_blocks(SequencePart(1, 4), 64)
     drawn = [[(b.queries, b.keys, b.seen) for b in some] for some in blocks]
     assert drawn == [
         [((0, 16), (0, 8), "full")],
@@ -84,4 +87,4 @@ def test_rows_of_one_document_are_one_block_for_each_rank():
         [((8, 16), (0, 16), "full")],
         [((8, 16), (0, 16), "full")],
     ]
-    assert blocks == documents_here(np.array([0, 64, 128]), 2, Part(1, 4)).blocks
+    assert blocks == documents_here(np.array([0, 64, 128]), 2, SequencePart(1, 4)).blocks

@@ -31,7 +31,7 @@ from sixfold.gpt.parallel import lost_ranks as peers
 from sixfold.gpt.parallel.axes import ALONE, Axes, Axis
 from sixfold.gpt.parallel.context_parallel import RingPlan, ring
 from sixfold.gpt.parallel.mesh import make_mesh, pair_group
-from sixfold.gpt.parallel.sequence_parts import Part, seen_blocks
+from sixfold.gpt.parallel.sequence_parts import SequencePart, key_blocks
 
 DEADLINE_S = 77.0
 SHORT_S = 1.0
@@ -79,7 +79,7 @@ def alone_in_the_ring(rank: int, ranks: int) -> tuple[float, str]:
     store.set(f"up{rank}", "")
     store.wait([f"up{other}" for other in range(ranks)])
     sees = torch.zeros(1, 8, dtype=torch.int64), torch.arange(8)
-    plan = RingPlan(axis, seen_blocks(Part(axis.rank, axis.size), 16), *sees)
+    plan = RingPlan(axis, key_blocks(SequencePart(axis.rank, axis.size), 16), *sees)
     rows = [torch.ones(1, 8, 2, 4, requires_grad=True) for _ in range(3)]
     out = ring(*rows, plan).sum()
     if axis.rank == 1:

@@ -21,7 +21,7 @@ import numpy as np
 
 from sixfold.gpt.config.batch_schedule import batch_size, samples_before
 from sixfold.gpt.errors import ConfigError, FinalError
-from sixfold.gpt.parallel.sequence_parts import WHOLE, Part, documents_here
+from sixfold.gpt.parallel.sequence_parts import WHOLE_ROWS, SequencePart, documents_here
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -315,7 +315,7 @@ class TokenStream:
         dataset: BlendedDataset | GPTDataset | OwnData,
         config: TrainConfig,
         *,
-        part: Part = WHOLE,
+        part: SequencePart = WHOLE_ROWS,
         copies: CopyStreams | None = None,
     ) -> None:
         """

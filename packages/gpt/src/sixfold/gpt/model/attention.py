@@ -35,7 +35,14 @@ from sixfold.gpt.model.rope import inverse_frequencies, tables
 from sixfold.gpt.parallel.axes import ALONE, Axes
 from sixfold.gpt.parallel.context_parallel import RingPlan, gathered_keys, ring
 from sixfold.gpt.parallel.head_groups import by_group, repeated, split_heads
-from sixfold.gpt.parallel.sequence_parts import WHOLE, DocumentsHere, Part, Span, documents_here, seen_blocks
+from sixfold.gpt.parallel.sequence_parts import (
+    WHOLE_ROWS,
+    DocumentsHere,
+    SequencePart,
+    Span,
+    documents_here,
+    key_blocks,
+)
 
 QUERY_BLOCK = 128
 BLOCKS_LONGEST = 512
@@ -76,7 +83,7 @@ class Documents:
     device: torch.device
     cu_seqlens: Tensor | None
     first: Tensor | None
-    part: Part = WHOLE
+    part: SequencePart = WHOLE_ROWS
     here: DocumentsHere[Tensor] | None = None
 
     @property
@@ -149,7 +156,7 @@ def _documents(
     config: GPTConfig, x: Tensor, cu_seqlens: Tensor | DocumentsHere[Tensor] | None, axes: Axes
 ) -> Documents:
     b, s = x.shape[0], x.shape[1] * (axes.tp.size if axes.sharded_sequence else 1)
-    part = Part(axes.cp.rank, axes.cp.size)
+    part = SequencePart(axes.cp.rank, axes.cp.size)
     here: DocumentsHere[Tensor] | None = None
     first: Tensor | None = None
     # b + 1 boundaries are the row starts alone: plain causal rows.
@@ -180,7 +187,7 @@ def _over_ranks(documents: Documents, axes: Axes, backend: str) -> Attend:
     """Attention of this rank's queries to the keys of all ranks."""
     if axes.cp_comm_type == "p2p":
         first = torch.zeros(1, documents.s, dtype=torch.int64, device=documents.device)
-        blocks = seen_blocks(documents.part, documents.row)
+        blocks = key_blocks(documents.part, documents.row)
         if documents.here is not None:
             first, blocks = documents.here.first, documents.here.blocks
         plan = RingPlan(axes.cp, blocks, first, documents.places)

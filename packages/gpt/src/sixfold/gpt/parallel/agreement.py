@@ -1,6 +1,6 @@
 """What ranks share: small objects, and errors: one rank's is raised on all, and a lost peer gets a name.
 
-    the loop, starts, saves --> gather_objects, all_or_raise, from_rank_0 (this file) --> an error on every rank
+the loop, starts, saves --> gather_objects, all_or_raise, from_rank_0 (this file) --> an error on every rank
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from torch.autograd.function import once_differentiable
 from sixfold.gpt.parallel.axes import Axis
 from sixfold.gpt.parallel.lost_ranks import axis_collective
 from sixfold.gpt.parallel.partial_attention import Sight, gradients, partial
-from sixfold.gpt.parallel.sequence_parts import Block
+from sixfold.gpt.parallel.sequence_parts import KeyBlock
 
 # Its names from torch 2.13 on, and before.
 _gather: Callable[..., object] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -55,7 +55,7 @@ class RingPlan:
     """
 
     axis: Axis
-    blocks: tuple[tuple[Block, ...], ...]
+    blocks: tuple[tuple[KeyBlock, ...], ...]
     first: Tensor
     places: Tensor
 
@@ -63,7 +63,7 @@ class RingPlan:
         """Whose keys are here in a step."""
         return (self.axis.rank - step) % self.axis.size
 
-    def sight(self, block: Block) -> Sight:
+    def sight(self, block: KeyBlock) -> Sight:
         """What the queries of ``block`` see."""
         begin, end = block.queries
         return Sight(block.seen, self.first[:, begin:end], self.places[begin:end], block.first_key)

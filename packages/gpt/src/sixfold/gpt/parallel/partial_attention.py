@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sixfold.gpt.parallel.head_groups import by_group, repeated, split_heads
-from sixfold.gpt.parallel.sequence_parts import Seen
+from sixfold.gpt.parallel.sequence_parts import MaskKind
 
 NOT_SEEN = -1e30
 _NOT_SEEN_FLOAT16 = -32768.0  # what float16 can hold
@@ -43,7 +43,7 @@ class Sight:
             ``first_key`` where the first key does: of account in "masked" alone.
     """
 
-    seen: Seen
+    seen: MaskKind
     first: Tensor
     places: Tensor
     first_key: int
@@ -60,7 +60,7 @@ class Sight:
         return before & (index >= self.first[:, begin:end].unsqueeze(-1))
 
 
-def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int, seen: Seen) -> str:
+def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int, seen: MaskKind) -> str:
     """ "math", "flash" or "efficient"; see [Note: kernels]."""
     if device.type != "cuda" or head_dim % 8:
         return "math"

@@ -19,11 +19,11 @@ import numpy.typing as npt
 A = TypeVar("A")
 B = TypeVar("B")
 Span = tuple[int, int]  # [begin, end)
-Seen = Literal["full", "causal", "masked"]
+MaskKind = Literal["full", "causal", "masked"]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SequencePart:
     """The part of each row that rank ``rank`` of ``size`` has."""
 
     rank: int = 0
@@ -42,11 +42,11 @@ class Part:
         return np.concatenate([rows_BS[:, begin:end] for begin, end in self.spans(rows_BS.shape[1])], axis=1)
 
 
-WHOLE = Part()
+WHOLE_ROWS = SequencePart()
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class KeyBlock:
     """Queries of this rank and keys of another (or this) one that some of them see, places counted on each.
 
     Attributes:
@@ -57,7 +57,7 @@ class Block:
     queries: Span
     keys: Span
     first_key: int
-    seen: Seen
+    seen: MaskKind
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +81,7 @@ class DocumentsHere(Generic[A]):
     keys: A
     index: A
     longest: tuple[int, int]
-    blocks: tuple[tuple[Block, ...], ...]
+    blocks: tuple[tuple[KeyBlock, ...], ...]
 
     def to(self, put: Callable[[A], B]) -> DocumentsHere[B]:
         """The same in other arrays."""
@@ -95,7 +95,7 @@ class DocumentsHere(Generic[A]):
         )
 
 
-def documents_here(cu_seqlens: npt.NDArray[Any], rows: int, part: Part) -> DocumentsHere[npt.NDArray[Any]]:
+def documents_here(cu_seqlens: npt.NDArray[Any], rows: int, part: SequencePart) -> DocumentsHere[npt.NDArray[Any]]:
     """What a rank needs to know of the documents of a micro-batch.
 
     Args:
@@ -122,11 +122,11 @@ def documents_here(cu_seqlens: npt.NDArray[Any], rows: int, part: Part) -> Docum
         keys=bounds.astype(np.int32),
         index=index.astype(np.int64),
         longest=(int((ends - starts).max()), int(lengths.max())),
-        blocks=seen_blocks(part, row, first),
+        blocks=key_blocks(part, row, first),
     )
 
 
-def seen_blocks(part: Part, row: int, first: npt.NDArray[Any] | None = None) -> tuple[tuple[Block, ...], ...]:
+def key_blocks(part: SequencePart, row: int, first: npt.NDArray[Any] | None = None) -> tuple[tuple[KeyBlock, ...], ...]:
     """By rank of the group: the blocks of its keys of which queries of ``part`` see something.
 
     Args:
@@ -144,34 +144,34 @@ def _document_starts(cu_seqlens: npt.NDArray[Any], rows: int, row: int) -> npt.N
     return starts - np.arange(0, rows * row, row)[:, None]
 
 
-def _blocks_by_rows(part: Part, source: int, row: int) -> tuple[Block, ...]:
+def _blocks_by_rows(part: SequencePart, source: int, row: int) -> tuple[KeyBlock, ...]:
     """Chunks are in the row's order on every rank, so two of them are one block where nothing lies between."""
     s = row // part.size
-    half, begin = s // 2, Part(source, part.size).spans(row)[0][0]
+    half, begin = s // 2, SequencePart(source, part.size).spans(row)[0][0]
     if source == part.rank:
-        return (Block((0, s), (0, s), begin, "causal"),)
+        return (KeyBlock((0, s), (0, s), begin, "causal"),)
     if source < part.rank:  # its first chunk is before both of mine, its last behind them
-        return (Block((0, s), (0, half), begin, "full"),)
-    return (Block((half, s), (0, s), begin, "full"),)  # both of its chunks lie between mine
+        return (KeyBlock((0, s), (0, half), begin, "full"),)
+    return (KeyBlock((half, s), (0, s), begin, "full"),)  # both of its chunks lie between mine
 
 
-def _blocks_by_documents(part: Part, source: int, row: int, first: npt.NDArray[Any]) -> tuple[Block, ...]:
+def _blocks_by_documents(part: SequencePart, source: int, row: int, first: npt.NDArray[Any]) -> tuple[KeyBlock, ...]:
     found = []
     at = 0
     for begin, end in part.spans(row):
         queries = at, at + end - begin
         key_at = 0
-        for key_begin, key_end in Part(source, part.size).spans(row):
+        for key_begin, key_end in SequencePart(source, part.size).spans(row):
             seen = _seen(first[:, slice(*queries)], begin, key_begin, key_end)
             keys = key_at, key_at + key_end - key_begin
             if seen is not None:
-                found.append(Block(queries, keys, key_begin, seen))
+                found.append(KeyBlock(queries, keys, key_begin, seen))
             key_at = keys[1]
         at = queries[1]
     return tuple(found)
 
 
-def _seen(first: npt.NDArray[Any], begin: int, key_begin: int, key_end: int) -> Seen | None:
+def _seen(first: npt.NDArray[Any], begin: int, key_begin: int, key_end: int) -> MaskKind | None:
     """What queries from place ``begin`` of their rows on see of a chunk; documents start later the later a query is."""
     if key_begin > begin or first[:, 0].min() >= key_end:
         return None

@@ -47,7 +47,7 @@ from sixfold.gpt.observe.straggler import StragglerReport
 from sixfold.gpt.observe.tensorboard import Board, check_board, traced
 from sixfold.gpt.parallel.agreement import all_or_raise, any_rank, from_rank_0, memory_errors, world_collective
 from sixfold.gpt.parallel.mesh import make_mesh
-from sixfold.gpt.parallel.sequence_parts import Part
+from sixfold.gpt.parallel.sequence_parts import SequencePart
 from sixfold.gpt.training.learning_rate import learning_rate
 from sixfold.gpt.training.resume import restore, start_line
 
@@ -82,7 +82,7 @@ class Run:
         self.metrics = metrics  # on rank 0 only
         self.train_data, valid = data
         cp, copies = rank.mesh.axes.cp, copy_streams(rank.device)
-        part = Part(cp.rank, cp.size)
+        part = SequencePart(cp.rank, cp.size)
         self.stream = TokenStream(self.train_data, config, part=part, copies=copies)
         if valid is None and config.eval.every:
             raise ConfigError(

@@ -10,8 +10,8 @@ from sixfold.gpt.data.loss_by_dataset import SampleLosses, mean_by_dataset, sums
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.observe import tensorboard as observe
 from sixfold.gpt.observe.metrics import FIELDS, MetricsWriter, describe
-from sixfold.gpt.observe.tensorboard import Board, check_board
-from sixfold.gpt.observe.timeline import Keeper, kept, show
+from sixfold.gpt.observe.tensorboard import TensorBoardWriter, check_tensorboard
+from sixfold.gpt.observe.timeline import TimelineWriter, read_timeline, show
 from sixfold.pipeline import Action, PipelineRunner, one_f_one_b
 from sixfold.pipeline.simulation.simulate import measured
 
@@ -20,7 +20,7 @@ STEP = dict.fromkeys(FIELDS["step"], 1.0) | {"mfu": None, "loss_by_dataset": {"w
 
 def board_of(folder, *losses, first=1, purge=0):
     """Write steps with these losses and take them over into TensorBoard."""
-    board = Board(folder, purge)
+    board = TensorBoardWriter(folder, purge)
     with MetricsWriter(folder / "metrics.jsonl") as writer:
         for step, loss in enumerate(losses, first):
             writer.write("step", **STEP | {"step": step, "loss": loss})
@@ -56,9 +56,9 @@ def test_steps_that_a_resumed_run_repeats_replace_the_first_ones(tmp_path):
 
 def test_tensorboard_that_is_not_installed_is_refused_with_the_extra(monkeypatch):
     monkeypatch.setattr(observe, "find_spec", lambda name: None)
-    check_board(False)
+    check_tensorboard(False)
     with pytest.raises(ConfigError) as error:
-        check_board(True)
+        check_tensorboard(True)
     assert words_of(error).startswith("log.tensorboard is true and ") and "sixfold-gpt[tensorboard]" in words_of(error)
 
 
@@ -94,7 +94,7 @@ def test_losses_that_are_not_per_token_are_not_shared_out():
 def test_a_timeline_that_no_costs_fit_and_one_that_cannot_be_written_end_no_run_and_are_told_once(tmp_path, capsys):
     program = one_f_one_b(2, 2)
     forwards = measured([(0, Action.parse("0F0"), 0.0, 1.0), (1, Action.parse("1F0"), 1.0, 2.0)])
-    keeper = Keeper(tmp_path)
+    keeper = TimelineWriter(tmp_path)
     for step in (1, 2):
         line = keeper.keep(step, program, forwards)
         assert line["bubble_on_paper"] is None and line["bubble"] == pytest.approx(1.0) and line["seconds"] == 2.0
@@ -104,7 +104,7 @@ def test_a_timeline_that_no_costs_fit_and_one_that_cannot_be_written_end_no_run_
     assert describe({"kind": "timeline", "step": 1} | line).startswith("step 1  bubble 1.000, on paper unknown; ")
     assert observe.scalars({"kind": "timeline"} | line) == {"pipeline/bubble": 1.0}
     (tmp_path / "full").write_text("no folder")
-    assert Keeper(tmp_path / "full").keep(1, program, forwards) is None
+    assert TimelineWriter(tmp_path / "full").keep(1, program, forwards) is None
     assert "the timeline of step 1 is not kept: " in capsys.readouterr().err
 
 
@@ -122,18 +122,18 @@ def test_only_the_steps_that_are_asked_for_are_timed(tmp_path, monkeypatch):
         monkeypatch.setattr(PipelineRunner, name, seen)
     train(config)
     assert events[:3] == [False, True, False] and len(events) > 3 and not any(events[3:])
-    assert kept(config.run.dir)[0] == 2
+    assert read_timeline(config.run.dir)[0] == 2
 
 
 def test_a_run_without_timelines_and_a_step_without_one_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"holds no timeline; train with log\.timeline_steps"):
-        kept(tmp_path)
+        read_timeline(tmp_path)
     (tmp_path / "timeline").mkdir()
     (tmp_path / "timeline" / "step-00000004.json").write_text("{")
     (tmp_path / "timeline" / "step-00000004.txt").write_text("0: 0F0 0B0")
     with pytest.raises(ConfigError, match=r"step 5 of .* was not timed; timed were 4"):
-        kept(tmp_path, 5)
+        read_timeline(tmp_path, 5)
     with pytest.raises(ConfigError, match=r"timeline of step 4 .* cannot be read: "):
-        kept(tmp_path)
+        read_timeline(tmp_path)
     with pytest.raises(ConfigError, match=r"--out is 'a\.pdf'; a timeline ends in"):
         show(tmp_path, "a.pdf")

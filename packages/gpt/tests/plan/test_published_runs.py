@@ -12,7 +12,7 @@ from sixfold.gpt.commands import cli
 from sixfold.gpt.config.train_config import ParallelConfig, TrainConfig
 from sixfold.gpt.machine.devices import DEVICES
 from sixfold.gpt.plan.activation_bytes import Shape
-from sixfold.gpt.plan.elementwise_bytes import stage_moved
+from sixfold.gpt.plan.elementwise_bytes import elementwise_bytes
 from sixfold.gpt.plan.plan import plan_layout
 from sixfold.gpt.plan.published_runs import ROWS, SOURCES, beside_plans, planned, table
 from sixfold.gpt.plan.time_range import QUANTILES, RANGES, SEEN
@@ -77,7 +77,7 @@ def test_compiled_operators_move_less_and_experts_move_their_rows():
     experts = TrainConfig.from_text(MINIMAL, ["model.num_experts=4", "model.moe_ffn_hidden_size=96"])
     for config in (plain, experts):
         shape = Shape.of(config, ParallelConfig(dp=1))
-        eager, fused = (stage_moved(config, shape, "cuda", range(4), last=False, fused=f) for f in (False, True))
+        eager, fused = (elementwise_bytes(config, shape, "cuda", range(4), last=False, fused=f) for f in (False, True))
         assert fused.forward < eager.forward and fused.backward < eager.backward
 
 
@@ -137,7 +137,7 @@ def test_bytes_of_elementwise_operators_are_those_that_torch_dispatches(precisio
         moved["forward"], moved["now"] = moved["now"], 0
         loss.backward()
     shape = Shape.of(config, ParallelConfig(dp=1))
-    found = stage_moved(config, shape, "cpu", range(2), last=True, fused=False)
+    found = elementwise_bytes(config, shape, "cpu", range(2), last=True, fused=False)
     assert found.forward == pytest.approx(moved["forward"], rel=0.25)
     assert found.backward == pytest.approx(moved["now"], rel=0.25)
 

@@ -14,7 +14,7 @@ from run_helpers import lines, run_all
 from sixfold.gpt import GPTModel, global_batches
 from sixfold.gpt.config.train_config import RunConfig
 from sixfold.gpt.data.token_stream import build_datasets
-from sixfold.gpt.observe.timeline import kept, show
+from sixfold.gpt.observe.timeline import read_timeline, show
 
 LAYOUTS = {
     "alone": (1, ()),
@@ -66,7 +66,7 @@ def test_the_first_rank_says_how_long_it_waited_for_data(runs):
 @pytest.mark.parametrize(("layout", "ranks"), [("pp2", 2), ("dp2", 1)])
 def test_a_timed_step_is_kept_with_what_the_same_program_takes_on_paper(runs, layout, ranks):
     config = runs[layout]
-    step, ran = kept(config.run.dir)
+    step, ran = read_timeline(config.run.dir)
     assert step == 2 and {rank for rank, *_ in ran.measured.events} == set(range(ranks))
     [line] = lines(config, "timeline")
     assert (line["step"], Path(line["trace"]).name) == (2, "step-00000002.json")

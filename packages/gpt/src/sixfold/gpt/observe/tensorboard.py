@@ -1,15 +1,13 @@
-"""What a run shows beside metrics.jsonl, on request: TensorBoard, torch's profiler.
+"""TensorBoard of a run, on request.
 
-    metrics.jsonl --> Board (this file)  --> RUN/tensorboard
-    a step        --> traced (this file) --> RUN/profile/step-N-rank-R.json.gz, for Perfetto
+    metrics.jsonl --> TensorBoardWriter (this file) --> RUN/tensorboard
 
-Board reads metrics.jsonl and nothing else, as the progress line and the plots do.
+It reads metrics.jsonl and nothing else, as the progress line and the plots do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,7 +31,7 @@ CURVES = (
 )
 
 
-def check_board(wanted: bool) -> None:
+def check_tensorboard(wanted: bool) -> None:
     """Refuse ``log.tensorboard`` where TensorBoard is not installed.
 
     Raises:
@@ -61,7 +59,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in found.items() if value is not None}
 
 
-class Board:
+class TensorBoardWriter:
     """Writes what is appended to a run's metrics.jsonl from now on into RUN/tensorboard.
 
     Args:
@@ -84,18 +82,3 @@ class Board:
         """Write what is left."""
         self.poll()
         self._writer.close()
-
-
-@contextmanager
-def traced(run_dir: str | Path, steps: Sequence[int], step: int, rank: int) -> Iterator[None]:
-    """Run the body, under torch's profiler if ``step`` is among ``steps``, and write this rank's trace."""
-    if step not in steps:
-        yield
-        return
-    from torch.profiler import profile
-
-    path = Path(run_dir) / "profile" / f"step-{step:08d}-rank-{rank}.json.gz"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with profile() as trace:  # every activity that the device has
-        yield
-    trace.export_chrome_trace(str(path))

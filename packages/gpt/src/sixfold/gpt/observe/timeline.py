@@ -1,7 +1,7 @@
 """The pipeline's step as it ran, beside the same program on paper.
 
-    runner.gather_timeline --> Keeper (this file) --> RUN/timeline/step-N.json (Chrome trace), step-N.txt (the program)
-                                                `-> show (this file) --> .svg, .png, .json for Perfetto, text
+    runner.gather_timeline --> TimelineWriter (this file) --> RUN/timeline/step-N.json (Chrome trace), step-N.txt
+                                                        `-> show (this file) --> .svg, .png, .json for Perfetto, text
 
 Costs are fitted to what was measured and the program is simulated with them: what is left between the two bubbles is
 what the schedule does not explain. No torch. ``sixfold-pipeline draw step-N.txt --measured step-N.json`` reads the
@@ -26,7 +26,7 @@ FORMATS = {".svg": "svg", ".json": "trace", ".txt": "text"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ran:
+class MeasuredStep:
     """A measured step and the same program under the costs that it showed.
 
     Attributes:
@@ -38,14 +38,14 @@ class Ran:
     predicted: Timeline
 
 
-def beside_paper(program: Program, measured: Timeline) -> Ran:
+def beside_paper(program: Program, measured: Timeline) -> MeasuredStep:
     """``measured`` beside a simulation of ``program`` with the costs fitted to it.
 
     Raises:
         ScheduleError: a stage's forward or backward was not measured.
     """
     costs = Costs.fit(measured, assume=Costs.per_rank(program))
-    return Ran(program=program, measured=measured, predicted=simulate(program, costs))
+    return MeasuredStep(program=program, measured=measured, predicted=simulate(program, costs))
 
 
 def folder(run_dir: str | Path) -> Path:
@@ -53,7 +53,7 @@ def folder(run_dir: str | Path) -> Path:
     return Path(run_dir) / "timeline"
 
 
-class Keeper:
+class TimelineWriter:
     """Writes measured steps under a run's folder. What goes wrong is told once, on stderr; it ends no run."""
 
     def __init__(self, run_dir: str | Path) -> None:
@@ -88,7 +88,7 @@ class Keeper:
         self._told = True
 
 
-def kept(run_dir: str | Path, step: int | None = None) -> tuple[int, Ran]:
+def read_timeline(run_dir: str | Path, step: int | None = None) -> tuple[int, MeasuredStep]:
     """A timeline of a run, the newest if ``step`` is None, and its step.
 
     Raises:
@@ -122,7 +122,7 @@ def show(run_dir: str | Path, out: str | Path, *, step: int | None = None) -> st
     if out.suffix not in {*FORMATS, ".png"}:
         raise ConfigError(f"--out is {str(out)!r}; a timeline ends in .svg, .png, .json (Perfetto) or .txt")
     refuse_foreign(out)
-    step, ran = kept(run_dir, step)
+    step, ran = read_timeline(run_dir, step)
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.suffix == ".png":
         draw_png(ran.predicted, out, beside=ran.measured, unit="s")
@@ -132,7 +132,7 @@ def show(run_dir: str | Path, out: str | Path, *, step: int | None = None) -> st
     return describe(step, ran)
 
 
-def describe(step: int, ran: Ran) -> str:
+def describe(step: int, ran: MeasuredStep) -> str:
     """``step 7: 0.412 s, bubble 0.310 measured, 0.270 on paper with the same costs; 2 ranks, 8 microbatches``."""
     return (
         f"step {step}: {ran.measured.makespan:.3f} s, bubble {ran.measured.bubble_over_ideal:.3f} measured, "

@@ -1,6 +1,6 @@
 """Bytes that a rank sends for one microbatch of a layer, and for its gradients and weights in a step.
 
-    config, parallel, Shape --> Sent of a layer, of a stage's ends (this file) --> stage_times.py, plan.py
+    config, parallel, Shape --> SentBytes of a layer, of a stage's ends (this file) --> stage_times.py, plan.py
 
 Numbers only: no torch, no ranks. Of a collective over n ranks that leaves W bytes a rank sends (n - 1) / n W, of an
 all-reduce twice that; of an all-to-all all rows but its own part.
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sent:
+class SentBytes:
     """Bytes by the axis of the mesh: over tp, over cp, and to the ranks that hold other experts (or parts of them)."""
 
     tp: float = 0.0
     cp: float = 0.0
     ep: float = 0.0
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(tp=self.tp + other.tp, cp=self.cp + other.cp, ep=self.ep + other.ep)
+    def __add__(self, other: SentBytes) -> SentBytes:
+        return SentBytes(tp=self.tp + other.tp, cp=self.cp + other.cp, ep=self.ep + other.ep)
 
-    def times(self, count: float) -> Sent:
+    def times(self, count: float) -> SentBytes:
         """Of so many."""
-        return Sent(tp=self.tp * count, cp=self.cp * count, ep=self.ep * count)
+        return SentBytes(tp=self.tp * count, cp=self.cp * count, ep=self.ep * count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,27 +53,31 @@ class Traffic:
     ep: float
 
 
-def layer_sent(config: TrainConfig, shape: Shape, parallel: ParallelConfig, *, experts: bool) -> tuple[Sent, Sent]:
+def layer_sent(
+    config: TrainConfig, shape: Shape, parallel: ParallelConfig, *, experts: bool
+) -> tuple[SentBytes, SentBytes]:
     """Of a layer and microbatch: (forward, backward with what it computes again)."""
     ahead = _attention(config, shape, parallel), _feed_forward(config, shape, parallel, experts=experts)
     return ahead[0][0] + ahead[1][0], ahead[0][1] + ahead[1][1]
 
 
-def _attention(config: TrainConfig, shape: Shape, parallel: ParallelConfig) -> tuple[Sent, Sent]:
+def _attention(config: TrainConfig, shape: Shape, parallel: ParallelConfig) -> tuple[SentBytes, SentBytes]:
     recomputed = config.train.recompute != "none"
     ahead, back = _part(shape, parallel, recomputed=recomputed, to_its_end=config.train.recompute == "full")
     # Keys and values of all ranks, and their gradients; a ring passes both on in backward, gradients in float32.
     whole = 2 * shape.b * shape.s * shape.k * shape.item
     keys = whole * (parallel.cp - 1) / parallel.cp
     gradients = keys + whole * 4 / shape.item if shape.ring else keys
-    return Sent(tp=ahead, cp=keys), Sent(tp=back, cp=gradients + (keys if recomputed else 0))
+    return SentBytes(tp=ahead, cp=keys), SentBytes(tp=back, cp=gradients + (keys if recomputed else 0))
 
 
-def _feed_forward(config: TrainConfig, shape: Shape, parallel: ParallelConfig, *, experts: bool) -> tuple[Sent, Sent]:
+def _feed_forward(
+    config: TrainConfig, shape: Shape, parallel: ParallelConfig, *, experts: bool
+) -> tuple[SentBytes, SentBytes]:
     recomputed = config.train.recompute == "full"
     if not experts:
         ahead, back = _part(shape, parallel, recomputed=recomputed, to_its_end=False)
-        return Sent(tp=ahead), Sent(tp=back)
+        return SentBytes(tp=ahead), SentBytes(tp=back)
     others = 1 - 1 / (parallel.ep * parallel.tp)
     rows = 2 * shape.rows * shape.h * shape.item * others  # to the experts and back
     ahead = back = 0.0
@@ -82,7 +86,7 @@ def _feed_forward(config: TrainConfig, shape: Shape, parallel: ParallelConfig, *
     if not parallel.sequence:  # shares of the same tokens: results are gathered, and gradients of what was cut
         once = (parallel.tp - 1) / parallel.tp * shape.t * shape.h * shape.item
         ahead, back = ahead + once, back + once * (2 if shape.shared_f else 1)
-    return Sent(tp=ahead, ep=rows), Sent(tp=back, ep=rows * (2 if recomputed else 1))
+    return SentBytes(tp=ahead, ep=rows), SentBytes(tp=back, ep=rows * (2 if recomputed else 1))
 
 
 def _part(shape: Shape, parallel: ParallelConfig, *, recomputed: bool, to_its_end: bool) -> tuple[float, float]:
@@ -93,7 +97,7 @@ def _part(shape: Shape, parallel: ParallelConfig, *, recomputed: bool, to_its_en
     return 2 * once, (2 + 2 * (recomputed and to_its_end)) * once
 
 
-def ends_sent(shape: Shape, parallel: ParallelConfig, *, first: bool, last: bool) -> tuple[Sent, Sent]:
+def ends_sent(shape: Shape, parallel: ParallelConfig, *, first: bool, last: bool) -> tuple[SentBytes, SentBytes]:
     """Of the embedding and of the head with its loss, on the stages that have them: (forward, backward)."""
     share = (parallel.tp - 1) / parallel.tp
     once = share * shape.t * shape.h * shape.item
@@ -104,12 +108,12 @@ def ends_sent(shape: Shape, parallel: ParallelConfig, *, first: bool, last: bool
     if last:
         ahead += (once if parallel.sequence else 0) + share * 2 * 3 * 4 * shape.t  # maxima, sums, target logits
         back += 2 * once
-    return Sent(tp=ahead), Sent(tp=back)
+    return SentBytes(tp=ahead), SentBytes(tp=back)
 
 
 def stage_sent(
     config: TrainConfig, shape: Shape, parallel: ParallelConfig, layers: Sequence[int], *, first: bool, last: bool
-) -> tuple[Sent, Sent]:
+) -> tuple[SentBytes, SentBytes]:
     """Of a stage of ``layers`` and a microbatch: (forward, backward)."""
     ahead, back = ends_sent(shape, parallel, first=first, last=last)
     sparse = sum(map(config.model.has_experts, layers))

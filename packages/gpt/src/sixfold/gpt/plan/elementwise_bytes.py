@@ -1,6 +1,6 @@
 """Bytes that operators without matrix products read and write for one microbatch of a stage.
 
-    config, Shape, layers --> Moved (this file) --> stage_times.py: seconds at the rate of the device's memory
+    config, Shape, layers --> ElementwiseBytes (this file) --> stage_times.py: seconds at the memory's rate
 
 Norms, rotary positions, activations, residuals, sums of gradients, the loss. Counted operator by operator in norm.py,
 rope.py, decoder.py and loss.py: each reads its inputs and writes its result once. Compiled, a layer's chains are one
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Moved:
+class ElementwiseBytes:
     """Bytes read and written: in forward, in backward (recomputation included)."""
 
     forward: float
     backward: float
 
-    def __add__(self, other: Moved) -> Moved:
-        return Moved(forward=self.forward + other.forward, backward=self.backward + other.backward)
+    def __add__(self, other: ElementwiseBytes) -> ElementwiseBytes:
+        return ElementwiseBytes(forward=self.forward + other.forward, backward=self.backward + other.backward)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,44 +55,44 @@ _ROWS = (4, 6)  # of an expert's rows: sorted, sent back, weighted and summed
 _LOSS = (20, 34)
 
 
-def stage_moved(
+def elementwise_bytes(
     config: TrainConfig, shape: Shape, device: str, layers: Sequence[int], *, last: bool, fused: bool
-) -> Moved:
+) -> ElementwiseBytes:
     """Of a stage of ``layers`` (their global numbers) and a microbatch.
 
     Args:
         fused: chains of operators are one kernel each, as ``train.compile`` makes them and Megatron-Core has them.
     """
     passes = _passes(config, fused=fused)
-    found = Moved(forward=0.0, backward=0.0)
+    found = ElementwiseBytes(forward=0.0, backward=0.0)
     sparse = sum(map(config.model.has_experts, layers))
     for experts, count in ((False, len(layers) - sparse), (True, sparse)):
         one = _layer(config, shape, device, passes, experts=experts)
-        found += Moved(forward=count * one.forward, backward=count * one.backward)
+        found += ElementwiseBytes(forward=count * one.forward, backward=count * one.backward)
     if last:
         hidden = shape.t * shape.h * shape.item / shape.between
         norm = passes.norm
         logits = shape.t * shape.vocab
-        found += Moved(
+        found += ElementwiseBytes(
             forward=norm[0] * hidden + logits * (_LOSS[0] + shape.item),
             backward=norm[1] * hidden + logits * (_LOSS[1] + shape.item),
         )
     return found
 
 
-def _layer(config: TrainConfig, shape: Shape, device: str, passes: _Passes, *, experts: bool) -> Moved:
+def _layer(config: TrainConfig, shape: Shape, device: str, passes: _Passes, *, experts: bool) -> ElementwiseBytes:
     first, second = _attention(config, shape, device, passes), _second(shape, passes, experts=experts)
     again = {"none": 0.0, "selective": first.forward, "full": first.forward + second.forward}[config.train.recompute]
-    return first + second + Moved(forward=0.0, backward=again)
+    return first + second + ElementwiseBytes(forward=0.0, backward=again)
 
 
-def _attention(config: TrainConfig, shape: Shape, device: str, passes: _Passes) -> Moved:
+def _attention(config: TrainConfig, shape: Shape, device: str, passes: _Passes) -> ElementwiseBytes:
     """A norm, rotary positions, a residual; and probabilities where the back end writes them."""
     hidden = shape.t * shape.h * shape.item / shape.between
     heads = shape.t * (shape.q + shape.k) * shape.item
     written = probabilities(shape) * shape.item if attention_backend(config, shape, device) == "blocks" else 0
     norms = 2.0 if config.model.qk_norm else 0.0
-    return Moved(
+    return ElementwiseBytes(
         forward=(passes.norm[0] + passes.residual[0]) * hidden
         + (passes.rotary[0] + norms / 2 * passes.norm[0]) * heads
         + _PROBABILITIES[0] * written,
@@ -102,13 +102,13 @@ def _attention(config: TrainConfig, shape: Shape, device: str, passes: _Passes) 
     )
 
 
-def _second(shape: Shape, passes: _Passes, *, experts: bool) -> Moved:
+def _second(shape: Shape, passes: _Passes, *, experts: bool) -> ElementwiseBytes:
     hidden = shape.t * shape.h * shape.item / shape.between
     wide, rows = shape.t * shape.f * shape.item, 0
     if experts:
         wide = (shape.rows * shape.expert_f + shape.t * shape.shared_f) * shape.item
         rows = shape.rows * shape.h * shape.item
-    return Moved(
+    return ElementwiseBytes(
         forward=(passes.norm[0] + passes.residual[0]) * hidden + passes.swiglu[0] * wide + _ROWS[0] * rows,
         backward=(passes.norm[1] + passes.residual[1]) * hidden + passes.swiglu[1] * wide + _ROWS[1] * rows,
     )

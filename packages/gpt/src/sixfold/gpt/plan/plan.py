@@ -1,10 +1,10 @@
 """What a configuration takes on a number of ranks: memory, traffic, bubble and time of a step.
 
-    TrainConfig, world, Device --> plan_layout (this file) --> Planned --> report.py, search.py
+    TrainConfig, world, Device --> plan_layout (this file) --> LayoutPlan --> report.py, search.py
     layout.py: what stages cost    simulated_programs.py: programs, and ``schedule_for``
 
 From pure cores alone: no torch, no process group, no device. A configuration that a run refuses can be planned;
-``Planned.refused`` says so.
+``LayoutPlan.refused`` says so.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from sixfold.fsdp.cost_model import collectives
 from sixfold.gpt.config.rules import check_world, refusals
 from sixfold.gpt.config.train_config import ParallelConfig, TrainConfig
 from sixfold.gpt.machine.devices import Device
-from sixfold.gpt.plan.communication_bytes import Sent, Traffic, dp_bytes, stage_sent, tp_sums
+from sixfold.gpt.plan.communication_bytes import SentBytes, Traffic, dp_bytes, stage_sent, tp_sums
 from sixfold.gpt.plan.layout import Layout, PlannedConfig, compute_costs, device_costs, times_of
 from sixfold.gpt.plan.simulated_programs import Simulated, plan_program, say_plan, schedule_for, simulated
 from sixfold.gpt.plan.stage_times import optimizer_s, overlapped_s
 from sixfold.gpt.plan.stored_bytes import Stored, ranks_of
 from sixfold.gpt.plan.tensor_sizes import stage_parameters
-from sixfold.gpt.plan.time_range import Spread, spread_of
+from sixfold.gpt.plan.time_range import TimeRange, time_range_of
 
 __all__ = [
-    "Planned", "PlannedConfig", "RankPlan", "StagePlan", "as_json", "bubbles", "plan_layout", "plan_program",
+    "LayoutPlan", "PlannedConfig", "RankPlan", "StagePlan", "as_json", "bubbles", "plan_layout", "plan_program",
     "say_plan", "schedule_for", "step_seconds",
 ]  # fmt: skip
 
@@ -71,7 +71,7 @@ class RankPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Planned:
+class LayoutPlan:
     """A layout and what it takes.
 
     Attributes:
@@ -124,23 +124,23 @@ class Planned:
         return self.flops_per_rank / self.device.peak_flops
 
     @property
-    def spread(self) -> Spread:
+    def time_range(self) -> TimeRange:
         """How published runs of this kind lay about what is planned for them."""
-        return spread_of(self.config, self.device)
+        return time_range_of(self.config, self.device)
 
     @property
     def step_s_range(self) -> tuple[float, float] | None:
-        """Seconds of a step, by ``spread``: the fastest and the slowest."""
-        return None if self.step_s is None else (self.step_s / self.spread.high, self.step_s / self.spread.low)
+        """Seconds of a step, by ``time_range``: the fastest and the slowest."""
+        return None if self.step_s is None else (self.step_s / self.time_range.high, self.step_s / self.time_range.low)
 
     def range_of(self, speed: float | None) -> list[float] | None:
         """Lowest and highest of something that grows with the speed."""
-        return None if speed is None else [speed * self.spread.low, speed * self.spread.high]
+        return None if speed is None else [speed * self.time_range.low, speed * self.time_range.high]
 
 
 def plan_layout(
     config: TrainConfig, world: int, device: Device, *, memory_bytes: int | None = None, fused: bool | None = None
-) -> Planned:
+) -> LayoutPlan:
     """Work out what ``config`` takes on ``world`` ranks.
 
     Args:
@@ -166,7 +166,7 @@ def plan_layout(
         for stage, layers in enumerate(layout.layers)
     )
     ranks = tuple(_rank_plan(layout, alone, rank) for rank in range(parallel.pp))
-    return Planned(
+    return LayoutPlan(
         config=config,
         parallel=parallel,
         world=world,
@@ -239,7 +239,7 @@ def _traffic(layout: Layout, messages: Sequence[float]) -> Traffic:
         moved["reduce_scatter"] = min(moved["reduce_scatter"], 1)
     found = {"dp": 0.0, "tp": 0.0, "cp": 0.0, "ep": 0.0}
     for rank in range(parallel.pp):
-        stages, sent, once = layout.stages_of(rank), Sent(), 0.0
+        stages, sent, once = layout.stages_of(rank), SentBytes(), 0.0
         for stage in stages:
             ends = {"first": stage == 0, "last": layout.is_last(stage)}
             ahead, back = stage_sent(config, layout.shape, parallel, layout.layers[stage], **ends)
@@ -252,7 +252,7 @@ def _traffic(layout: Layout, messages: Sequence[float]) -> Traffic:
     return Traffic(pp=max(messages) * layout.shape.hidden_bytes if parallel.pp > 1 else 0.0, **found)
 
 
-def bubbles(planned: Planned, *, seconds: float = 1.0) -> Mapping[str, float]:
+def bubbles(planned: LayoutPlan, *, seconds: float = 1.0) -> Mapping[str, float]:
     """Bubble over ideal of every schedule that this cut can have, at zero communication cost; quick ones alone."""
     found: dict[str, float] = {}
     began = time.perf_counter()
@@ -270,7 +270,7 @@ def bubbles(planned: Planned, *, seconds: float = 1.0) -> Mapping[str, float]:
     return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
-def as_json(planned: Planned) -> dict[str, Any]:
+def as_json(planned: LayoutPlan) -> dict[str, Any]:
     """The object of ``sixfold plan --json``."""
     parallel = planned.parallel
     peaks = {rank.rank: rank.peak for rank in planned.ranks}
@@ -329,6 +329,6 @@ def as_json(planned: Planned) -> dict[str, Any]:
         "step_seconds_range": None if planned.step_s_range is None else list(planned.step_s_range),
         "tokens_per_second_range": planned.range_of(planned.tokens_per_second),
         "mfu_range": planned.range_of(planned.mfu),
-        "range_from": planned.spread.source,
+        "range_from": planned.time_range.source,
         "refused": list(planned.refused),
     }

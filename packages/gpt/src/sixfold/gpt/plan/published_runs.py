@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from sixfold.gpt.machine.devices import LINK_EFFICIENCY, Device, device_named
-from sixfold.gpt.plan.plan import Planned, PlannedConfig, plan_layout
+from sixfold.gpt.plan.plan import LayoutPlan, PlannedConfig, plan_layout
 
 _BASE = """
 data = {blend = ["corpus"], seq_length = 8192, document_mask = false}
@@ -162,13 +162,13 @@ def device_of(row: Row) -> Device:
     return replace(device, memory_bytes_per_s=row.memory_tb_per_s * 1e12 * LINK_EFFICIENCY)
 
 
-def planned(row: Row) -> Planned:
+def planned(row: Row) -> LayoutPlan:
     """What this package plans for it."""
     config = PlannedConfig.from_text(MODELS[row.model] + _BASE, row.overrides)
     return plan_layout(config, row.world, device_of(row), fused=row.kind != "eager")
 
 
-def speed_of(row: Row, plan: Planned) -> float:
+def speed_of(row: Row, plan: LayoutPlan) -> float:
     """Published tokens per second and GPU; the slides give FLOP/s by the model's own count."""
     if row.source != "slides":
         return row.speed

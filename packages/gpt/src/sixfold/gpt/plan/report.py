@@ -17,7 +17,7 @@ from typing import Any
 from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.machine.devices import Device, device_named, device_of_machine
-from sixfold.gpt.plan.plan import Planned, PlannedConfig, as_json, bubbles, plan_layout, plan_program, say_plan
+from sixfold.gpt.plan.plan import LayoutPlan, PlannedConfig, as_json, bubbles, plan_layout, plan_program, say_plan
 from sixfold.gpt.plan.search import Choice, Ranking, search, suggestions
 
 _MOST_STAGES = 16  # rows of the table of ranks
@@ -85,7 +85,7 @@ def run(
     return _text(planned, near, found)
 
 
-def _object(planned: Planned, near: Sequence[Choice], ranking: Ranking | None) -> dict[str, Any]:
+def _object(planned: LayoutPlan, near: Sequence[Choice], ranking: Ranking | None) -> dict[str, Any]:
     found = as_json(planned) | {"bubbles": bubbles(planned), "suggestions": [_choice(one) for one in near]}
     return found if ranking is None else found | {"search": _found(ranking)}
 
@@ -111,7 +111,7 @@ def _choice(choice: Choice) -> dict[str, Any]:
     }
 
 
-def _text(planned: Planned, near: Sequence[Choice], ranking: Ranking | None) -> str:
+def _text(planned: LayoutPlan, near: Sequence[Choice], ranking: Ranking | None) -> str:
     parallel, config = planned.parallel, planned.config
     degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("pp", "dp", "cp", "tp"))
     degrees += f", experts over {parallel.ep} of dp x cp" if parallel.ep > 1 else ""
@@ -138,7 +138,7 @@ def _text(planned: Planned, near: Sequence[Choice], ranking: Ranking | None) -> 
     return "\n".join(lines)
 
 
-def _ranks(planned: Planned) -> list[str]:
+def _ranks(planned: LayoutPlan) -> list[str]:
     """A row for each pipeline rank, the first and the last of many."""
     unit, name = (1e9, "GB") if planned.peak_bytes >= 1e9 else (1e6, "MB")
     lines = [
@@ -163,7 +163,7 @@ def _span(layers: Sequence[int]) -> str:
     return str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
 
 
-def _fit(planned: Planned) -> str:
+def _fit(planned: LayoutPlan) -> str:
     if planned.memory_bytes is None:
         return f"peak {_bytes(planned.peak_bytes)}; no bound is known: give --memory-gb"
     verdict = "fits" if planned.fits else "DOES NOT FIT"
@@ -173,7 +173,7 @@ def _fit(planned: Planned) -> str:
     )
 
 
-def _traffic(planned: Planned) -> str:
+def _traffic(planned: LayoutPlan) -> str:
     sent = planned.traffic
     parts = ", ".join(
         f"{axis} {_bytes(nbytes)}"
@@ -183,7 +183,7 @@ def _traffic(planned: Planned) -> str:
     return f"a rank sends in a step: {parts or 'nothing'}"
 
 
-def _times(planned: Planned) -> list[str]:
+def _times(planned: LayoutPlan) -> list[str]:
     lines = [f"bubble {planned.bubble_over_ideal:.3f} of ideal, communication apart"]
     if planned.parallel.pp > 1:
         others = ", ".join(f"{name} {bubble:.3f}" for name, bubble in bubbles(planned).items())
@@ -205,7 +205,7 @@ def _times(planned: Planned) -> list[str]:
     lines += [
         f"time on {planned.device.name}: {_seconds(fast)} to {_seconds(slow)} a step, {low:,.0f} to {high:,.0f} "
         f"tokens/s{mfu}",
-        f"  the range is that of {planned.spread.source} about their plans; this plan's own figure: "
+        f"  the range is that of {planned.time_range.source} about their plans; this plan's own figure: "
         f"{_seconds(planned.step_s)} a step, {planned.tokens_per_second:,.0f} tokens/s{per_rank}{own_mfu}",
     ]
     return lines

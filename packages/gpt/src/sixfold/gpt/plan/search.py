@@ -25,7 +25,7 @@ from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.machine.devices import Device
 from sixfold.gpt.plan.layout import Layout, device_costs
-from sixfold.gpt.plan.plan import Planned, plan_layout
+from sixfold.gpt.plan.plan import LayoutPlan, plan_layout
 from sixfold.pipeline import ScheduleError
 
 Changes = Mapping[str, Any]
@@ -49,7 +49,7 @@ class Choice:
     """A layout that was planned, and the keys that lead to it."""
 
     changes: Changes
-    planned: Planned
+    planned: LayoutPlan
 
     @property
     def overrides(self) -> str:
@@ -98,7 +98,7 @@ def _planned(config: TrainConfig, changes: Changes, world: int, device: Device, 
 # ---- near what is given
 
 
-def suggestions(planned: Planned, *, most: int = 3) -> list[Choice]:
+def suggestions(planned: LayoutPlan, *, most: int = 3) -> list[Choice]:
     """Changes of one or two keys that fit the memory, fastest first; where what is given fits, faster ones alone."""
     config, found = planned.config, []
     if planned.parallel.schedule == "plan":  # a search for each would take its time: the schedule that it begins with
@@ -115,7 +115,7 @@ def suggestions(planned: Planned, *, most: int = 3) -> list[Choice]:
     return sorted(found, key=lambda one: one.order)[:most]
 
 
-def _near(planned: Planned) -> Iterator[Changes]:
+def _near(planned: LayoutPlan) -> Iterator[Changes]:
     config, parallel = planned.config, planned.parallel
     single: list[Changes] = [{"train.recompute": value} for value in _RECOMPUTE if value != config.train.recompute]
     single += [{"parallel.sharding": value} for value in _SHARDINGS if value != parallel.sharding]

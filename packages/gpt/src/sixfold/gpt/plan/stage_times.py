@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING
 from sixfold.fsdp.cost.terms import Cluster, Run, replicate_s, transfer_s
 from sixfold.gpt.machine.devices import Device
 from sixfold.gpt.plan.activation_bytes import Shape
-from sixfold.gpt.plan.communication_bytes import Sent, stage_sent
-from sixfold.gpt.plan.elementwise_bytes import stage_moved
+from sixfold.gpt.plan.communication_bytes import SentBytes, stage_sent
+from sixfold.gpt.plan.elementwise_bytes import elementwise_bytes
 from sixfold.gpt.plan.stored_bytes import Formats, ranks_of, wire_bytes
 from sixfold.gpt.plan.tensor_sizes import Unit
 
@@ -87,7 +87,7 @@ def cluster_of(device: Device, ranks: int) -> Cluster:
     )
 
 
-def sent_s(device: Device, parallel: ParallelConfig, sent: Sent) -> float:
+def sent_s(device: Device, parallel: ParallelConfig, sent: SentBytes) -> float:
     """Seconds in which a rank sends what splits one model asks for; nothing of it hides behind computation here.
 
     Ranks of a node are neighbours on tp, then on ep or cp. An all-to-all that leaves the node sends what stays in it
@@ -133,7 +133,7 @@ def stage_times(
     rate = device.flops_of(config.train.precision)
     assert rate is not None, f"{device.name} has no FLOP/s"
     flops = stage_flops(config, parallel, layers, last=last)
-    moved = stage_moved(config, Shape.of(config, parallel), device.kind, layers, last=last, fused=fused)
+    moved = elementwise_bytes(config, Shape.of(config, parallel), device.kind, layers, last=last, fused=fused)
     ahead, back = stage_sent(config, Shape.of(config, parallel), parallel, layers, first=first, last=last)
     gather, reduce = _unit_transfers(config, parallel, device, units)
     return StageTimes(

@@ -18,7 +18,7 @@ QUANTILES = (0.1, 0.9)  # four runs of five lie between
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
+class TimeRange:
     """Published over planned tokens per second.
 
     Attributes:
@@ -33,15 +33,15 @@ class Spread:
 
 # Compiled operators are at best like Megatron-Core's fused ones: the rows of both.
 RANGES = {
-    "eager": Spread(low=0.77, high=1.06, source="27 published runs of torch without a compiler"),
-    "compiled": Spread(low=0.80, high=1.11, source="9 published runs with compiled or fused operators"),
-    "other device": Spread(low=0.73, high=1.12, source="all published runs, none of them on this device"),
-    "measured machine": Spread(low=0.6, high=1.05, source="an estimate: no published run has doctor's rates"),
+    "eager": TimeRange(low=0.77, high=1.06, source="27 published runs of torch without a compiler"),
+    "compiled": TimeRange(low=0.80, high=1.11, source="9 published runs with compiled or fused operators"),
+    "other device": TimeRange(low=0.73, high=1.12, source="all published runs, none of them on this device"),
+    "measured machine": TimeRange(low=0.6, high=1.05, source="an estimate: no published run has doctor's rates"),
 }
 SEEN = ("a100", "h100")  # devices with published runs
 
 
-def spread_of(config: TrainConfig, device: Device) -> Spread:
+def time_range_of(config: TrainConfig, device: Device) -> TimeRange:
     """The range for a run of ``config`` on ``device``."""
     name = device.name.partition(" ")[0]
     if device.measured:

@@ -42,9 +42,10 @@ from sixfold.gpt.launch.stop_signals import Interrupted, StopFlag
 from sixfold.gpt.machine.devices import peak_flops_of
 from sixfold.gpt.observe import timeline
 from sixfold.gpt.observe.metrics import MetricsWriter, read_all
+from sixfold.gpt.observe.profiler import profiled
 from sixfold.gpt.observe.software_versions import versions
 from sixfold.gpt.observe.straggler import StragglerReport
-from sixfold.gpt.observe.tensorboard import Board, check_board, traced
+from sixfold.gpt.observe.tensorboard import TensorBoardWriter, check_tensorboard
 from sixfold.gpt.parallel.agreement import all_or_raise, any_rank, from_rank_0, memory_errors, world_collective
 from sixfold.gpt.parallel.mesh import make_mesh
 from sixfold.gpt.parallel.sequence_parts import SequencePart
@@ -96,9 +97,9 @@ class Run:
         self.loss: float | None = None
         self.versions = versions()
         self.root = Path(config.run.dir) / "checkpoints"
-        self.board: Board | None = None  # on rank 0, where the config wants one
+        self.board: TensorBoardWriter | None = None  # on rank 0, where the config wants one
         self._stragglers = StragglerReport(rank, config.log)
-        self._timelines = timeline.Keeper(config.run.dir)
+        self._timelines = timeline.TimelineWriter(config.run.dir)
         self._prefetch: tuple[int, Prefetch[list[Microbatch]]] | None = None
         self._saved: tuple[int, float, AsyncSave | None] | None = None  # step, seconds blocked, handle
         self._save_began = time.monotonic()  # the newest one, or the run
@@ -238,7 +239,7 @@ class Run:
             batch = self.next_batch()
         data_seconds = time.monotonic() - start
         lr, log = learning_rate(self.config, at.step), self.config.log
-        traces = traced(self.config.run.dir, log.profile_steps, at.step + 1, self.rank.mesh.rank)
+        traces = profiled(self.config.run.dir, log.profile_steps, at.step + 1, self.rank.mesh.rank)
         try:
             with world_collective(f"step {at.step}"), traces, self.rank.clock.part("compute"):
                 asks = Asks(stop=stop, save=self.save_is_due())
@@ -353,7 +354,7 @@ def train_in(
     if config.train.offload_activations:
         all_or_raise(mesh.control, mesh.size, lambda: check_offload(world.device))
 
-    all_or_raise(mesh.control, mesh.size, lambda: check_board(config.log.tensorboard))
+    all_or_raise(mesh.control, mesh.size, lambda: check_tensorboard(config.log.tensorboard))
     same_config(config, mesh)
     start = starting_point(config, mesh, datasets)
     source = None if start.newest is not None else initial_weights(config, mesh)
@@ -376,7 +377,7 @@ def _train(run: Run, start: Start, source: Path | None) -> str:
     """From where the run begins to its end; the reason."""
     flag, mesh, fresh = StopFlag(), run.rank.mesh, start.newest is None
     if run.config.log.tensorboard and mesh.rank == 0:
-        run.board = Board(run.config.run.dir, step_of(start.newest))
+        run.board = TensorBoardWriter(run.config.run.dir, step_of(start.newest))
     try:
         start_line(run, mesh, step_of(start.newest))
         restore(run, start, source)

@@ -16,7 +16,7 @@ from sixfold.gpt.config.train_config import GPTConfig
 from sixfold.gpt.model import grouped_experts as expert_products
 from sixfold.gpt.model.attention import plan_rows
 from sixfold.gpt.model.moe import MixtureOfExperts, extremes, take_loads, top
-from sixfold.gpt.parallel.expert_dispatch import Order
+from sixfold.gpt.parallel.expert_dispatch import TokenOrder
 
 KINDS = {
     "plain": {},
@@ -97,7 +97,7 @@ def test_of_equal_probabilities_the_lower_number_is_chosen():
 
 
 def test_rows_lie_by_expert_and_then_by_token():
-    order = Order.of(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
+    order = TokenOrder.of(torch.tensor([[2, 0], [0, 3], [2, 3]]), 5)
     assert order.counts.tolist() == [2, 0, 2, 2, 0]
     assert order.token.tolist() == [0, 1, 0, 2, 1, 2]
     assert order.row.tolist() == [[2, 0], [1, 4], [3, 5]]

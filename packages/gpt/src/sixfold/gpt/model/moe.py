@@ -31,7 +31,15 @@ from torch.autograd.function import once_differentiable
 from sixfold.gpt.config.train_config import GPTConfig
 from sixfold.gpt.model.grouped_experts import Segments, feed_forward
 from sixfold.gpt.parallel.axes import ALONE, Axes, Axis
-from sixfold.gpt.parallel.expert_dispatch import Order, Route, combined, own_share, spread, travelled, whole
+from sixfold.gpt.parallel.expert_dispatch import (
+    Route,
+    TokenOrder,
+    combine,
+    exchange_rows,
+    gather_shares,
+    own_share,
+    permute,
+)
 from sixfold.gpt.parallel.lost_ranks import group_collective
 
 if TYPE_CHECKING:
@@ -87,17 +95,17 @@ class MixtureOfExperts(nn.Module):
         config = self.config
         probabilities = torch.softmax(_Logits.apply(tokens, self.router.weight), -1)  # type: ignore[no-untyped-call]
         choices = top(probabilities.detach(), config.experts_per_token)
-        order = Order.of(choices, config.num_experts)
+        order = TokenOrder.of(choices, config.num_experts)
         balance = self._balance(order.counts) if probabilities.requires_grad else None
         weights: Tensor = _Chosen.apply(probabilities, choices, order.counts, balance, self.load)  # type: ignore[no-untyped-call]
         if config.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
         route = Route.of(order.counts, self.axes)
-        rows = travelled(spread(tokens, order), route, outward=True)
+        rows = exchange_rows(permute(tokens, order), route, outward=True)
         experts = self.experts
         segments = Segments(route.ends, route.known)
         rows = feed_forward(rows, experts.gate.weight, experts.up.weight, experts.down.weight, segments)
-        return combined(travelled(rows, route, outward=False), weights, order)
+        return combine(exchange_rows(rows, route, outward=False), weights, order)
 
     def _balance(self, counts: Tensor) -> Tensor | None:
         """The gradient that the load-balancing loss adds to each expert's probability. [Note: balance]"""
@@ -121,7 +129,7 @@ def _mixed(module: MixtureOfExperts, x: Tensor, shared: Tensor | None) -> Tensor
         if module.config.shared_expert_gate:
             beside = torch.sigmoid(F.linear(tokens, module.shared_gate.weight)) * beside
         mixed = mixed + beside
-    return whole(mixed, len(flat), axis).view(x.shape)
+    return gather_shares(mixed, len(flat), axis).view(x.shape)
 
 
 # Numbers of rows are data, and rows travel: no part of it is compiled.

@@ -31,7 +31,7 @@ _gather: Callable[..., object] = getattr(dist, "all_gather_single", None) or dis
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class TokenOrder:
     """Choices of tokens as rows, expert by expert, of one expert in the order of tokens.
 
     Attributes:
@@ -45,7 +45,7 @@ class Order:
     counts: Tensor
 
     @classmethod
-    def of(cls, choices: Tensor, experts: int) -> Order:
+    def of(cls, choices: Tensor, experts: int) -> TokenOrder:
         """Of ``choices`` (tokens, k), experts by number. Reads nothing on the host."""
         flat = choices.flatten()
         ordered, pair = flat.sort(stable=True)
@@ -137,23 +137,23 @@ def _by_expert(counts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return there, torch.empty_like(there).scatter_(0, there, place)
 
 
-def spread(tokens: Tensor, order: Order) -> Tensor:
+def permute(tokens: Tensor, order: TokenOrder) -> Tensor:
     """(tokens, hidden) -> (rows, hidden): each token once for each of its choices."""
-    rows: Tensor = _Spread.apply(tokens, order)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Permute.apply(tokens, order)  # type: ignore[no-untyped-call]
     return rows
 
 
-def combined(rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+def combine(rows: Tensor, weights: Tensor, order: TokenOrder) -> Tensor:
     """(rows, hidden), float32 weights (tokens, k) -> (tokens, hidden): sums in float32, the first choice first."""
-    tokens: Tensor = _Combined.apply(rows, weights, order)  # type: ignore[no-untyped-call]
+    tokens: Tensor = _Combine.apply(rows, weights, order)  # type: ignore[no-untyped-call]
     return tokens
 
 
-def travelled(rows: Tensor, route: Route, *, outward: bool) -> Tensor:
+def exchange_rows(rows: Tensor, route: Route, *, outward: bool) -> Tensor:
     """``route.outward`` or ``route.inward``; each is the gradient of the other."""
     if route.axis.size == 1:
         return rows
-    out: Tensor = _Travelled.apply(rows, route, outward)  # type: ignore[no-untyped-call]
+    out: Tensor = _ExchangeRows.apply(rows, route, outward)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -165,17 +165,17 @@ def own_share(x: Tensor, axis: Axis) -> Tensor:
     return share
 
 
-def whole(share: Tensor, tokens: int, axis: Axis) -> Tensor:
+def gather_shares(share: Tensor, tokens: int, axis: Axis) -> Tensor:
     """The shares of all ranks of ``axis`` -> (tokens, hidden); its gradient is the same on all of them."""
     if axis.size == 1:
         return share
-    out: Tensor = _Whole.apply(share, tokens, axis)  # type: ignore[no-untyped-call]
+    out: Tensor = _GatherShares.apply(share, tokens, axis)  # type: ignore[no-untyped-call]
     return out
 
 
-class _Spread(torch.autograd.Function):
+class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: TokenOrder) -> Tensor:
         ctx.order = order
         return tokens.index_select(0, order.token)
 
@@ -186,9 +186,9 @@ class _Spread(torch.autograd.Function):
         return gradients[0].index_select(0, row.flatten()).view(*row.shape, gradients[0].shape[1]).sum(1), None
 
 
-class _Combined(torch.autograd.Function):
+class _Combine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: Order) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, weights: Tensor, order: TokenOrder) -> Tensor:
         ctx.order = order
         ctx.save_for_backward(rows, weights)
         total = rows.new_zeros(len(weights), rows.shape[1], dtype=torch.float32)
@@ -211,7 +211,7 @@ class _Combined(torch.autograd.Function):
         return of_rows, torch.stack(of_weights, 1), None
 
 
-class _Travelled(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, route: Route, outward: bool) -> Tensor:
         ctx.route, ctx.was_outward = route, outward
@@ -236,7 +236,7 @@ class _Share(torch.autograd.Function):
         return _joined(gradients[0], ctx.tokens, ctx.axis), None
 
 
-class _Whole(torch.autograd.Function):
+class _GatherShares(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, share: Tensor, tokens: int, axis: Axis) -> Tensor:
         ctx.axis = axis

@@ -14,7 +14,7 @@ from sixfold.gpt.data.token_stream import build_datasets, global_batches
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.machine.devices import cpu_has_bfloat16, peak_flops_of
 from sixfold.gpt.observe.metrics import read_all
-from sixfold.gpt.training.config_warnings import notices
+from sixfold.gpt.training.config_warnings import config_warnings
 from sixfold.indexed_data import IndexedDataset
 
 
@@ -84,7 +84,7 @@ def test_the_peak_of_a_card_is_its_own_or_not_told(model, peak):
 
 def lines_of(*overrides, past=None, step=0):
     before = None if past is None else config_with("schedule.warmup_steps=2", *past)
-    return notices(config_with("schedule.warmup_steps=2", *overrides), before, step)
+    return config_warnings(config_with("schedule.warmup_steps=2", *overrides), before, step)
 
 
 def test_a_longer_run_whose_learning_rate_jumps_says_so_and_what_does_not_jump():
@@ -109,10 +109,10 @@ def test_steps_that_end_within_the_warm_up_are_told_with_the_rate_that_is_reache
 
 def test_bfloat16_on_a_cpu_without_instructions_for_it_is_told_and_the_remedy_is_silent():
     config = config_with("schedule.warmup_steps=2")
-    [line] = notices(config, None, 0, slow_bfloat16=True)
+    [line] = config_warnings(config, None, 0, slow_bfloat16=True)
     assert line.startswith("this CPU has no instructions for bfloat16") and 'train.precision = "fp32"' in line
-    told = notices(config_with("schedule.warmup_steps=2", "train.precision=fp32"), None, 0, slow_bfloat16=True)
-    assert told == notices(config, None, 0) == []
+    told = config_warnings(config_with("schedule.warmup_steps=2", "train.precision=fp32"), None, 0, slow_bfloat16=True)
+    assert told == config_warnings(config, None, 0) == []
 
 
 @pytest.mark.parametrize(

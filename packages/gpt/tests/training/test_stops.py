@@ -171,7 +171,7 @@ OF = {
 def test_signals_of_one_moment_in_any_phase_end_in_a_saved_step(tmp_path, monkeypatch, phase, signals):
     config = tiny_config(tmp_path, "model.num_layers=1", "train.steps=4", "checkpoint.every=2", "eval.every=2")
     place, number, last = PHASES[phase]
-    owner, name = (loop.checkpoint, "save") if place == "checkpoint.save" else (loop, place)
+    owner, name = (loop.training_state, "save") if place == "checkpoint.save" else (loop, place)
     function, calls = getattr(owner, name), []
 
     def signalled(*args, **options):

@@ -1,6 +1,6 @@
 """What a run starts from: one configuration on all ranks, one checkpoint chosen for all, or fresh weights.
 
-    config, mesh --> same_config, starting_point --> Start (folder or None)   (this file) --> rank_model.py, loop.py
+    config, mesh --> same_config, starting_point --> StartingPoint (this file) --> rank_model.py, loop.py
 
 [Note: a damaged newest checkpoint] A save is committed by one rename, so a step's folder that does not open was
 damaged later. A run goes on from the newest one that opens, and says so; what only a load's checksums tell
@@ -25,7 +25,7 @@ from pathlib import Path
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, MismatchError, retention
 from sixfold.dist_ckpt.tools import verify
-from sixfold.gpt.checkpoints import training_state as checkpoint
+from sixfold.gpt.checkpoints import training_state
 from sixfold.gpt.checkpoints.trained_model import IMPORTED, model_differences, saved_common, saved_config
 from sixfold.gpt.checkpoints.training_state import END
 from sixfold.gpt.config.resume_rules import resume_changes
@@ -39,7 +39,7 @@ from sixfold.gpt.parallel.mesh import RankMesh
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class StartingPoint:
     """Where a run begins.
 
     Attributes:
@@ -71,7 +71,7 @@ def same_config(config: TrainConfig, mesh: RankMesh) -> None:
     )
 
 
-def starting_point(config: TrainConfig, mesh: RankMesh, datasets: Datasets | None = None) -> Start:
+def starting_point(config: TrainConfig, mesh: RankMesh, datasets: Datasets | None = None) -> StartingPoint:
     """What of ``run.dir`` to continue from; the same on all ranks. Writes config.toml.
 
     Raises:
@@ -83,7 +83,7 @@ def starting_point(config: TrainConfig, mesh: RankMesh, datasets: Datasets | Non
     return _start(config, mesh, {})
 
 
-def older_start(config: TrainConfig, mesh: RankMesh, start: Start, error: CorruptError) -> Start:
+def older_start(config: TrainConfig, mesh: RankMesh, start: StartingPoint, error: CorruptError) -> StartingPoint:
     """What to continue from when the checkpoint of ``start`` could not be loaded: an older one. As `starting_point`.
 
     Raises:
@@ -95,7 +95,7 @@ def older_start(config: TrainConfig, mesh: RankMesh, start: Start, error: Corrup
     return _start(config, mesh, start.damaged | {start.newest: str(error)})
 
 
-def set_aside(start: Start) -> list[tuple[int, Path, str]]:
+def set_aside(start: StartingPoint) -> list[tuple[int, Path, str]]:
     """Rename what is damaged, so that nothing takes it for a checkpoint. On rank 0, when an older one is loaded.
 
     Returns:
@@ -118,12 +118,12 @@ def initial_weights(config: TrainConfig, mesh: RankMesh) -> Path | None:
         return None
 
     def choose() -> Path:
-        folder = checkpoint.find(config.checkpoint.init_from)
+        folder = training_state.find(config.checkpoint.init_from)
         for differ in model_differences(folder, config.model):
             print(f"sixfold: checkpoint.init_from is of another {differ}", file=sys.stderr, flush=True)
         return folder
 
-    return checkpoint.chosen(mesh, choose, config.run.timeout_seconds)
+    return training_state.chosen(mesh, choose, config.run.timeout_seconds)
 
 
 def step_of(checkpoint_folder: Path | None) -> int:
@@ -131,7 +131,7 @@ def step_of(checkpoint_folder: Path | None) -> int:
     return 0 if checkpoint_folder is None else int(checkpoint_folder.name.rpartition("-")[2])
 
 
-def _start(config: TrainConfig, mesh: RankMesh, damaged: Mapping[Path, str]) -> Start:
+def _start(config: TrainConfig, mesh: RankMesh, damaged: Mapping[Path, str]) -> StartingPoint:
     known = dict(damaged)
 
     def choose() -> Path | None:
@@ -141,8 +141,8 @@ def _start(config: TrainConfig, mesh: RankMesh, damaged: Mapping[Path, str]) -> 
         write_config(config)
         return newest
 
-    newest = checkpoint.chosen(mesh, choose, config.run.timeout_seconds)
-    return Start(newest=newest, damaged=known)
+    newest = training_state.chosen(mesh, choose, config.run.timeout_seconds)
+    return StartingPoint(newest=newest, damaged=known)
 
 
 def _check_past(newest: Path, config: TrainConfig) -> None:

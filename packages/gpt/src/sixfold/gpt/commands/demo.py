@@ -364,10 +364,10 @@ def score_rank(config: TrainConfig, out: Path) -> int:
     """
     from sixfold.gpt.commands.sample import open_run, sample
     from sixfold.gpt.commands.score import nats_per_byte
-    from sixfold.gpt.launch import rendezvous as launch
+    from sixfold.gpt.launch.rendezvous import detect
     from sixfold.indexed_data import IndexedDataset
 
-    here = launch.detect(os.environ)
+    here = detect(os.environ)
     assert here is not None, "start_ranks makes every process a rank"
     opened = open_run(config.run.dir)
     model, tokenizer = opened.model, opened.tokenizer

@@ -230,12 +230,12 @@ def open_on_ranks(config: TrainConfig, mesh: RankMesh, own: OwnDatasets | None =
         TrainError: another rank did not come.
     """
     from sixfold.blending import BlendingError
-    from sixfold.gpt.data import user_datasets as own_data
+    from sixfold.gpt.data import user_datasets
     from sixfold.gpt.parallel.agreement import all_or_raise, world_collective
     from sixfold.gpt.parallel.lost_ranks import is_lost_rank
 
     if own is not None:
-        return own_data.open_on_ranks(config, own, mesh)
+        return user_datasets.open_on_ranks(config, own, mesh)
     builder = all_or_raise(mesh.control, mesh.size, lambda: dataset_builder(config, mesh.control, tell=mesh.rank == 0))
     with world_collective("the opening of the data by all ranks"):
         try:

@@ -16,7 +16,7 @@ from typing import Any
 
 from sixfold.gpt.config.train_config import GPTConfig
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.huggingface import experts_config as hf_experts
+from sixfold.gpt.huggingface import experts_config
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +51,7 @@ QWEN2_MOE = Architecture(
     defaults=_QWEN
     | {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 24, "num_attention_heads": 16}
     | {"num_key_value_heads": 16, "head_dim": None}
-    | dict(hf_experts.DEFAULTS)
+    | dict(experts_config.DEFAULTS)
     | {"moe_intermediate_size": 1408, "num_experts_per_tok": 4, "shared_expert_intermediate_size": 5632}
     | {"num_experts": 60},
     qkv_bias=True,
@@ -64,7 +64,7 @@ QWEN3_MOE = Architecture(
     defaults=_QWEN
     | {"hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 24, "num_key_value_heads": 4}
     | {"head_dim": None}
-    | dict(hf_experts.DEFAULTS),
+    | dict(experts_config.DEFAULTS),
     qk_norm=True,
     experts=True,
 )
@@ -120,7 +120,7 @@ def read(raw: Mapping[str, Any]) -> GPTConfig:
     values["rope_theta"], values["rope_scaling"] = _rope(raw, kind, problems)
     _check_layer_types(raw, values["num_layers"], problems)
     if kind.experts:
-        values |= hf_experts.read(raw, kind.defaults, values["num_layers"], problems)
+        values |= experts_config.read(raw, kind.defaults, values["num_layers"], problems)
     known, fixed = known_keys(kind), fixed_keys(kind)
     for key, value in raw.items():
         if key in fixed:
@@ -139,7 +139,7 @@ def read(raw: Mapping[str, Any]) -> GPTConfig:
 
 def known_keys(kind: Architecture) -> frozenset[str]:
     """Keys that are read."""
-    return READ | hf_experts.keys(shared=kind.shared) if kind.experts else READ
+    return READ | experts_config.keys(shared=kind.shared) if kind.experts else READ
 
 
 def fixed_keys(kind: Architecture) -> Mapping[str, Any]:
@@ -192,7 +192,7 @@ def write(
     if not kind.qkv_bias:
         written["attention_bias"] = False
     if kind.experts:
-        written |= hf_experts.write(config, transformers)
+        written |= experts_config.write(config, transformers)
     if kind is QWEN2_MOE:
         written["qkv_bias"] = True
     if kind is LLAMA:
@@ -214,7 +214,7 @@ def architecture_of(config: GPTConfig) -> Architecture:
             "architecture of transformers both: sixfold-ckpt convert writes the tensors as they are"
         )
     if config.num_experts:
-        hf_experts.check(config)
+        experts_config.check(config)
     wanted = config.qk_norm, config.qkv_bias, config.num_experts > 0
     kind = next(k for k in ARCHITECTURES if (k.qk_norm, k.qkv_bias, k.experts) == wanted)
     if kind is LLAMA and config.hidden_size % config.num_attention_heads:

@@ -1,6 +1,6 @@
 """What made a run.
 
-versions (this file) --> the start line of metrics.jsonl, common data of checkpoints
+software_versions (this file) --> the start line of metrics.jsonl, common data of checkpoints
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import platform
 from importlib import metadata
 
 
-def versions() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
     """What made a run: python, torch and the six packages."""
     import torch
 

@@ -1,6 +1,6 @@
 """What a run says before its first step: things that are taken as they are asked, and that few people mean.
 
-    config, the configuration of the checkpoint, its step --> notices (this file) --> resume.py --> stderr
+    config, the configuration of the checkpoint, its step --> config_warnings (this file) --> resume.py --> stderr
 
 Pure: texts of numbers. Nothing here refuses anything.
 """
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from sixfold.gpt.config.train_config import TrainConfig
 
 
-def notices(config: TrainConfig, past: TrainConfig | None, step: int, *, slow_bfloat16: bool = False) -> list[str]:
+def config_warnings(
+    config: TrainConfig, past: TrainConfig | None, step: int, *, slow_bfloat16: bool = False
+) -> list[str]:
     """A line for each.
 
     Args:

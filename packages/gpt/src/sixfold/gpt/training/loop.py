@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from sixfold.dist_ckpt import AsyncSave, retention
-from sixfold.gpt.checkpoints import training_state as checkpoint
-from sixfold.gpt.checkpoints.starting_point import Start, initial_weights, same_config, starting_point, step_of
+from sixfold.gpt.checkpoints import training_state
+from sixfold.gpt.checkpoints.starting_point import StartingPoint, initial_weights, same_config, starting_point, step_of
 from sixfold.gpt.checkpoints.training_state import Progress
 from sixfold.gpt.config.batch_schedule import batch_size
 from sixfold.gpt.config.rules import check_world
 from sixfold.gpt.config.train_config import PLAN
-from sixfold.gpt.data import user_datasets as own_data
+from sixfold.gpt.data import user_datasets
 from sixfold.gpt.data.host_to_device import copy_streams
 from sixfold.gpt.data.prefetch import Prefetch
 from sixfold.gpt.data.token_stream import Microbatch, TokenStream, open_on_ranks
@@ -37,13 +37,13 @@ from sixfold.gpt.engine.searched_schedule import plan_run
 from sixfold.gpt.engine.step import Asks, NonFinite, StepOutcome, evaluate, train_step
 from sixfold.gpt.engine.weight_versions import NotFiniteError
 from sixfold.gpt.errors import ConfigError, FinalError, NoTargetsError, TrainError
-from sixfold.gpt.launch import rendezvous as launch
+from sixfold.gpt.launch import rendezvous
 from sixfold.gpt.launch.stop_signals import Interrupted, StopFlag
 from sixfold.gpt.machine.devices import peak_flops_of
 from sixfold.gpt.observe import timeline
 from sixfold.gpt.observe.metrics import MetricsWriter, read_all
 from sixfold.gpt.observe.profiler import profiled
-from sixfold.gpt.observe.software_versions import versions
+from sixfold.gpt.observe.software_versions import software_versions
 from sixfold.gpt.observe.straggler import StragglerReport
 from sixfold.gpt.observe.tensorboard import TensorBoardWriter, check_tensorboard
 from sixfold.gpt.parallel.agreement import all_or_raise, any_rank, from_rank_0, memory_errors, world_collective
@@ -91,11 +91,11 @@ class Run:
                 f"name some in data.valid, or set eval.every = 0"
             )
         self.valid = None if valid is None else TokenStream(valid, config, part=part, copies=copies)
-        if not isinstance(self.train_data, own_data.OwnData):
+        if not isinstance(self.train_data, user_datasets.OwnData):
             rank.eod = int(self.train_data.config.tokenizer.eod)
         self.progress = Progress()
         self.loss: float | None = None
-        self.versions = versions()
+        self.versions = software_versions()
         self.root = Path(config.run.dir) / "checkpoints"
         self.board: TensorBoardWriter | None = None  # on rank 0, where the config wants one
         self._stragglers = StragglerReport(rank, config.log)
@@ -168,7 +168,7 @@ class Run:
         data = self.train_data.state_dict(self.progress.samples)
         background = goes_on and self.config.checkpoint.background
         with world_collective(f"save of step {step}"), self.rank.clock.part("save"):
-            blocked, handle = checkpoint.save(
+            blocked, handle = training_state.save(
                 self.rank, folder, self.progress, data, self.versions, background=background
             )
         self._saved = step, blocked, handle
@@ -339,14 +339,14 @@ class Run:
 
 def train_in(
     config: TrainConfig,
-    world: launch.World,
+    world: rendezvous.World,
     model_provider: ModelProvider | None = None,
-    datasets: own_data.Datasets | None = None,
+    datasets: user_datasets.Datasets | None = None,
 ) -> TrainResult:
     """`train` for ranks that have met already: ``world`` is this process among them."""
     config = replace(config, parallel=check_world(config, world.size))
     if config.train.deterministic:
-        launch.make_deterministic(os.environ)
+        rendezvous.make_deterministic(os.environ)
     mesh = make_mesh(config.parallel, world, world.device, config.run.timeout_seconds)
     all_or_raise(mesh.control, mesh.size, lambda: check_provider(config, model_provider))
     if config.train.compile:
@@ -373,7 +373,7 @@ def train_in(
     return TrainResult(step=run.progress.step, loss=run.loss, run_dir=Path(config.run.dir), reason=reason)
 
 
-def _train(run: Run, start: Start, source: Path | None) -> str:
+def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
     """From where the run begins to its end; the reason."""
     flag, mesh, fresh = StopFlag(), run.rank.mesh, start.newest is None
     if run.config.log.tensorboard and mesh.rank == 0:
@@ -412,7 +412,7 @@ def train(
     *,
     model_provider: ModelProvider | None = None,
     forward_step: Callable[..., Any] | None = None,
-    datasets: own_data.Datasets | None = None,
+    datasets: user_datasets.Datasets | None = None,
 ) -> TrainResult:
     """Train as ``config`` says: this process alone, or this process as the rank that its launcher made it.
 
@@ -429,16 +429,16 @@ def train(
     """
     if forward_step is not None:
         raise ConfigError("forward_step is not supported: let a model_provider's module compute its losses")
-    rendezvous = launch.detect(os.environ)
-    if rendezvous is None and config.parallel.world > 1:
+    place = rendezvous.detect(os.environ)
+    if place is None and config.parallel.world > 1:
         raise ConfigError(
             f"parallel.pp * dp * cp * tp is {config.parallel.world} ranks and this process is alone; "
             f"`sixfold train` and torchrun start them, train() itself is one of them"
         )
     if config.train.deterministic:
-        launch.make_deterministic(os.environ)
-    world = launch.join(rendezvous, device=config.run.device, timeout_s=config.run.timeout_seconds)
+        rendezvous.make_deterministic(os.environ)
+    world = rendezvous.join(place, device=config.run.device, timeout_s=config.run.timeout_seconds)
     try:
         return train_in(config, world, model_provider, datasets)
     finally:
-        launch.leave(world)
+        rendezvous.leave(world)

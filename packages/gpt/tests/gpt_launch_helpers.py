@@ -142,10 +142,10 @@ def train_and_die_once(folder, number, config):
 def main():
     """``python gpt_launch_helpers.py TARGET RANKS FOLDER SAME_S``: a launcher of its own process, as ``sixfold``."""
     from sixfold.gpt.launch import spawn as processes
-    from sixfold.gpt.launch import stop_signals as stop
+    from sixfold.gpt.launch import stop_signals
 
     processes.PRELOAD = ()
-    stop.SAME_S = float(sys.argv[4])
+    stop_signals.SAME_S = float(sys.argv[4])
     try:
         sys.exit(processes.start_ranks(globals()[sys.argv[1]], int(sys.argv[2]), (sys.argv[3],)))
     except processes.RankError as error:

@@ -10,7 +10,7 @@ from run_helpers import assert_same_tensors, final_tensors, lines, losses
 from sixfold.dist_ckpt import CorruptError, StorageError, retention
 from sixfold.gpt import ConfigError, TrainError, train
 from sixfold.gpt.checkpoints import starting_point as start
-from sixfold.gpt.checkpoints import training_state as checkpoint
+from sixfold.gpt.checkpoints import training_state
 
 STEPS = ("train.steps=3", "checkpoint.every=1", "checkpoint.keep=3", "train.global_batch_size=4")
 
@@ -143,7 +143,9 @@ def test_an_error_that_blames_no_file_and_a_system_that_lets_nobody_see_set_noth
         return call
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "load", refuse(CorruptError("the ranks see different checkpoints under this path")))
+        patch.setattr(
+            training_state, "load", refuse(CorruptError("the ranks see different checkpoints under this path"))
+        )
         with pytest.raises(CorruptError, match="the ranks see different"):
             train(config)
     monkeypatch.setattr(start.dist_ckpt, "load_tensors_metadata", refuse(StorageError("Stale file handle", 116)))

@@ -21,7 +21,7 @@ from sixfold.gpt.commands.cli import main
 from sixfold.gpt.config.table import keys_of
 from sixfold.gpt.config.toml import write_tables
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.huggingface import convert as hf
+from sixfold.gpt.huggingface import convert
 from sixfold.gpt.huggingface.convert import INDEX, export_model, import_model
 
 TOKENS = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -268,7 +268,7 @@ def test_a_full_disk_or_a_kill_leaves_no_folder_that_looks_whole(tmp_path, monke
     monkeypatch.undo()
     with monkeypatch.context() as killed:
         killed.setattr(shutil, "rmtree", lambda *_, **__: None)  # who is killed tidies nothing up
-        killed.setattr(hf, "_write_beside", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        killed.setattr(convert, "_write_beside", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             export_model(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -8,7 +8,7 @@ from gpt_helpers import tiny_config
 
 from sixfold.gpt import train
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.launch import rendezvous as launch
+from sixfold.gpt.launch import rendezvous
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 SRUN = {
@@ -26,47 +26,47 @@ def without(environ, *names):
 
 
 def test_no_variables_mean_no_launcher():
-    assert launch.detect({}) is None
+    assert rendezvous.detect({}) is None
 
 
 @pytest.mark.parametrize("missing", sorted(TORCHRUN))
 def test_torchrun_is_known_by_all_of_its_variables(missing):
-    found = launch.detect(TORCHRUN)
+    found = rendezvous.detect(TORCHRUN)
     assert (found.launcher, found.rank, found.size, found.local_rank) == ("torchrun", 5, 8, 1)
     if missing in ("RANK", "WORLD_SIZE"):
-        assert launch.detect(without(TORCHRUN, missing)) is None
+        assert rendezvous.detect(without(TORCHRUN, missing)) is None
 
 
 POD = {"RANK": "5", "WORLD_SIZE": "8", "MASTER_ADDR": "job-master-0", "MASTER_PORT": "23456"}
 
 
 def test_a_pytorchjob_is_known_by_its_variables_without_a_local_rank():
-    found = launch.detect(POD | {"PET_NNODES": "8", "PET_NODE_RANK": "5", "PET_NPROC_PER_NODE": "1"})
-    assert found == launch.Rendezvous(
+    found = rendezvous.detect(POD | {"PET_NNODES": "8", "PET_NODE_RANK": "5", "PET_NPROC_PER_NODE": "1"})
+    assert found == rendezvous.Rendezvous(
         launcher="pytorchjob", rank=5, size=8, local_rank=0, url="tcp://job-master-0:23456"
     )
-    assert launch.detect(POD | {"RANK": "0", "WORLD_SIZE": "1"}) is None, "a job of one pod trains alone"
+    assert rendezvous.detect(POD | {"RANK": "0", "WORLD_SIZE": "1"}) is None, "a job of one pod trains alone"
 
 
 def test_torchrun_inside_a_pytorchjob_is_torchrun():
-    found = launch.detect(POD | {"RANK": "43", "WORLD_SIZE": "64", "LOCAL_RANK": "3", "PET_NPROC_PER_NODE": "8"})
+    found = rendezvous.detect(POD | {"RANK": "43", "WORLD_SIZE": "64", "LOCAL_RANK": "3", "PET_NPROC_PER_NODE": "8"})
     assert (found.launcher, found.rank, found.size, found.local_rank) == ("torchrun", 43, 64, 3)
 
 
 def test_a_pod_for_several_processes_that_runs_one_is_refused_with_torchrun():
     with pytest.raises(ConfigError, match=r"PET_NPROC_PER_NODE is 8, which torchrun reads: .*torchrun -m sixfold\.gpt"):
-        launch.detect(POD | {"PET_NPROC_PER_NODE": "8"})
-    assert launch.device_index(launch.detect(POD), 1) == 0
+        rendezvous.detect(POD | {"PET_NPROC_PER_NODE": "8"})
+    assert rendezvous.device_index(rendezvous.detect(POD), 1) == 0
     with pytest.raises(ConfigError, match=r"rank 5 is the only process of its pod .* sees 8 GPUs; .*nproc-per-node=8"):
-        launch.device_index(launch.detect(POD), 8)
+        rendezvous.device_index(rendezvous.detect(POD), 8)
 
 
 @pytest.mark.parametrize("missing", ["MASTER_ADDR", "MASTER_PORT"])
 def test_a_rank_of_several_that_lacks_a_variable_is_refused_and_does_not_train_alone(missing):
     with pytest.raises(ConfigError, match=rf"RANK is 5 and WORLD_SIZE 8, and {missing} is not set"):
-        launch.detect(without(TORCHRUN, missing))
-    assert launch.detect(without(TORCHRUN, missing) | {"RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert launch.detect(SRUN | without(TORCHRUN, missing)).launcher == "srun"
+        rendezvous.detect(without(TORCHRUN, missing))
+    assert rendezvous.detect(without(TORCHRUN, missing) | {"RANK": "0", "WORLD_SIZE": "1"}) is None
+    assert rendezvous.detect(SRUN | without(TORCHRUN, missing)).launcher == "srun"
 
 
 @pytest.mark.parametrize(
@@ -78,17 +78,19 @@ def test_a_rank_of_several_that_lacks_a_variable_is_refused_and_does_not_train_a
 )
 def test_mpirun_is_refused_rather_than_taken_for_as_many_runs_in_one_folder(environ):
     with pytest.raises(ConfigError, match=r"mpirun .* 4 processes .* torchrun, srun"):
-        launch.detect(environ)
-    assert launch.detect({name: "1" for name in environ if "RANK" not in name}) is None
-    assert launch.detect(environ | TORCHRUN).launcher == "torchrun"
+        rendezvous.detect(environ)
+    assert rendezvous.detect({name: "1" for name in environ if "RANK" not in name}) is None
+    assert rendezvous.detect(environ | TORCHRUN).launcher == "torchrun"
     srun = SRUN | {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3"}
-    assert launch.detect(environ | srun).launcher == "srun", "srun --mpi sets them too"
+    assert rendezvous.detect(environ | srun).launcher == "srun", "srun --mpi sets them too"
     with pytest.raises(ConfigError, match="mpirun"):
-        launch.detect(environ | srun | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"})  # its daemons, one a node
+        rendezvous.detect(
+            environ | srun | {"SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}
+        )  # its daemons, one a node
 
 
 def test_a_step_of_one_task_is_a_shell_and_starts_its_own_ranks():
-    assert launch.detect(SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
+    assert rendezvous.detect(SRUN | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}) is None
 
 
 ON_NODE = SRUN | {"SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "4"}
@@ -124,7 +126,7 @@ ON_NODE = SRUN | {"SLURM_LOCALID": "3", "SLURM_GPUS_ON_NODE": "4"}
     ],
 )
 def test_the_device_of_a_rank_by_what_its_launcher_shows_it(environ, visible, index):
-    assert launch.device_index(launch.detect(environ), visible) == index
+    assert rendezvous.device_index(rendezvous.detect(environ), visible) == index
 
 
 @pytest.mark.parametrize(
@@ -137,7 +139,7 @@ def test_the_device_of_a_rank_by_what_its_launcher_shows_it(environ, visible, in
 )
 def test_more_ranks_than_devices_are_refused(environ, visible):
     with pytest.raises(ConfigError, match=rf"needs a GPU of its own; this machine shows {visible}"):
-        launch.device_index(launch.detect(environ), visible)
+        rendezvous.device_index(rendezvous.detect(environ), visible)
 
 
 @pytest.mark.parametrize(
@@ -149,41 +151,41 @@ def test_more_ranks_than_devices_are_refused(environ, visible):
 )
 def test_two_ranks_on_one_gpu_and_mixed_devices_are_refused(places, words):
     with pytest.raises(ConfigError, match=words):
-        launch.check_places(places)
+        rendezvous.check_places(places)
 
 
 def test_ranks_on_devices_of_their_own_are_not():
-    launch.check_places([("a", "cuda", "u0"), ("a", "cuda", "u1"), ("b", "cuda", "u0")])
-    launch.check_places([("a", "cpu", ""), ("a", "cpu", "")])
+    rendezvous.check_places([("a", "cuda", "u0"), ("a", "cuda", "u1"), ("b", "cuda", "u0")])
+    rendezvous.check_places([("a", "cpu", ""), ("a", "cpu", "")])
 
 
 def test_srun_meets_at_the_first_host_of_the_step_and_a_port_of_the_job():
-    found = launch.detect(SRUN)
+    found = rendezvous.detect(SRUN)
     assert (found.launcher, found.rank, found.size, found.local_rank) == ("srun", 9, 16, 1)
     assert found.url == "tcp://gpu07:23456"
-    assert launch.detect(without(SRUN, "SLURM_STEP_NODELIST")).url == "tcp://gpu01:23456"
-    assert launch.detect(SRUN | {"MASTER_PORT": "4000"}).url == "tcp://gpu07:4000"
+    assert rendezvous.detect(without(SRUN, "SLURM_STEP_NODELIST")).url == "tcp://gpu01:23456"
+    assert rendezvous.detect(SRUN | {"MASTER_PORT": "4000"}).url == "tcp://gpu07:4000"
 
 
 def test_two_steps_of_a_job_on_one_host_and_the_next_job_meet_at_ports_of_their_own():
     places = [SRUN | {"SLURM_STEP_ID": str(step)} for step in range(8)]
     places.append(SRUN | {"SLURM_JOB_ID": str(int(SRUN["SLURM_JOB_ID"]) + 1), "SLURM_STEP_ID": "0"})
-    assert len({launch.detect(place).url for place in places}) == 9
-    assert launch.detect(places[0]).url == launch.detect(SRUN).url
+    assert len({rendezvous.detect(place).url for place in places}) == 9
+    assert rendezvous.detect(places[0]).url == rendezvous.detect(SRUN).url
 
 
 def test_a_batch_script_alone_is_no_launcher():
-    assert launch.detect({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu01"}) is None
+    assert rendezvous.detect({"SLURM_PROCID": "0", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "gpu01"}) is None
 
 
 def test_torchrun_inside_a_slurm_step_is_torchrun():
-    assert launch.detect(SRUN | TORCHRUN).launcher == "torchrun"
+    assert rendezvous.detect(SRUN | TORCHRUN).launcher == "torchrun"
 
 
 def test_our_own_ranks_know_their_store_and_do_not_listen_to_what_surrounds_them():
     own = {"SIXFOLD_RANK": "1", "SIXFOLD_RANKS": "2", "SIXFOLD_STORE": "/tmp/x/store"}
-    found = launch.detect(SRUN | TORCHRUN | own)
-    assert found == launch.Rendezvous(launcher="sixfold", rank=1, size=2, local_rank=1, url="file:///tmp/x/store")
+    found = rendezvous.detect(SRUN | TORCHRUN | own)
+    assert found == rendezvous.Rendezvous(launcher="sixfold", rank=1, size=2, local_rank=1, url="file:///tmp/x/store")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +199,7 @@ def test_our_own_ranks_know_their_store_and_do_not_listen_to_what_surrounds_them
 )
 def test_variables_that_cannot_be_are_a_config_error(environ, says):
     with pytest.raises(ConfigError) as error:
-        launch.detect(environ)
+        rendezvous.detect(environ)
     assert says in str(error.value)
 
 
@@ -213,13 +215,13 @@ def test_variables_that_cannot_be_are_a_config_error(environ, says):
     ],
 )
 def test_node_lists_are_expanded_as_scontrol_does(nodes, hosts):
-    assert launch.expand_hosts(nodes) == hosts
+    assert rendezvous.expand_hosts(nodes) == hosts
 
 
 @pytest.mark.parametrize("nodes", ["gpu[3-1]", "gpu[a-b]", "gpu[]", "gpu[1-2"])
 def test_a_broken_node_list_is_named(nodes):
     with pytest.raises(ConfigError, match="node list"):
-        launch.expand_hosts(nodes)
+        rendezvous.expand_hosts(nodes)
 
 
 @pytest.mark.parametrize(("own", "found"), [({}, ":4096:8"), ({"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, ":16:8")])
@@ -231,7 +233,7 @@ def test_deterministic_runs_have_a_workspace_of_cublas_before_cuda_is_used(tmp_p
         raise InterruptedError
 
     monkeypatch.setattr(os, "environ", dict(own))
-    monkeypatch.setattr(launch, "join", join)
+    monkeypatch.setattr(rendezvous, "join", join)
     before = torch.are_deterministic_algorithms_enabled()
     try:
         for option in ("false", "true"):
@@ -244,15 +246,15 @@ def test_deterministic_runs_have_a_workspace_of_cublas_before_cuda_is_used(tmp_p
 
 def test_a_world_of_one_has_no_group_and_leaves_the_threads_of_its_user_alone():
     threads = torch.get_num_threads()
-    world = launch.join(None, "cpu", 1.0)
+    world = rendezvous.join(None, "cpu", 1.0)
     assert (world.rank, world.size, world.store, world.device.type) == (0, 1, None, "cpu")
     assert not torch.distributed.is_initialized()
     assert torch.get_num_threads() == threads
-    launch.leave(world)
+    rendezvous.leave(world)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_cuda_without_a_gpu_is_a_config_error_that_says_what_to_set():
     with pytest.raises(ConfigError, match=r'run\.device is "cuda".*use "cpu"'):
-        launch.join(None, "cuda")
-    assert launch.pick_device("auto").type == "cpu"
+        rendezvous.join(None, "cuda")
+    assert rendezvous.pick_device("auto").type == "cpu"

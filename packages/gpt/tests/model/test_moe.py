@@ -13,7 +13,7 @@ from torch import Tensor
 
 from sixfold.gpt import GPTModel
 from sixfold.gpt.config.train_config import GPTConfig
-from sixfold.gpt.model import grouped_experts as expert_products
+from sixfold.gpt.model import grouped_experts
 from sixfold.gpt.model.attention import plan_rows
 from sixfold.gpt.model.moe import MixtureOfExperts, extremes, take_loads, top
 from sixfold.gpt.parallel.expert_dispatch import TokenOrder
@@ -149,14 +149,14 @@ def test_recomputed_layers_keep_nothing_of_their_experts(recompute, kept, monkey
     model = GPTModel(config)
     model.recompute = recompute
     made: list[weakref.ref[Tensor]] = []
-    run_experts = expert_products._hidden_and_out
+    run_experts = grouped_experts._hidden_and_out
 
     def watched(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         found = run_experts(*arguments)
         made.append(weakref.ref(found[0]))
         return found
 
-    monkeypatch.setattr(expert_products, "_hidden_and_out", watched)
+    monkeypatch.setattr(grouped_experts, "_hidden_and_out", watched)
     loss = model(torch.arange(24).view(2, 12), labels=torch.arange(24).view(2, 12)).sum()
     assert sum(one() is not None for one in made) == kept
     loss.backward()
@@ -177,9 +177,9 @@ def test_the_grouped_products_are_those_of_one_expert_after_another(monkeypatch)
     ends = torch.tensor(counts).cumsum(0, dtype=torch.int32)
     rows, weight = torch.randn(9, 16, generator=generator), torch.randn(5, 24, 16, generator=generator)
     upstream = torch.randn(9, 24, generator=generator)
-    plain, asked = expert_products.Segments(ends), expert_products.Segments(ends)
+    plain, asked = grouped_experts.Segments(ends), grouped_experts.Segments(ends)
     expected = plain.product(rows, weight), plain.transposed(upstream, weight), plain.outer(upstream, rows)
-    monkeypatch.setattr(expert_products, "grouped", lambda rows, weight: True)
+    monkeypatch.setattr(grouped_experts, "grouped", lambda rows, weight: True)
     rows, weight, upstream = rows.bfloat16(), weight.bfloat16(), upstream.bfloat16()
     found = asked.product(rows, weight), asked.transposed(upstream, weight), asked.outer(upstream, rows)
     for one, other in zip(found, expected, strict=True):
@@ -200,10 +200,10 @@ def test_products_are_grouped_in_bfloat16_on_cuda_alone_and_where_rows_are_align
         def __len__(self) -> int:
             return self.shape[0]
 
-    assert expert_products.grouped(OnCuda(9, 16), OnCuda(5, 24, 16))
-    assert not expert_products.grouped(OnCuda(9, 16), OnCuda(5, 20, 16)), "20 values are no multiple of 16 bytes"
-    assert not expert_products.grouped(OnCuda(0, 16), OnCuda(5, 24, 16))
-    assert not expert_products.grouped(torch.zeros(9, 16).bfloat16(), torch.zeros(5, 24, 16).bfloat16())
+    assert grouped_experts.grouped(OnCuda(9, 16), OnCuda(5, 24, 16))
+    assert not grouped_experts.grouped(OnCuda(9, 16), OnCuda(5, 20, 16)), "20 values are no multiple of 16 bytes"
+    assert not grouped_experts.grouped(OnCuda(0, 16), OnCuda(5, 24, 16))
+    assert not grouped_experts.grouped(torch.zeros(9, 16).bfloat16(), torch.zeros(5, 24, 16).bfloat16())
 
 
 @pytest.mark.parametrize(("out", "into", "is_grouped"), [(24, 16, True), (20, 16, False), (24, 12, False)])
@@ -222,6 +222,6 @@ def test_gradients_of_weights_are_grouped_whatever_the_number_of_rows(monkeypatc
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", grouped_mm, raising=False)
     left, right = (torch.zeros(9, size, dtype=torch.bfloat16).as_subclass(OnCuda) for size in (out, into))
-    segments = expert_products.Segments(torch.tensor([3, 3, 9], dtype=torch.int32))
+    segments = grouped_experts.Segments(torch.tensor([3, 3, 9], dtype=torch.int32))
     assert segments.outer(left, right).shape == (3, out, into)
     assert asked == ([((out, 9), (9, into))] if is_grouped else [])

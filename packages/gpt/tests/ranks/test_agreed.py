@@ -12,7 +12,7 @@ from run_helpers import JOB_S, final_tensors, lines, losses, run, train_rank
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold.dist_ckpt import retention
-from sixfold.gpt.checkpoints import training_state as checkpoint
+from sixfold.gpt.checkpoints import training_state
 from sixfold.gpt.training import loop
 
 
@@ -84,9 +84,9 @@ def test_bytes_that_one_rank_finds_damaged_send_all_ranks_to_the_checkpoint_befo
 
 def hidden_rank(rank: int, ranks: int, text: str) -> None:
     """Train; rank 1 never sees what rank 0 chose."""
-    checkpoint.SEEN_S = 0.2
+    training_state.SEEN_S = 0.2
     if rank == 1:
-        checkpoint.dist_ckpt.check_is_distributed_checkpoint = lambda path: False
+        training_state.dist_ckpt.check_is_distributed_checkpoint = lambda path: False
     train_rank(rank, ranks, text)
 
 
@@ -109,14 +109,14 @@ def test_ranks_with_different_configurations_are_refused_with_the_key(tmp_path):
 
 def rank_on_a_full_disk(rank: int, ranks: int, text: str) -> None:
     """Train; from the save of step 4 on rank 1 can write no file of more than 20 kB."""
-    save = checkpoint.save
+    save = training_state.save
 
     def limited(model, folder, progress, *args, **options):
         if rank == 1 and progress.step == 4:
             resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
         return save(model, folder, progress, *args, **options)
 
-    checkpoint.save = limited
+    training_state.save = limited
     train_rank(rank, ranks, text)
 
 

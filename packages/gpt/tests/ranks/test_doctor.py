@@ -14,8 +14,7 @@ from run_helpers import world_of
 
 import ranktest
 from sixfold.gpt.errors import TrainError
-from sixfold.gpt.machine import doctor
-from sixfold.gpt.machine import rank_checks as doctor_ranks
+from sixfold.gpt.machine import doctor, rank_checks
 from sixfold.gpt.machine.devices import device_of_machine
 from sixfold.gpt.machine.doctor import examine_here
 from sixfold.gpt.machine.local_checks import FAIL, Options
@@ -30,9 +29,9 @@ def lines_of(report):
 
 def healthy(rank: int, ranks: int, folder: str):
     """A whole examination, without the ends of processes."""
-    doctor_ranks._MEASURE_S = QUICK
-    doctor_ranks._SIZES = {"cpu": (2**12, 2**16)}
-    doctor_ranks.leave = lambda world: None
+    rank_checks._MEASURE_S = QUICK
+    rank_checks._SIZES = {"cpu": (2**12, 2**16)}
+    rank_checks.leave = lambda world: None
     report = examine(world_of(rank, ranks), Options(folder=folder, device="cpu", timeout_s=20.0), local=True)
     return None if report is None else (lines_of(report), report.as_json())
 
@@ -55,7 +54,7 @@ def silent(rank: int, ranks: int, folder: str):
 
 def leaderless(rank: int, ranks: int, folder: str):
     """Rank 0 does not take part: rank 1 says so."""
-    doctor_ranks._TOLD_S = 0.2
+    rank_checks._TOLD_S = 0.2
     if rank == 0:
         return ""
     with pytest.raises(TrainError) as error:
@@ -115,5 +114,5 @@ def test_a_stopped_rank_ends_the_examination_with_its_name(tmp_path, monkeypatch
 def _stopping(options, path):
     """The body of a rank; rank 1 is stopped for good once the others have met it."""
     if os.environ["SIXFOLD_RANK"] == "1":
-        doctor_ranks.Job.meet = lambda job, what: os.kill(os.getpid(), signal.SIGSTOP)
+        rank_checks.Job.meet = lambda job, what: os.kill(os.getpid(), signal.SIGSTOP)
     return doctor._rank_here(options, path)

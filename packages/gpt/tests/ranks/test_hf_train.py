@@ -13,7 +13,7 @@ from run_helpers import JOB_S, lines, losses, run, world_of
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
 from sixfold.gpt import ConfigError, TrainConfig, global_batches
-from sixfold.gpt.checkpoints import training_state as checkpoint
+from sixfold.gpt.checkpoints import training_state
 from sixfold.gpt.commands.sample import open_run
 from sixfold.gpt.huggingface.convert import export_model, import_model
 from sixfold.gpt.training.loop import train_in
@@ -48,18 +48,18 @@ def loss_of(peer, config):
 
 def held_by_the_load(rank: int, ranks: int, text: str) -> int:
     """Train; the most memory that loading the weights took beyond what the rank had: its shards are there already."""
-    found, load = [], checkpoint.load_weights
+    found, load = [], training_state.load_weights
 
     def watched(*args):
         with Peak() as peak:
             load(*args)
         found.append(peak.most)
 
-    checkpoint.load_weights = watched
+    training_state.load_weights = watched
     try:
         train_in(TrainConfig.from_text(text), world_of(rank, ranks))
     finally:
-        checkpoint.load_weights = load
+        training_state.load_weights = load
     return found[0]
 
 

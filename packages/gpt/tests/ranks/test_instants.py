@@ -16,7 +16,7 @@ from torch.distributed import PrefixStore
 import ranktest
 from sixfold.dist_ckpt import retention
 from sixfold.gpt import TrainConfig
-from sixfold.gpt.launch import stop_signals as stop
+from sixfold.gpt.launch import stop_signals
 from sixfold.gpt.training.loop import train_in
 
 SMALL = (
@@ -33,7 +33,7 @@ PLACES = {
 
 def asked_rank(rank: int, ranks: int, jobs: list[tuple[str, int, str]]) -> list[tuple[int, str]]:
     """Train each configuration; one rank gets SIGTERM when it first calls the function at a place, once armed."""
-    arm, ends = stop.StopFlag.arm, []
+    arm, ends = stop_signals.StopFlag.arm, []
     for number, (text, whom, place) in enumerate(jobs):
         asked = []
 
@@ -48,7 +48,7 @@ def asked_rank(rank: int, ranks: int, jobs: list[tuple[str, int, str]]) -> list[
             if rank == whom and sys.getprofile() is None:
                 sys.setprofile(look)
 
-        stop.StopFlag.arm = armed
+        stop_signals.StopFlag.arm = armed
         result = train_in(TrainConfig.from_text(text), job_world(rank, ranks, number))
         sys.setprofile(None)
         assert asked or rank != whom, f"{place} was not called"

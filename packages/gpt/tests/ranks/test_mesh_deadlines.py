@@ -19,15 +19,14 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 import ranktest
 from sixfold.gpt.config.train_config import ParallelConfig
-from sixfold.gpt.engine import step
-from sixfold.gpt.engine import weight_versions as versioned
+from sixfold.gpt.engine import step, weight_versions
 from sixfold.gpt.engine.rank_model import TIED
 from sixfold.gpt.engine.weight_versions import StageWeights
 from sixfold.gpt.errors import TrainError
 from sixfold.gpt.model import moe
 from sixfold.gpt.model.loss import token_losses
 from sixfold.gpt.observe.straggler import Clock
-from sixfold.gpt.parallel import lost_ranks as peers
+from sixfold.gpt.parallel import lost_ranks
 from sixfold.gpt.parallel.axes import ALONE, Axes, Axis
 from sixfold.gpt.parallel.context_parallel import RingPlan, ring
 from sixfold.gpt.parallel.mesh import make_mesh, pair_group
@@ -170,14 +169,14 @@ SUMS: list[tuple[str, Callable[[Axis, dist.ProcessGroup], object]]] = [
 
 def stay_away(patch: pytest.MonkeyPatch, where: str) -> None:
     """This rank goes no further than to the collective ``where``."""
-    among = peers.group_collective
+    among = lost_ranks.group_collective
 
     def away(group: dist.ProcessGroup | None, what: str) -> AbstractContextManager[None]:
         if what == where:
             raise Away
         return among(group, what)
 
-    for module in (peers, step, moe, versioned):
+    for module in (lost_ranks, step, moe, weight_versions):
         patch.setattr(module, "group_collective", away)
 
 

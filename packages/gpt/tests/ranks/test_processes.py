@@ -10,7 +10,7 @@ from pathlib import Path
 import gpt_launch_helpers as ranks
 import pytest
 
-from sixfold.gpt.launch import spawn as processes
+from sixfold.gpt.launch import spawn
 from sixfold.gpt.launch.spawn import RankError, start_ranks
 
 HELPERS = Path(ranks.__file__)
@@ -18,8 +18,8 @@ HELPERS = Path(ranks.__file__)
 
 @pytest.fixture(autouse=True)
 def _no_preload(monkeypatch):
-    monkeypatch.setattr(processes, "PRELOAD", ())
-    monkeypatch.setattr(processes, "TERM_S", 0.3)
+    monkeypatch.setattr(spawn, "PRELOAD", ())
+    monkeypatch.setattr(spawn, "TERM_S", 0.3)
 
 
 def launcher(target, folder, count=2, same_s="1"):

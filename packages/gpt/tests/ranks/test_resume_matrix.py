@@ -13,7 +13,7 @@ from gpt_helpers import plain_losses, tiny_config
 from run_helpers import assert_same_tensors, final_tensors, lines, losses, run_all, train_all
 
 from sixfold import dist_ckpt
-from sixfold.gpt.checkpoints import training_state as checkpoint
+from sixfold.gpt.checkpoints import training_state
 from sixfold.gpt.training import loop
 from sixfold.pipeline.schedules import registered
 
@@ -168,7 +168,7 @@ def train_and_save_again(rank, ranks, texts):
         restore(run, start, source)
         data = run.train_data.state_dict(run.progress.samples)
         folder = Path(run.config.run.dir) / "again"
-        checkpoint.save(run.rank, folder, run.progress, data, run.versions, background=False)
+        training_state.save(run.rank, folder, run.progress, data, run.versions, background=False)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "restore", kept)

@@ -8,22 +8,22 @@ from run_helpers import JOB_S, assert_same_tensors, final_tensors, run, train_ra
 
 import ranktest
 import sixfold.blending  # noqa: F401 - a run imports it late; here the server of ranks has it loaded
-from sixfold.gpt.model import initial_weights as init
+from sixfold.gpt.model import initial_weights
 
 
 def drawing_rank(rank: int, ranks: int, text: str) -> int:
     """Train; how many elements this rank drew from the generator."""
-    drawn, block = [0], init._normal_block
+    drawn, block = [0], initial_weights._normal_block
 
     def counted(key, number):
-        drawn[0] += init.BLOCK
+        drawn[0] += initial_weights.BLOCK
         return block(key, number)
 
-    init._normal_block = counted
+    initial_weights._normal_block = counted
     try:
         train_rank(rank, ranks, text)
     finally:
-        init._normal_block = block
+        initial_weights._normal_block = block
     return drawn[0]
 
 

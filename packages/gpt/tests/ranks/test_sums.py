@@ -27,8 +27,7 @@ import ranktest
 from sixfold import dist_ckpt
 from sixfold.fsdp.collectives.gradient_sums import RankOrderSum
 from sixfold.gpt.config.train_config import TrainConfig
-from sixfold.gpt.engine import fsdp_wrap as wrap
-from sixfold.gpt.engine import step
+from sixfold.gpt.engine import fsdp_wrap, step
 from sixfold.gpt.engine.rank_model import RankModel
 from sixfold.gpt.parallel.weight_sharding import replicated, summed_over_tp
 from sixfold.gpt.training.loop import train_in
@@ -98,8 +97,8 @@ WRONGS: dict[str, tuple[Any, str, Any]] = {
     "data left out": (RankOrderSum, "reduce_scatter", own_shard_alone),
     "data twice": (RankOrderSum, "reduce_scatter", added_twice),
     "targets not summed": (step, "_sum_targets", uncounted),
-    "experts not summed": (wrap, "_experts_mesh", each_rank_alone),
-    "other experts summed": (wrap, "_experts_mesh", shared_by_all),
+    "experts not summed": (fsdp_wrap, "_experts_mesh", each_rank_alone),
+    "other experts summed": (fsdp_wrap, "_experts_mesh", shared_by_all),
 }  # fmt: skip
 
 # Ranks, layout, and what is done wrongly on it.

@@ -17,7 +17,7 @@ from run_helpers import assert_same_tensors, final_tensors, lines, losses
 
 from sixfold.dist_ckpt import retention
 from sixfold.gpt import train
-from sixfold.gpt.launch import stop_signals as stop
+from sixfold.gpt.launch import stop_signals
 
 SMALL = (
     "model.num_layers=1", "train.steps=3", "train.global_batch_size=2", "checkpoint.every=2", "eval.every=1",
@@ -30,7 +30,7 @@ class Instants:
 
     def __init__(self, monkeypatch, at=-1):
         self.calls, self.where = 0, ""
-        arm, disarm = stop.StopFlag.arm, stop.StopFlag.disarm
+        arm, disarm = stop_signals.StopFlag.arm, stop_signals.StopFlag.disarm
 
         def look(frame, event, argument):
             if event == "call" and "/sixfold/" in frame.f_code.co_filename:
@@ -48,8 +48,8 @@ class Instants:
             sys.setprofile(None)
             disarm(flag)
 
-        monkeypatch.setattr(stop.StopFlag, "arm", armed)
-        monkeypatch.setattr(stop.StopFlag, "disarm", disarmed)
+        monkeypatch.setattr(stop_signals.StopFlag, "arm", armed)
+        monkeypatch.setattr(stop_signals.StopFlag, "disarm", disarmed)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from gpt_helpers import tiny_config
 from run_helpers import lines, losses
 
 from sixfold.gpt import TrainError, train
-from sixfold.gpt.launch import stop_signals as stop
+from sixfold.gpt.launch import stop_signals
 from sixfold.gpt.training import loop
 
 EVALUATED = ("train.steps=3", "eval.every=1", "eval.batches=3")
@@ -140,14 +140,14 @@ def test_data_read_for_a_plan_has_the_deadline_too_and_is_read_once(tmp_path, mo
 
 def test_a_signal_later_than_the_same_moment_ends_the_process_at_once_with_a_status_that_is_not_saved(monkeypatch):
     ended = []
-    monkeypatch.setattr(stop.os, "_exit", ended.append)
-    flag = stop.StopFlag()
+    monkeypatch.setattr(stop_signals.os, "_exit", ended.append)
+    flag = stop_signals.StopFlag()
     flag.arm()
     try:
         flag._on_signal(signal.SIGTERM, None)
         flag._on_signal(signal.SIGTERM, None)
         assert flag.asked and not ended
-        monkeypatch.setattr(stop, "SAME_S", -1.0)
+        monkeypatch.setattr(stop_signals, "SAME_S", -1.0)
         flag._on_signal(signal.SIGTERM, None)
         assert ended == [137], "143 says that the run is saved"
     finally:
@@ -199,7 +199,7 @@ def test_signals_of_one_moment_in_any_phase_end_in_a_saved_step(tmp_path, monkey
 def test_a_hang_up_that_nohup_ignores_and_a_callers_own_ctrl_c_stay_as_they_are(tmp_path):
     mine = []
     before = [signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.signal(signal.SIGINT, lambda *_: mine.append(1))]
-    flag = stop.StopFlag()
+    flag = stop_signals.StopFlag()
     try:
         flag.arm()
         os.kill(os.getpid(), signal.SIGHUP)
@@ -213,7 +213,7 @@ def test_a_hang_up_that_nohup_ignores_and_a_callers_own_ctrl_c_stay_as_they_are(
 
 def test_what_faulthandler_has_registered_stays():
     """People have it print all stacks at SIGUSR1; Python's own table of handlers does not know of it."""
-    flag = stop.StopFlag()
+    flag = stop_signals.StopFlag()
     with tempfile.TemporaryFile("w+") as file:
         faulthandler.register(signal.SIGUSR1, file=file)
         try:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from sixfold.gpt.commands.arguments import at_least_one, at_least_zero, minutes
 from sixfold.gpt.commands.plan_and_doctor import add_verbs
 from sixfold.gpt.commands.train import run_train
 from sixfold.gpt.errors import ConfigError, raised_inside
@@ -76,11 +77,11 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", metavar="CONFIG", help="TOML file")
     train.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="change a key of the file")
     train.add_argument(
-        "--ranks", type=_positive, help="ranks to start here (default: product of the degrees; GPUs: all)"
+        "--ranks", type=at_least_one, help="ranks to start here (default: product of the degrees; GPUs: all)"
     )
     train.add_argument(
         "--max-restarts",
-        type=_count,
+        type=at_least_zero,
         default=0,
         metavar="N",
         help="start all ranks again from the newest checkpoint, N times at most (%(default)s), when one was killed or "
@@ -93,9 +94,9 @@ def _parser() -> argparse.ArgumentParser:
         "demo", help="train on this Python's documentation, be killed, resume, plot; about 4 minutes"
     )
     demo.add_argument("--dir", type=Path, default=Path("sixfold-demo"), help="where everything goes (%(default)s)")
-    demo.add_argument("--minutes", type=_minutes, default=3.0, help="how long to train (%(default)s)")
+    demo.add_argument("--minutes", type=minutes, default=3.0, help="how long to train (%(default)s)")
     demo.add_argument(
-        "--ranks", type=_positive, default=2, help="processes, first a pipeline, then sharded (%(default)s)"
+        "--ranks", type=at_least_one, default=2, help="processes, first a pipeline, then sharded (%(default)s)"
     )
     demo.set_defaults(run=_demo)
 
@@ -117,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument(
         "--template", action="store_true", help="with what the tokenizer's template adds, such as a BOS"
     )
-    prepare.add_argument("--workers", type=_positive, default=1, help="processes (%(default)s)")
+    prepare.add_argument("--workers", type=at_least_one, default=1, help="processes (%(default)s)")
     prepare.set_defaults(run=_prepare)
 
     plot = verbs.add_parser("plot", help="draw the losses of runs")
@@ -132,7 +133,7 @@ def _parser() -> argparse.ArgumentParser:
     sample.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
     sample.add_argument("--tokenizer", default="", help="bytes or a tokenizer.json (default: the run's own)")
     sample.add_argument("--eod-token", default="", metavar="NAME", help="token of it that ends a document")
-    sample.add_argument("--tokens", type=_positive, default=200, help="tokens at most (%(default)s)")
+    sample.add_argument("--tokens", type=at_least_one, default=200, help="tokens at most (%(default)s)")
     sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (%(default)s)")
     sample.add_argument("--top-k", type=int, default=50, help="of the likeliest K only; 0 is all (%(default)s)")
     sample.add_argument("--top-p", type=float, default=1.0, help="of the likeliest that together have P; 1 is all")
@@ -142,12 +143,12 @@ def _parser() -> argparse.ArgumentParser:
 
     timeline = verbs.add_parser("timeline", help="draw a step as the pipeline ran it, beside the same on paper")
     timeline.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, trained with log.timeline_steps")
-    timeline.add_argument("--step", type=_positive, help="which of log.timeline_steps (default: the newest)")
+    timeline.add_argument("--step", type=at_least_one, help="which of log.timeline_steps (default: the newest)")
     timeline.add_argument(
         "--out", type=Path, default=Path("timeline.svg"), help=".svg, .png, .json for Perfetto, .txt (%(default)s)"
     )
     timeline.set_defaults(run=_timeline)
-    _doors(verbs)
+    _huggingface_verbs(verbs)
     add_verbs(verbs)
     return parser
 
@@ -164,7 +165,7 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def _doors(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _huggingface_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     export = verbs.add_parser("export", help="a run's model as a Hugging Face folder: Llama, Qwen2 or Qwen3")
     export.add_argument("path", type=Path, metavar="PATH", help="run folder or checkpoint folder")
     export.add_argument("out", metavar="OUT_DIR", help="a folder that does not exist or is empty")
@@ -172,35 +173,13 @@ def _doors(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     export.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="default: that of the checkpoint, fp32 of runs"
     )
-    export.add_argument("--max-shard-bytes", type=_positive, metavar="N", help="of values in a file (5000000000)")
+    export.add_argument("--max-shard-bytes", type=at_least_one, metavar="N", help="of values in a file (5000000000)")
     export.set_defaults(run=_export)
 
     bring = verbs.add_parser("import", help="a Hugging Face folder as a run folder with a checkpoint of step 0")
     bring.add_argument("hf_dir", metavar="HF_DIR", help="config.json and safetensors")
     bring.add_argument("run_dir", metavar="RUN_DIR", help="a folder that does not exist or is empty")
     bring.set_defaults(run=_import)
-
-
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
-    return int(text)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 0")
-    return int(text)
-
-
-def _minutes(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of minutes > 0")
-    return value
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
+from sixfold.gpt.commands.arguments import above_zero, at_least_one
+
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -19,10 +21,12 @@ def add_verbs(verbs: Verbs) -> None:
     plan = verbs.add_parser("plan", help="memory, traffic, bubble and time of a layout; no GPU, no ranks, no torch")
     plan.add_argument("config", metavar="CONFIG", help="TOML file")
     plan.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="change a key of the file")
-    plan.add_argument("--world", type=_count, metavar="N", help="ranks (default: product of the degrees)")
-    plan.add_argument("--memory-gb", type=_amount, metavar="G", help="of a rank, 10^9 bytes (default: the device's)")
-    plan.add_argument("--tflops", type=_amount, metavar="F", help="achieved in matrix products (default: the device's)")
-    plan.add_argument("--gbps", type=_amount, metavar="B", help="Gbit/s of the network for each device")
+    plan.add_argument("--world", type=at_least_one, metavar="N", help="ranks (default: product of the degrees)")
+    plan.add_argument("--memory-gb", type=above_zero, metavar="G", help="of a rank, 10^9 bytes (default: the device's)")
+    plan.add_argument(
+        "--tflops", type=above_zero, metavar="F", help="achieved in matrix products (default: the device's)"
+    )
+    plan.add_argument("--gbps", type=above_zero, metavar="B", help="Gbit/s of the network for each device")
     plan.add_argument("--device", metavar="NAME", help="a100, h100, h200, b200 or cpu (default: what run.device means)")
     plan.add_argument("--machine", metavar="FILE", help="plan for the machine of which `sixfold doctor` wrote FILE")
     plan.add_argument("--search", action="store_true", help="rank the layouts of this world that fit")
@@ -30,11 +34,11 @@ def add_verbs(verbs: Verbs) -> None:
     plan.set_defaults(run=_plan)
 
     doctor = verbs.add_parser("doctor", help="check a machine, or an allocation under torchrun or srun, and measure it")
-    doctor.add_argument("--ranks", type=_count, metavar="N", help="ranks to start here (default: GPUs, else 2)")
+    doctor.add_argument("--ranks", type=at_least_one, metavar="N", help="ranks to start here (default: GPUs, else 2)")
     doctor.add_argument("--dir", default=".", metavar="FOLDER", help="where runs are to lie (%(default)s)")
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     doctor.add_argument(
-        "--timeout", type=_amount, default=30.0, metavar="S", help="longest wait for another rank (%(default)s)"
+        "--timeout", type=above_zero, default=30.0, metavar="S", help="longest wait for another rank (%(default)s)"
     )
     doctor.add_argument(
         "--out", default="sixfold-machine.json", metavar="FILE", help="for `sixfold plan --machine` (%(default)s)"
@@ -69,19 +73,3 @@ def _doctor(args: argparse.Namespace) -> int:
 
     options = Options(folder=args.dir, device=args.device, timeout_s=args.timeout)
     return run(options, ranks=args.ranks, out=args.out, as_object=args.json)
-
-
-def _count(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number >= 1")
-    return int(text)
-
-
-def _amount(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number > 0")
-    return value

@@ -30,8 +30,8 @@ from sixfold.gpt.checkpoints.trained_model import IMPORTED, model_differences, s
 from sixfold.gpt.checkpoints.training_state import END
 from sixfold.gpt.config.resume_rules import resume_changes
 from sixfold.gpt.config.train_config import TrainConfig
+from sixfold.gpt.data.own_data import Datasets
 from sixfold.gpt.data.token_stream import end_of_documents, preflight
-from sixfold.gpt.data.user_datasets import Datasets
 from sixfold.gpt.errors import ConfigError, FinalError
 from sixfold.gpt.files.run_dir import check_run_dir, write_config
 from sixfold.gpt.parallel.agreement import all_or_raise, gather_objects

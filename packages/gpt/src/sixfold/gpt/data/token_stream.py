@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from sixfold.gpt.config.train_config import TrainConfig
     from sixfold.gpt.data.host_to_device import CopyStreams, Transfer
     from sixfold.gpt.data.loss_by_dataset import SampleLosses
-    from sixfold.gpt.data.user_datasets import Datasets as OwnDatasets
-    from sixfold.gpt.data.user_datasets import OwnData
+    from sixfold.gpt.data.own_data import Datasets as OwnDatasets
+    from sixfold.gpt.data.own_data import OwnData
     from sixfold.gpt.parallel.mesh import RankMesh
 
     Datasets = tuple[BlendedDataset | OwnData, BlendedDataset | GPTDataset | OwnData | None]  # train, valid
@@ -90,7 +90,7 @@ def preflight(config: TrainConfig, datasets: OwnDatasets | None = None) -> None:
     from sixfold.indexed_data import IndexedDataset
 
     if datasets is not None:
-        from sixfold.gpt.data.user_datasets import check_own
+        from sixfold.gpt.data.own_data import check_own
 
         check_own(config, datasets)
         return
@@ -230,12 +230,12 @@ def open_on_ranks(config: TrainConfig, mesh: RankMesh, own: OwnDatasets | None =
         TrainError: another rank did not come.
     """
     from sixfold.blending import BlendingError
-    from sixfold.gpt.data import user_datasets
+    from sixfold.gpt.data import own_data
     from sixfold.gpt.parallel.agreement import all_or_raise, world_collective
     from sixfold.gpt.parallel.lost_ranks import is_lost_rank
 
     if own is not None:
-        return user_datasets.open_on_ranks(config, own, mesh)
+        return own_data.open_on_ranks(config, own, mesh)
     builder = all_or_raise(mesh.control, mesh.size, lambda: dataset_builder(config, mesh.control, tell=mesh.rank == 0))
     with world_collective("the opening of the data by all ranks"):
         try:
@@ -254,7 +254,7 @@ def continue_data(train: BlendedDataset | OwnData, state: Mapping[str, Any], con
         ConfigError: documents were shuffled in another way; names the key and its value of then.
         BlendingError: anything else that fixed the samples given so far differs.
     """
-    from sixfold.gpt.data.user_datasets import OwnData
+    from sixfold.gpt.data.own_data import OwnData
 
     if isinstance(train, OwnData):
         train.load_state_dict(state)
@@ -392,7 +392,7 @@ def global_batches(config: TrainConfig, first_step: int = 0, *, datasets: OwnDat
     """
     import torch
 
-    from sixfold.gpt.data.user_datasets import open_own
+    from sixfold.gpt.data.own_data import open_own
 
     train = build_datasets(config)[0] if datasets is None else open_own(config, datasets)[0]
     stream = TokenStream(train, config)

@@ -26,7 +26,7 @@ from sixfold.gpt.checkpoints.training_state import Progress
 from sixfold.gpt.config.batch_schedule import batch_size
 from sixfold.gpt.config.rules import check_world
 from sixfold.gpt.config.train_config import PLAN
-from sixfold.gpt.data import user_datasets
+from sixfold.gpt.data import own_data
 from sixfold.gpt.data.host_to_device import copy_streams
 from sixfold.gpt.data.prefetch import Prefetch
 from sixfold.gpt.data.token_stream import Microbatch, TokenStream, open_on_ranks
@@ -91,7 +91,7 @@ class Run:
                 f"name some in data.valid, or set eval.every = 0"
             )
         self.valid = None if valid is None else TokenStream(valid, config, part=part, copies=copies)
-        if not isinstance(self.train_data, user_datasets.OwnData):
+        if not isinstance(self.train_data, own_data.OwnData):
             rank.eod = int(self.train_data.config.tokenizer.eod)
         self.progress = Progress()
         self.loss: float | None = None
@@ -341,7 +341,7 @@ def train_in(
     config: TrainConfig,
     world: rendezvous.World,
     model_provider: ModelProvider | None = None,
-    datasets: user_datasets.Datasets | None = None,
+    datasets: own_data.Datasets | None = None,
 ) -> TrainResult:
     """`train` for ranks that have met already: ``world`` is this process among them."""
     config = replace(config, parallel=check_world(config, world.size))
@@ -412,14 +412,14 @@ def train(
     *,
     model_provider: ModelProvider | None = None,
     forward_step: Callable[..., Any] | None = None,
-    datasets: user_datasets.Datasets | None = None,
+    datasets: own_data.Datasets | None = None,
 ) -> TrainResult:
     """Train as ``config`` says: this process alone, or this process as the rank that its launcher made it.
 
     Args:
         model_provider: builds a stage of another decoder; see ``sixfold.gpt.engine.rank_model.build_rank``.
         forward_step: only None; a model_provider's module computes its losses itself.
-        datasets: map-style ones instead of token pairs, by names of data.blend and data.valid; see user_datasets.py.
+        datasets: map-style ones instead of token pairs, by names of data.blend and data.valid; see own_data.py.
     Returns:
         How it ended, on every rank.
     Raises:

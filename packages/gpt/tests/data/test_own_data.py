@@ -12,8 +12,8 @@ from gpt_helpers import tiny_config
 from run_helpers import lines, losses, world_of
 
 from sixfold.gpt import ConfigError, TrainError, global_batches
+from sixfold.gpt.data.own_data import open_own
 from sixfold.gpt.data.token_stream import TokenStream
-from sixfold.gpt.data.user_datasets import open_own
 from sixfold.gpt.parallel.sequence_parts import SequencePart
 from sixfold.gpt.training.loop import train_in
 

@@ -36,7 +36,7 @@ class Work:
         assert self.over.wait(DEADLINE_S), "a message did not come"
 
 
-class Passed:
+class StreamMark:
     """An event of the stream; it does not hold the memory of the work."""
 
     def __init__(self, over: threading.Event) -> None:
@@ -132,7 +132,7 @@ class WireTransport:
     def __init__(self, wires: Wires, rank: int) -> None:
         self.rank, self.ranks, self.wires = rank, wires.ranks, wires
         self.control = Control(wires, rank)
-        self.wait = StreamWait(DEADLINE_S, self.close, lambda work: Passed(work.over))
+        self.wait = StreamWait(DEADLINE_S, self.close, lambda work: StreamMark(work.over))
         self.groups: dict[Any, Group] = {}
         self.outgoing: dict[int, Outgoing] = {}
         self.incoming: dict[int, Incoming] = {}

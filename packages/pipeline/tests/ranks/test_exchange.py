@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from ranktest import run_ranks
 from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, interleaved, looped_bfs, one_f_one_b
 from sixfold.pipeline.passes import lower
-from sixfold.pipeline.transport.devices import Landing, wants_host_memory
+from sixfold.pipeline.transport.devices import HostMemoryReceive, wants_host_memory
 
 
 def two_stages(rank: int, modules: list[nn.Module], **options: Any) -> PipelineRunner:
@@ -230,7 +230,7 @@ def over_host_memory(rank: int, ranks: int) -> tuple[int, bool, bool]:
     modules, oracle = layers(2), layers(2)
     wait, landed = Landing.wait, []
 
-    def counted(landing: Landing, *limit: Any) -> None:
+    def counted(landing: HostMemoryReceive, *limit: Any) -> None:
         wait(landing, *limit)
         assert landing._buffer.data_ptr() != landing._host.data_ptr()
         landed.append(landing)

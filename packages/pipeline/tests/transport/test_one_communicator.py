@@ -9,7 +9,7 @@ import torch
 from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
 from thread_helpers import on_threads, values_or_raise
 from torch import nn
-from wire_helpers import DEADLINE_S, Control, InOrder, Passed, Wires
+from wire_helpers import DEADLINE_S, Control, InOrder, StreamMark, Wires
 
 from sixfold.pipeline import (
     Action,
@@ -28,7 +28,7 @@ from sixfold.pipeline.executor.arguments import check_program
 from sixfold.pipeline.failures.deadlines import HostWait, PeerLost, StreamWait
 from sixfold.pipeline.program.action import Kind
 from sixfold.pipeline.transport.messages import GroupLane
-from sixfold.pipeline.transport.one_communicator import Batched
+from sixfold.pipeline.transport.one_communicator import OneCommunicator
 from sixfold.pipeline.transport.process_groups import Incoming, Outgoing, _Lane
 
 PROGRAMS = [gpipe(2, 3), one_f_one_b(3, 5), interleaved(2, 4), zb_h1(3, 5), zb_v(2, 4)]
@@ -43,8 +43,8 @@ class One:
         self.rank, self.ranks = rank, wires.ranks
         self.control = Control(wires, rank)
         self.group = InOrder(wires, rank)
-        self.batched = Batched(self.group)
-        self.wait = StreamWait(DEADLINE_S, self.close, lambda later: Passed(later.work.over))
+        self.batched = OneCommunicator(self.group)
+        self.wait = StreamWait(DEADLINE_S, self.close, lambda later: StreamMark(later.work.over))
 
     def join(self, device: torch.device, timeout_s: float) -> One:
         peers = range(self.ranks)
@@ -126,7 +126,7 @@ class Quiet:
 
 def test_outside_of_a_batch_a_message_starts_at_once_and_a_wait_starts_its_batch():
     group = Quiet()
-    one = Batched(group)
+    one = OneCommunicator(group)
     assert one.send([], 1, 7).work == "work" and group.notes == [("send", 1, 7)]
     one.begin()
     later = one.send([], 2, 8)
@@ -145,7 +145,7 @@ def test_a_message_to_a_rank_that_has_left_is_a_lost_peer_for_who_waits_for_it()
         def recv(self, *_: Any) -> Any:
             raise RuntimeError("Connection closed by peer")
 
-    together, action = Batched(Left()), Action(1, Kind.RECV_F, 2)
+    together, action = OneCommunicator(Left()), Action(1, Kind.RECV_F, 2)
     edge = Incoming(together, 3, HostWait(1.0), torch.device("cpu"), 3)
     together.begin()
     _, works = edge.post([(torch.Size([2]), torch.float32, False)], 5, action)

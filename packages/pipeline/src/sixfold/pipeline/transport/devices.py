@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Landing", "Passed", "nccl_options", "wants_host_memory"]
+__all__ = ["HostMemoryReceive", "StreamMark", "nccl_options", "wants_host_memory"]
 
 _NCCL_MARGIN_S = 30.0  # by which NCCL's own watchdog comes behind ours, which says more
 
@@ -29,7 +29,7 @@ def nccl_options(timeout_s: float) -> Any:
     return options
 
 
-class Passed:
+class StreamMark:
     """Whether the current stream of a device is past the work that it was just told to wait for."""
 
     def __init__(self, device: torch.device, _: Any) -> None:
@@ -43,7 +43,7 @@ def wants_host_memory(group: Any, device: torch.device) -> bool:
     return device.type != "cpu" and isinstance(group._get_backend(device), dist.ProcessGroupGloo)
 
 
-class Landing:
+class HostMemoryReceive:
     """The work of a message that comes into host memory: to wait for it is to copy it to where it is needed."""
 
     __slots__ = ("_buffer", "_host", "_work")

@@ -34,7 +34,7 @@ from torch import Tensor
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.transport.routes import Route, route_of
-from sixfold.pipeline.transport.shape_agreement import Agreed, Outputs, Slot
+from sixfold.pipeline.transport.shape_agreement import AgreedShapes, Outputs, Slot
 from sixfold.pipeline.transport.specs import Plain, Specs, TensorSpec, pack_specs, specs_of, unpack_specs
 
 __all__ = ["FLAGS", "GroupLane", "TensorControl", "TensorIncoming", "TensorOutgoing", "other_call"]
@@ -85,7 +85,7 @@ class TensorControl(Protocol):
         """Wait for the next."""
 
 
-class GroupLane(Agreed):
+class GroupLane(AgreedShapes):
     """The messages of one compiled program; see Lane.
 
     Args:

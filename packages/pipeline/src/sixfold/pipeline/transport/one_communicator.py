@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["Batched"]
+__all__ = ["OneCommunicator"]
 
 _Operation = tuple[str, list[Tensor], int, int]
 
 
-class Batched:
+class OneCommunicator:
     """The group of all ranks, where each edge sees a group.
 
     Args:

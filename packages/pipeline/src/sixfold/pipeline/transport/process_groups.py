@@ -51,10 +51,10 @@ from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.transport.alarm import Alarm
 from sixfold.pipeline.transport.call_count import CallCount
 from sixfold.pipeline.transport.control_channel import GroupControl, close_connection, wait_until_sent
-from sixfold.pipeline.transport.devices import Landing, Passed, nccl_options, wants_host_memory
+from sixfold.pipeline.transport.devices import HostMemoryReceive, StreamMark, nccl_options, wants_host_memory
 from sixfold.pipeline.transport.messages import GroupLane
 from sixfold.pipeline.transport.messages import Receipt as GroupReceipt
-from sixfold.pipeline.transport.one_communicator import Batched
+from sixfold.pipeline.transport.one_communicator import OneCommunicator
 from sixfold.pipeline.transport.receive_buffers import Ring
 from sixfold.pipeline.transport.routes import Edge, Route, forward_edges, in_rounds, route_of, window_of
 from sixfold.pipeline.transport.shape_agreement import Outputs
@@ -150,7 +150,9 @@ class Incoming:
             if self._landing is None:
                 return buffers, [self._receive([buffer], self._peer, tag) for buffer in buffers]
             pairs = [(self._landing.take(spec), buffer) for spec, buffer in zip(specs, buffers, strict=True)]
-            return buffers, [Landing(self._receive([host], self._peer, tag), host, buffer) for host, buffer in pairs]
+            return buffers, [
+                HostMemoryReceive(self._receive([host], self._peer, tag), host, buffer) for host, buffer in pairs
+            ]
         except RuntimeError as error:  # the connection has ended
             raise PeerLost(action, self._rank) from error
 
@@ -246,7 +248,7 @@ class GroupLinks:
         self._connected: set[Edge] = set()
         self._lanes: list[GroupLane] = []
         self._tags = 2  # 0 and 1 are of the control channel
-        self._batched = Batched(within(timeout_s, self._one)) if edges == "one" else None
+        self._batched = OneCommunicator(within(timeout_s, self._one)) if edges == "one" else None
         self._leave = finalize(self, _deliver, self._outgoing, self.control, timeout_s, os.getpid())
 
     def lane(

@@ -19,7 +19,7 @@ from torch import Tensor
 from sixfold.pipeline.failures.report import Store
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.transport.routes import Route, route_of
-from sixfold.pipeline.transport.shape_agreement import Agreed
+from sixfold.pipeline.transport.shape_agreement import AgreedShapes
 from sixfold.pipeline.transport.specs import specs_of
 
 __all__ = ["Mailbox", "SameThreadTransport", "leaves"]
@@ -64,7 +64,7 @@ class SameThreadTransport:
         """Nobody waits."""
 
 
-class _Lane(Agreed):
+class _Lane(AgreedShapes):
     def __init__(
         self,
         mailbox: Mailbox,

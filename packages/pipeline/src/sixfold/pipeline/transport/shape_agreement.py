@@ -18,12 +18,12 @@ from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.transport.routes import forward_edges, route_of
 from sixfold.pipeline.transport.specs import Specs, specs_of, words_of
 
-__all__ = ["Agreed", "Outputs", "Slot"]
+__all__ = ["AgreedShapes", "Outputs", "Slot"]
 
 Slot = tuple[int, int]  # lower stage, slot: of an output and of its gradients
 
 
-class Agreed:
+class AgreedShapes:
     """What one lane knows of the shapes of its outputs.
 
     Attributes:
@@ -82,7 +82,7 @@ class Outputs:
         open: those of this batch may have other shapes.
     """
 
-    def __init__(self, lane: Agreed, batch: int) -> None:
+    def __init__(self, lane: AgreedShapes, batch: int) -> None:
         self._lane, self._batch = lane, batch
         self._left = 0  # of this batch
         self.open = True

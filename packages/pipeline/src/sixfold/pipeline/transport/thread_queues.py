@@ -24,7 +24,7 @@ from sixfold.pipeline.transport.call_count import CallCount
 from sixfold.pipeline.transport.messages import other_call
 from sixfold.pipeline.transport.routes import Edge, Route, route_of, window_of
 from sixfold.pipeline.transport.same_thread import leaves
-from sixfold.pipeline.transport.shape_agreement import Agreed
+from sixfold.pipeline.transport.shape_agreement import AgreedShapes
 from sixfold.pipeline.transport.specs import specs_of
 
 __all__ = ["ThreadQueues", "ThreadTransport"]
@@ -159,7 +159,7 @@ class _Links:
         raise PeerLost(action, peer)
 
 
-class _Lane(Agreed):
+class _Lane(AgreedShapes):
     def __init__(
         self, links: _Links, placement: tuple[int, ...], microbatches: int, number: int, dynamic_shapes: Shapes
     ) -> None:

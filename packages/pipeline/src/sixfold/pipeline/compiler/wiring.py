@@ -21,7 +21,7 @@ from sixfold.pipeline.compiler.token_scaling import TokenCount
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program.action import BACKWARD_ENDS, MESSAGES, Action, Kind
 from sixfold.pipeline.program.program import Program
-from sixfold.pipeline.stage.compute import Onward, StageRun, WeightGradients, WholeBackward
+from sixfold.pipeline.stage.compute import StageRun, ToNextStage, WeightGradients, WholeBackward
 from sixfold.pipeline.stage.fully_shard import of_own_casts
 from sixfold.pipeline.stage.loss import LossTail
 from sixfold.pipeline.stage.stage import Stage
@@ -197,9 +197,9 @@ class Wiring:
             share = self.facts.batch if goal.scale == "mean" else None
             self.tail = run.end = LossTail(run, goal.loss_fn, share=share, tokens=goal.scale == "token")
         elif (following := self.runs.get(index + 1)) is not None:
-            run.end = Onward(run, following.to_inbox)
+            run.end = ToNextStage(run, following.to_inbox)
         else:
-            run.end = Onward(run, run.to_outbox)
+            run.end = ToNextStage(run, run.to_outbox)
         if index == 0:
             run.hand_back = _nobodys
         elif (previous := self.runs.get(index - 1)) is not None:

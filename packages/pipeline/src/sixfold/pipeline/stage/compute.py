@@ -29,7 +29,7 @@ from sixfold.pipeline.stage.stage import Stage
 if TYPE_CHECKING:
     pass
 
-__all__ = ["End", "Onward", "StageRun", "Tensors", "WeightGradients", "WholeBackward", "leaves"]
+__all__ = ["OutputTaker", "ToNextStage", "StageRun", "Tensors", "WeightGradients", "WholeBackward", "leaves"]
 
 Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge, ...]
@@ -79,7 +79,7 @@ class WholeBackward:
         """Nothing is held."""
 
 
-class End(Protocol):
+class OutputTaker(Protocol):
     """What becomes of a stage's output."""
 
     def full(self, k: int, outputs: Any) -> None:
@@ -331,7 +331,7 @@ class StageRun:
             yield
 
 
-class Onward:
+class ToNextStage:
     """The end of a stage that is not the last: its outputs go to the next one, in memory of their own.
 
     [Note: memory that changes hands] in ``output_memory.py``.

@@ -228,14 +228,14 @@ def test_the_groups_of_edges_may_be_given():
 def over_host_memory(rank: int, ranks: int) -> tuple[int, bool, bool]:
     """How many messages came by a copy; whether gloo's group wants one, for a device and for a CPU."""
     modules, oracle = layers(2), layers(2)
-    wait, landed = Landing.wait, []
+    wait, landed = HostMemoryReceive.wait, []
 
     def counted(landing: HostMemoryReceive, *limit: Any) -> None:
         wait(landing, *limit)
         assert landing._buffer.data_ptr() != landing._host.data_ptr()
         landed.append(landing)
 
-    Landing.wait = counted  # type: ignore[method-assign]
+    HostMemoryReceive.wait = counted  # type: ignore[method-assign]
     inputs, targets = batch(9)
     two_stages(rank, modules, edges="host").step(inputs, targets)
     plain_loop(oracle, list(inputs.tensor_split(3)), list(targets.tensor_split(3)))

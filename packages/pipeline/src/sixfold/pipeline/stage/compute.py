@@ -29,7 +29,7 @@ from sixfold.pipeline.stage.stage import Stage
 if TYPE_CHECKING:
     pass
 
-__all__ = ["OutputTaker", "ToNextStage", "StageRun", "Tensors", "WeightGradients", "WholeBackward", "leaves"]
+__all__ = ["OutputTaker", "StageRun", "Tensors", "ToNextStage", "WeightGradients", "WholeBackward", "leaves"]
 
 Tensors = tuple[Tensor, ...]
 Roots = tuple[GradientEdge, ...]
@@ -103,7 +103,7 @@ class StageRun:
         end, hand_back: where outputs and the gradients of inputs go; ``wiring`` sets them.
     """
 
-    end: End
+    end: OutputTaker
     hand_back: Callable[[int, Values], None]
 
     def __init__(self, stage: Stage, slots: int, store: WeightGradients) -> None:

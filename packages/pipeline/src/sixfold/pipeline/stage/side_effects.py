@@ -135,10 +135,10 @@ class SideEffects:
             for (write, _, _), state in zip(before.generators, states, strict=True):
                 write(state)
 
-    def contexts(self, kwargs: Mapping[str, Any]) -> tuple[Noting, Repeating]:
+    def contexts(self, kwargs: Mapping[str, Any]) -> tuple[NotedForward, RepeatedForward]:
         """Around a checkpointed forward, and around each time that a backward runs it again."""
-        noting = Noting(self, kwargs)
-        return noting, Repeating(self, noting)
+        noting = NotedForward(self, kwargs)
+        return noting, RepeatedForward(self, noting)
 
     def _look(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
         """All that may change: where it is, what shows a change, and a copy to begin with again."""
@@ -164,7 +164,7 @@ class SideEffects:
         return looked
 
 
-class Noting:
+class NotedForward:
     """``noted``, as torch's checkpoint takes it."""
 
     def __init__(self, effects: SideEffects, kwargs: Mapping[str, Any]) -> None:
@@ -178,10 +178,10 @@ class Noting:
         self._context.__exit__(*error)
 
 
-class Repeating:
+class RepeatedForward:
     """``repeated``, any number of times."""
 
-    def __init__(self, effects: SideEffects, noting: Noting) -> None:
+    def __init__(self, effects: SideEffects, noting: NotedForward) -> None:
         self._effects, self._noting = effects, noting
         self._context: AbstractContextManager[None] = nullcontext()
 

@@ -238,7 +238,7 @@ class GroupLinks:
         self.calls = CallCount()
         self._wait: HostWait | StreamWait = host
         if device.type != "cpu" and not self._host:
-            self._wait = StreamWait(timeout_s, self.close, partial(Passed, device))
+            self._wait = StreamWait(timeout_s, self.close, partial(StreamMark, device))
         everyone = within(timeout_s, self._meet)
         self.control = GroupControl(everyone, self.ranks, self.rank, host)
         self._outgoing: dict[int, Outgoing] = {}

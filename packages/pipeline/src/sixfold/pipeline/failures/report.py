@@ -205,12 +205,12 @@ class FailureReport:
             if theirs.error is not None:
                 said = self.broken = f"rank {self._names[rank]} failed at {theirs.place}: {theirs.error}"
                 raise PipelineTimeout(said, rank=rank) if theirs.overdue else ScheduleError(said, rank=rank) from error
-        line = _waiting(self._rank, self._names, mine, others, self._records.has_store, self._records.deaf)
+        line = time_out_line(self._rank, self._names, mine, others, self._records.has_store, self._records.deaf)
         self.broken = line
         raise PipelineTimeout(line, rank=self._rank, position=position, action=action) from error
 
 
-def _waiting(
+def time_out_line(
     rank: int, names: Sequence[int], mine: Record, others: dict[int, Record], heard: bool, deaf: bool = False
 ) -> str:
     """The line of a time-out: this rank, then what is known of the others, and whether the store did not answer.

@@ -1,6 +1,6 @@
 """The arena: one piece of shared memory that a rank's tensors are copied into while the trainer waits.
 
-    tensors --> Arena.take (this file) --> shared memory --> MappedArena.tensors (this file) --> transfer.write
+    tensors --> Arena.take (this file) --> shared memory --> MappedArena.tensors (this file) --> writer.write
     trainer <-- ProgressCounter (this file) <-- first page <-- worker
 
 The memory is a memfd that the trainer and its worker both map: no name that could be left behind, no limit of

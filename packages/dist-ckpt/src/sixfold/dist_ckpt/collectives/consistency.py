@@ -232,9 +232,10 @@ def samples(records: Sequence[ShardedTensor], rank: int) -> Samples:
     for record in chosen:
         assert record.data is not None, f"{record} was chosen for its data"
         value, is_main = digest_of_sample(record.data), is_main_replica(record.replica_id)
-        both = is_main and record.shard_id in main  # which is wrong whatever they hold: plans/validation.py tells it
-        main |= {record.shard_id} if is_main else set()
-        if found.setdefault((record.shard_id, record.local_shape), value) != value and not both:
+        shard = record.shard_id
+        both = is_main and shard in main  # which is wrong whatever they hold: plans/validation.py tells it
+        main |= {shard} if is_main else set()
+        if found.setdefault((shard, record.local_shape), value) != value and not both:
             raise ShardingError(
                 f"{record}: two records of rank {rank} name this shard and hold different values; one would be lost. "
                 "Give one of them another key"

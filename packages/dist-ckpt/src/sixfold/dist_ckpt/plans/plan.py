@@ -1,6 +1,6 @@
 """Plans: which boxes a rank writes, and which parts of which frames it reads.
 
-    records --> plan_save (this file) --> transfer.write
+    records --> plan_save (this file) --> writer.write
     records + manifest --> plan_load (this file) --> reader.py
 
 Pure: no files, no ranks, no tensor data. Each step prints as one line.
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -36,7 +37,7 @@ class Write(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        return self.piece.box.volume * self.dtype.itemsize
+        return prod(self.piece.box.size) * self.dtype.itemsize
 
     def __str__(self) -> str:
         return f"write {describe(self.key, self.piece.box, self.shape)}"
@@ -56,7 +57,7 @@ class Read(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Of the stored values."""
-        return self.part.volume * self.stored_dtype.itemsize
+        return prod(self.part.size) * self.stored_dtype.itemsize
 
     def places(self) -> tuple[int, int] | None:
         """The elements of the chunk and of the record's data at which the part begins; None if it is no run in both."""
@@ -135,15 +136,15 @@ def plan_load(
                 zeroed.append((index, piece))
             if wanted is None:
                 continue
-            found, begin = 0, len(reads)
+            found, begin, elements = 0, len(reads), prod(wanted.size)
             for chunk in stored.near(wanted):
                 part = wanted if wanted == chunk.box else intersect(wanted, chunk.box)
                 if part is not None:
-                    found += part.volume
+                    found += prod(part.size)
                     reads.append(Read(index, record.key, piece, chunk, part, stored.dtype, stored.shape))
             problem, several = "", len(reads) > begin + 1
-            if found < wanted.volume:
-                problem = f"{wanted.volume - found} of its elements are in no chunk of the checkpoint"
+            if found < elements:
+                problem = f"{elements - found} of its elements are in no chunk of the checkpoint"
             elif several and sum(cover_weight(read.part) for read in reads[begin:]) != cover_weight(wanted):
                 problem = "chunks of the checkpoint overlap there; which one holds is not known"
             if problem:
@@ -235,4 +236,5 @@ def file_counts(sizes: Sequence[int], streams: int) -> tuple[int, ...]:
 
 def total_bytes(writes: Sequence[Write]) -> int:
     """Bytes on disk with an upper bound of what frames add."""
-    return sum(write.nbytes + 1024 + (4096 if write.nbytes >= 1 << 18 else 64) for write in writes)
+    sizes = [write.nbytes for write in writes]
+    return sum(nbytes + 1024 + (4096 if nbytes >= 1 << 18 else 64) for nbytes in sizes)

@@ -241,7 +241,8 @@ class Load:
         for number, (place, record) in enumerate(parts.records):
             if not isinstance(record, ShardedTensor):
                 continue
-            if record.key not in stored and (part := _replicated(record, place, common)) is not None:
+            is_stored = record.key in stored
+            if not is_stored and (part := _replicated(record, place, common)) is not None:
                 if record.data is None:
                     record = record.without_data()
                     record.init_data("cpu")
@@ -253,11 +254,11 @@ class Load:
                 parts.records[number] = (place, record := tied.apart(place, record))
                 replicated.append((record, part))
                 continue
-            if record.key in stored and record.data is None:
+            if is_stored and record.data is None:
                 record = record.without_data()  # a copy: the caller's record stays without data
                 _allocate(record, stored[record.key])
                 parts.records[number] = (place, record)
-            elif record.key in stored and record.data is not None:
+            elif is_stored and record.data is not None:
                 check_writable(record, record.data)
                 check_data(record, record.data)
                 parts.records[number] = (place, record := tied.apart(place, record))

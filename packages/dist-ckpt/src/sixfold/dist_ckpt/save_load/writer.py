@@ -107,12 +107,13 @@ def write(
     def fill(own: _Frames, file: PartFile) -> None:
         """Add the frames of a file; from the start again if that is asked for."""
         own.places, own.object_places = array("q"), []
+        start = file.position
         for step in own.steps:
             if failed.is_set():
                 raise CheckpointError(f"{own.name} was given up: another file of this rank failed")
-            start = file.position
             add_frame(file, records[step.record], step, rank, check_finite, copies, content.is_owned)
-            own.places.extend((start, file.position - start))
+            own.places.extend((start, (end := file.position) - start))
+            start = end
         for stored_key, data in own.objects:
             own.object_places.append((stored_key, ByteRange(own.name, file.position, len(data))))
             file.append(data)

@@ -470,7 +470,7 @@ def test_a_first_rank_that_dies_after_the_verdict_is_told_of_soon(tmp_path, wher
 def lose_the_first_trainer_in_its_workers_commit(rank, ranks, folder, kind):
     """Its worker has the verdict, and moves the checkpoint into place when the trainer is dead, or never."""
     moving = folder / "moving"
-    odd = f"moving:{moving}" if kind == "moves" else "stops:stores.local.commit"
+    odd = f"moving:{moving}" if kind == "moves" else "stops:storage.local.commit"
     worker_process._WORKER = (ODD_WORKER, odd if rank == 0 else "slow:0")
     worker_process._start_worker = Forked
     dist_ckpt.save(state(rank, ranks, 1), folder / "c")

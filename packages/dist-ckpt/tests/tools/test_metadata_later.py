@@ -111,13 +111,13 @@ def test_in_a_store_it_is_written_too_and_nothing_else_changes(store, tmp_path):
 
 
 def test_a_save_that_replaces_the_checkpoint_of_a_store_meanwhile_is_told_and_stays(store, monkeypatch):
-    plain = added_metadata.compact.index_of
+    plain = added_metadata.compact_manifest.index_of
 
     def overtaken(index):
         dist_ckpt.save(state(2.0), store, group=None)
         return plain(index)
 
-    monkeypatch.setattr(added_metadata.compact, "index_of", overtaken)
+    monkeypatch.setattr(added_metadata.compact_manifest, "index_of", overtaken)
     with pytest.raises(StorageError, match="was replaced while its"):
         tools.metadata(store)
     assert value_of(store) == 2.0 and tools.verify(store)["problems"] == []

@@ -26,7 +26,7 @@ from sixfold.fsdp.engine.call_state import CallContext, StageState
 from sixfold.fsdp.engine.gather import Gathering
 from sixfold.fsdp.engine.order_check import OrderCheck
 from sixfold.fsdp.engine.reduce import Reduction
-from sixfold.fsdp.engine.reduce_timing import ReduceTiming
+from sixfold.fsdp.engine.reduce_policy import ReducePolicy
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.waiting import Waiting
 from sixfold.fsdp.parameter_access.guard import UnitGuard, guard_of, written_in_place
@@ -74,7 +74,7 @@ class Engine:
         self._trained = [stream for unit in units for stream in unit.trained]
         self._trainable = [record for stream in self._trained for record in stream.records]
         self._by_name = {unit.name: unit for unit in units}
-        self.timing = ReduceTiming(grad_reduce, shards_grads=strategy.shards_grads)
+        self.timing = ReducePolicy(grad_reduce, shards_grads=strategy.shards_grads)
         self._stepped = False
         self._calls: list[CallContext] = []
         self._caller = threading.RLock()  # held by the thread whose root call runs

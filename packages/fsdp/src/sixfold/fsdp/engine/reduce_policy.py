@@ -1,6 +1,6 @@
 """When a unit's gradients are reduced: after each backward, after the last one, or when a program says so.
 
-    microbatch(), no_sync(), stage handles --> ReduceTiming (this file) --> engine.py
+    microbatch(), no_sync(), stage handles --> ReducePolicy (this file) --> engine.py
 
 Knows what was said; starts nothing.
 """
@@ -12,7 +12,7 @@ from sixfold.fsdp.engine.call_state import StageState
 from sixfold.fsdp.errors import FsdpError
 
 
-class ReduceTiming:
+class ReducePolicy:
     """What users and programs said of micro-batches, and what follows for a unit.
 
     Args:

@@ -74,7 +74,7 @@ class Engine:
         self._trained = [stream for unit in units for stream in unit.trained]
         self._trainable = [record for stream in self._trained for record in stream.records]
         self._by_name = {unit.name: unit for unit in units}
-        self.timing = ReducePolicy(grad_reduce, shards_grads=strategy.shards_grads)
+        self.reduce_policy = ReducePolicy(grad_reduce, shards_grads=strategy.shards_grads)
         self._stepped = False
         self._calls: list[CallContext] = []
         self._caller = threading.RLock()  # held by the thread whose root call runs
@@ -164,7 +164,7 @@ class Engine:
                 self._next_step()
             elif self.gathering.begin_step(stepped=False):
                 self.weights += 1
-            self.timing.driven = stage is not None
+            self.reduce_policy.driven = stage is not None
             self._backward = None  # also after one that raised
             self.running.clear()
         context = CallContext(len(self.units), training, self.weights)
@@ -275,7 +275,7 @@ class Engine:
             refuse_graph(unit, self.units, changed=weights != self.weights, step=self.step)
         backward = self._backward or self._begin_backward()
         task = self._saved[unit.index].entered = in_backward()
-        backward.ask(task, self._trainable, driven=self.timing.driven)
+        backward.ask(task, self._trainable, driven=self.reduce_policy.driven)
         self._use(unit, True)
         if not backward.makes_gradients:
             return False
@@ -300,7 +300,9 @@ class Engine:
     def _waits(self, unit: Unit, context: CallContext) -> bool:
         """``unit`` was called again, earlier in the same forward or by another call of a joint backward."""
         at = unit.index
-        return context.outstanding[at] > 0 or (self._joint and not self.timing.driven and self._outstanding[at] > 0)
+        return context.outstanding[at] > 0 or (
+            self._joint and not self.reduce_policy.driven and self._outstanding[at] > 0
+        )
 
     def deliver(self, record: ParamRecord, gradient: Tensor) -> None:
         """Autograd finished ``record``'s gradient."""
@@ -321,7 +323,7 @@ class Engine:
             if self._backward is None:
                 self._begin_backward()
             self._touched.add(unit.index)
-            self.reduction.acquire(stream, self._shards_grads and self.timing.reduces(unit))
+            self.reduction.acquire(stream, self._shards_grads and self.reduce_policy.reduces(unit))
         stream.gradients.add(record, gradient, self.reduction.wide)
 
     def deliver_deferred(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -331,7 +333,7 @@ class Engine:
         if record is None or not record.buffer.trainable:
             what = "frozen" if record is not None else "not of this model"
             raise FsdpError(f"accumulate: the parameter of shape {tuple(parameter.shape)} is {what}")
-        if self.timing.each_microbatch:
+        if self.reduce_policy.each_microbatch:
             raise FsdpError(
                 f"{record.name}: accumulate() brings its gradient after a backward that was said to be fused, and "
                 "reduced at its end; make the handle with fused=False, or wrap with grad_reduce='last'",
@@ -353,16 +355,16 @@ class Engine:
         for unit, _ in opened:
             if unit.index:
                 self._close(unit)
-        if self.timing.driven:
-            if self.timing.alone and 0 in self._touched:
+        if self.reduce_policy.driven:
+            if self.reduce_policy.alone and 0 in self._touched:
                 self._close(self.units[0])
-            if self.timing.each_microbatch:
-                self._put_touched(self.units if self.timing.alone else self.units[1:])
-        elif self.timing.reduces(self.units[0]):
+            if self.reduce_policy.each_microbatch:
+                self._put_touched(self.units if self.reduce_policy.alone else self.units[1:])
+        elif self.reduce_policy.reduces(self.units[0]):
             self._put_touched(self.units)
-        if not self.timing.driven and opened:
+        if not self.reduce_policy.driven and opened:
             self._learn_calls(apart)
-            if self.timing.final:
+            if self.reduce_policy.final:
                 self._order_check.gradients_done()
                 self.reduction.pipeline.finish()  # main gradients are final: user code may look at them
                 self._order_check.settle()
@@ -382,7 +384,7 @@ class Engine:
 
     def _close(self, unit: Unit) -> None:
         """All gradients of ``unit`` that this backward makes are in its local sum."""
-        if self.timing.reduces(unit):
+        if self.reduce_policy.reduces(unit):
             self._put(unit)
 
     def _put(self, unit: Unit, *, inside_step: bool = False) -> None:
@@ -405,7 +407,7 @@ class Engine:
         self.alive()
         self._put_touched(stage.units)
         stage.last, stage.done = False, True
-        if self.timing.all_done:
+        if self.reduce_policy.all_done:
             self._put_touched(self.units[:1])
 
     # ---- end of a step
@@ -416,7 +418,7 @@ class Engine:
         self._put_touched(self.units, inside_step=inside_step)
         self._order_check.gradients_done(inside_step=inside_step)
         self.reduction.pipeline.finish()
-        self.timing.end_step()
+        self.reduce_policy.end_step()
         self._order_check.compare()
         self.wait.alive()  # [Note: flag before abort]
 
@@ -489,7 +491,7 @@ class Engine:
         """
         if self.failed is not None:
             return
-        self.timing.end_step()
+        self.reduce_policy.end_step()
         self._outstanding = [0] * len(self.units)
         records = set(self.records.values() if parameters is None else [self.records[one] for one in parameters])
         self.reduction.discard(records)

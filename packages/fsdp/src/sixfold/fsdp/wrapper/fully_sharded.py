@@ -163,7 +163,7 @@ class FullyShardedDataParallel(nn.Module):
                     unit=unit.name,
                 )
         stage = StageState(self._path(child), units, fused)
-        self._engine.timing.add_stage(stage)
+        self._engine.reduce_policy.add_stage(stage)
         return StageHandle(self._engine, stage, lambda args, kwargs, which: self._run(child, args, kwargs, which))
 
     def _path(self, child: nn.Module) -> str:
@@ -191,20 +191,20 @@ class FullyShardedDataParallel(nn.Module):
     def microbatch(self, *, last: bool) -> Iterator[None]:
         """A hint around forward and backward: ``last=False`` postpones the reduction of ``no_shard`` and ``optim``."""
         engine = self._engine
-        before, engine.timing.last_microbatch = engine.timing.last_microbatch, last
+        before, engine.reduce_policy.last_microbatch = engine.reduce_policy.last_microbatch, last
         try:
             yield
         finally:
-            engine.timing.last_microbatch = before
+            engine.reduce_policy.last_microbatch = before
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside reduce nothing: gradients accumulate in full size on each rank."""
-        self._engine.timing.no_sync_depth += 1
+        self._engine.reduce_policy.no_sync_depth += 1
         try:
             yield
         finally:
-            self._engine.timing.no_sync_depth -= 1
+            self._engine.reduce_policy.no_sync_depth -= 1
 
     # ---- gradients
 

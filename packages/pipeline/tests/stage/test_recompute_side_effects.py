@@ -10,7 +10,7 @@ import torch
 from pipeline_helpers import square_loss
 from torch import Tensor, nn
 
-from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, passes, zb_h1
+from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, one_f_one_b, passes, zb_h1
 
 np = pytest.importorskip("numpy", reason="needs numpy, which users of torch mostly have")
 
@@ -27,14 +27,16 @@ class Stateful(nn.Module):
         self.norm = nn.BatchNorm1d(4, momentum=0.3)
         self.register_buffer("codes", torch.linspace(-1, 1, 4))
         self.plain = torch.zeros(4)
-        self.calls, self.memory = 0, None
+        self.calls, self.turn, self.memory = 0, 0, None
         self.seen: list[float] = []
         self.torch = torch.Generator().manual_seed(3)
         self.python, self.numpy, self.old = random.Random(3), np.random.default_rng(3), np.random.RandomState(3)
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.layer(x)
-        return hidden + getattr(self, self.what.replace(" ", "_"))(hidden)
+        what = self.what.replace(" ", "_")
+        change = what.removeprefix("now_and_then_")
+        return hidden + (getattr(self, what)(hidden) if change == what else self.now_and_then(change, hidden))
 
     def counter(self, h: Tensor) -> Any:
         self.calls += 1
@@ -87,6 +89,11 @@ class Stateful(nn.Module):
     def dropout(self, h: Tensor) -> Any:
         return nn.functional.dropout(h, 0.5)
 
+    def now_and_then(self, change: str, h: Tensor) -> Any:
+        """Every third call changes what the others leave alone: the first of a step does not show it."""
+        self.turn += 1
+        return getattr(self, change)(h) if self.turn % 3 == 0 else h
+
     def state(self) -> list[Any]:
         numbers = [self.calls, len(self.seen), *self.norm.state_dict().values(), self.codes, self.plain, self.memory]
         draws = [torch.rand(3, generator=self.torch), self.python.random(), self.numpy.random(), self.old.random()]
@@ -108,6 +115,15 @@ WHAT = [
     "layer drop",
     "numpys random numbers",
     "dropout",
+    "now and then counter",
+    "now and then list that grows",
+    "now and then batch norm",
+    "now and then codebook",
+    "now and then replaced buffer",
+    "now and then plain tensor",
+    "now and then own torch generator",
+    "now and then layer drop",
+    "now and then numpys random numbers",
 ]
 CASES = [*((what, gpipe(1, M)) for what in WHAT), ("batch norm", zb_h1(1, M)), ("layer drop", zb_h1(1, M))]
 
@@ -139,6 +155,31 @@ def test_a_checkpointed_stage_gives_the_gradients_and_the_state_of_one_forward(w
     theirs = trained(what, pipelined(program))
     ours = trained(what, pipelined(program, checkpoint=True))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+LATER = ["codebook", "replaced buffer", "list that grows", "counter", "layer drop"]
+
+
+@pytest.mark.parametrize("what", LATER)
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["recompute", "checkpoint"])
+def test_forwards_in_flight_begin_again_with_what_a_later_one_changed_first(what, checkpoint):
+    class Behind(Stateful):
+        def forward(self, x: Tensor) -> Tensor:
+            changed = getattr(self, what.replace(" ", "_"))(x) if self.turn % 3 == 1 else 0.0
+            self.turn += 1
+            return (self.layer(x) * self.codes.clone() + self.calls + len(self.seen) + changed).tanh()
+
+    found = []
+    for again in (False, True):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        modules = [Behind(what), Behind(what)]
+        program = passes.recompute(one_f_one_b(2, M)) if again and not checkpoint else one_f_one_b(2, M)
+        stages = [Stage(module, at, checkpoint=again and checkpoint) for at, module in enumerate(modules)]
+        runner = PipelineRunner(program, stages, None, square_loss)
+        for _ in range(2):
+            runner.step(torch.randn(4 * M, 4), torch.randn(4 * M, 4))
+        found.append([([p.grad for p in module.parameters()], module.state()) for module in modules])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("what", ["batch norm", "layer drop", "state over microbatches"])

@@ -5,11 +5,14 @@
 [Note: one forward, run twice] RECOMPUTE, and the backward of a ``Stage(checkpoint=True)``, run a forward a second
 time, which has to begin where the first began, and whose changes have to be dropped: a batch norm counts a microbatch
 once, a codebook moves once, a layer that was left out is left out again. What a forward changes is learned by looking:
-in the first F of a step all attributes and buffers of the stage's modules are compared before and behind it; from there
-on those that changed are noted with each F, and put in the place of today's while the forward runs again. Generators
-that a module or a keyword argument holds are noted as well, and Python's and numpy's own where a forward draws from
-them. What a stage cannot name (a global, a list in a closure) shows in its output: of RECOMPUTE's a part is compared
-with what the first forward made; a checkpoint ends its second forward before there is one, and torch compares shapes.
+all attributes and buffers of the stage's modules are compared before and behind each F, since one may move in every
+tenth alone; those that changed are noted with each F, of those before too, and put in the place of today's while the
+forward runs again. What a tensor was before its first change is a copy, held until then. A tensor's version tells of a
+change; values are compared in the first F of a module's mode, and where another tensor of the module changed.
+Generators that a module or a keyword argument holds are noted as well, and Python's and numpy's own where a forward
+draws from them. What a stage cannot name (a global, a list in a closure) shows in its output: of RECOMPUTE's a part is
+compared with what the first forward made; a checkpoint ends its second forward before there is one, and torch compares
+shapes.
 """
 
 from __future__ import annotations
@@ -20,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +44,7 @@ _ROUNDING = 64  # in units of the dtype's last place
 class StateBefore:
     """State as one F found it."""
 
-    __slots__ = ("generators", "held")
+    __slots__ = ("__weakref__", "generators", "held")
 
     def __init__(self) -> None:
         self.held: list[tuple[dict[str, Any], str, Any]] = []
@@ -55,8 +59,10 @@ class SideEffects:
         self._first = True  # the next F is the first of a step
         self._key: list[tuple[int, bool]] = []
         self._changed: dict[tuple[int, str], Place] = {}
+        self._places: list[Place] = []  # as the first F of the step found them
+        self._starts: dict[tuple[int, str], tuple[Any, int, Any]] = {}  # value, its mark, its copy, of what may change
+        self._noted: WeakSet[StateBefore] = WeakSet()  # of F's that may be run again
         self._generators: dict[int, Any] = {}
-        self._globals: set[str] = set()  # of Python's and numpy's generators those that forwards draw from
         self._doubts: list[tuple[str, Tensor]] = []  # what a device has compared, and the host not looked at
 
     def compare(self, what: str, first: list[Tensor], again: list[Tensor]) -> None:
@@ -92,30 +98,31 @@ class SideEffects:
     def noted(self, kwargs: Mapping[str, Any]) -> Iterator[StateBefore]:
         """Around an F."""
         before, first, self._first = StateBefore(), self._first, False
-        looked: list[tuple[dict[str, Any], str, Any, Any]] = []
-        everywhere = process_generators()
-        if first:
-            self.settle()
-            looked = self._look()
+        new = first and self._begin_step()
         for place, name in self._changed.values():
             if name in place:
                 before.held.append((place, name, _copied(place[name])))
+        looked = self._look()
         given = [value for value in kwargs.values() if access(value) is not None]
         for generator in (*self._generators.values(), *given):
             write, read = access(generator)  # type: ignore[misc]
             before.generators.append((write, read, read()))
-        states = {name: read() for name, (_, read) in everywhere.items() if first or name in self._globals}
+        states = [(write, read, read()) for write, read in process_generators().values()]
         yield before
-        for name, state in states.items():
-            write, read = everywhere[name]
-            if first and not _same_state(state, read()):
-                self._globals.add(name)
-            if name in self._globals:
-                before.generators.append((write, read, state))
-        known = {(id(place), name) for place, name, _ in before.held}
+        self._noted.add(before)
+        before.generators += [(write, read, state) for write, read, state in states if not _same_state(state, read())]
+        moved = {id(place) for place, name, was, _ in looked if _has_changed(was, place.get(name))}
         for place, name, was, start in looked:
-            if _has_changed(was, start, place.get(name)) and (id(place), name) not in known:
+            now = place.get(name)
+            if _has_changed(was, now) or ((new or id(place) in moved) and _has_values_of_its_own(start, now)):
                 self._changed[id(place), name] = place, name
+                self._starts.pop((id(place), name), None)
+                self._found(place, name, start)
+
+    def _found(self, place: dict[str, Any], name: str, start: Any) -> None:
+        """What was seen to change now was ``start`` in all F's until here."""
+        for before in self._noted:
+            if all((id(place), name) != (id(there), known) for there, known, _ in before.held):
                 before.held.append((place, name, start))
 
     @contextmanager
@@ -125,7 +132,7 @@ class SideEffects:
         states = [read() for _, read, _ in before.generators]
         try:
             for place, name, start in before.held:
-                place[name] = _copied(place.get(name)) if start is _UNKNOWN else start
+                place[name] = _copied(start)
             for write, _, state in before.generators:
                 write(state)
             yield
@@ -140,27 +147,41 @@ class SideEffects:
         noting = NotedForward(self, kwargs)
         return noting, RepeatedForward(self, noting)
 
-    def _look(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
-        """All that may change: where it is, what shows a change, and a copy to begin with again."""
+    def _begin_step(self) -> bool:
+        """Find all that may change; whether the modules are others than in the step before, or in another mode."""
+        self.settle()
         modules = [] if self._stage.module is None else list(self._stage.module.modules())
         key = [(id(module), module.training) for module in modules]
         new, self._key = key != self._key, key
         if new:
-            self._changed = {}
-        self._generators = {}
-        looked: list[tuple[dict[str, Any], str, Any, Any]] = []
+            self._changed, self._starts = {}, {}
+        self._generators, self._places = {}, []
         for module in modules:
             for place, name, value in _held_by(module):
                 if access(value) is not None:
                     self._generators[id(value)] = value
-                elif isinstance(value, Tensor):
-                    # A batch norm's kernel changes its statistics without a new version: values are compared once.
-                    start = value.detach().clone() if new else _UNKNOWN
-                    looked.append((place, name, (value, value._version), start))
-                elif isinstance(value, _GROWS):
-                    looked.append((place, name, (value, len(value)), copy(value) if new else _UNKNOWN))
-                elif isinstance(value, _PLAIN):
-                    looked.append((place, name, (value, 0), value))
+                else:
+                    self._places.append((place, name))
+        return new
+
+    def _look(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
+        """What may change and did not yet: where it is, what shows a change, and a copy to begin with again."""
+        looked: list[tuple[dict[str, Any], str, Any, Any]] = []
+        for place, name in self._places:
+            value, key = place.get(name), (id(place), name)
+            if key in self._changed:
+                continue
+            if isinstance(value, _PLAIN):
+                looked.append((place, name, (value, 0), value))
+            elif isinstance(value, (Tensor, *_GROWS)):
+                mark = value._version if isinstance(value, Tensor) else len(value)
+                was = self._starts.get(key)
+                if was is None or was[0] is not value or was[1] != mark:
+                    if was is not None:  # by an F that nobody runs again, or between steps
+                        self._found(place, name, was[2])
+                    start = value.detach().clone() if isinstance(value, Tensor) else copy(value)
+                    was = self._starts[key] = value, mark, start
+                looked.append((place, name, (value, mark), was[2]))
         return looked
 
 
@@ -193,9 +214,6 @@ class RepeatedForward:
         self._context.__exit__(*error)
 
 
-_UNKNOWN = object()  # what it was before is not known: it was seen to change for the first time
-
-
 def _held_by(module: nn.Module) -> Iterable[tuple[dict[str, Any], str, Any]]:
     attributes = module.__dict__
     for name, value in attributes.items():
@@ -205,15 +223,18 @@ def _held_by(module: nn.Module) -> Iterable[tuple[dict[str, Any], str, Any]]:
         yield module._buffers, name, value
 
 
-def _has_changed(was: tuple[Any, int], start: Any, now: Any) -> bool:
+def _has_changed(was: tuple[Any, int], now: Any) -> bool:
     value, mark = was
+    if now is not value:
+        return True
     if isinstance(value, Tensor):
-        if now is not value or value._version != mark:
-            return True
-        return start is not _UNKNOWN and not torch.equal(start, value.detach())
-    if isinstance(value, _GROWS):
-        return now is not value or len(value) != mark
-    return now is not value
+        return value._version != mark
+    return isinstance(value, _GROWS) and len(value) != mark
+
+
+def _has_values_of_its_own(start: Any, now: Any) -> bool:
+    """A batch norm's kernel changes its statistics without a new version; its count of batches has one."""
+    return isinstance(now, Tensor) and not torch.equal(start, now.detach())
 
 
 def _copied(value: Any) -> Any:

@@ -33,7 +33,7 @@ if kind == "counts":
     note_operations(what)
     _worker.main()
 if kind == "held":
-    path, decide = what, _worker.coordination.decide
+    path, decide = what, _worker.lost_workers.decide
     kind, what = "slow", "0.4"
 
     def held(*arguments):
@@ -41,7 +41,7 @@ if kind == "held":
             time.sleep(0.01)
         return decide(*arguments)
 
-    _worker.coordination.decide = held
+    _worker.lost_workers.decide = held
 if kind == "moving":
     publish, trainer, path = _worker.saving.LocalStore.publish, os.getppid(), what
     kind, what, _worker._LOOK_S = "slow", "0", 2.0

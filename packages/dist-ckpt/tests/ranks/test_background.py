@@ -19,7 +19,7 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, ShardedTensor
-from sixfold.dist_ckpt.background import coordination, save_status, worker_process
+from sixfold.dist_ckpt.background import lost_workers, status_and_heartbeats, worker_process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -313,8 +313,10 @@ def test_a_worker_without_a_trainer_is_not_told_as_another_save_to_the_folder(tm
 
 
 def lose_a_rank_without_locks(rank, ranks, folder):
-    save_status.is_locked = lambda _: False  # this rank says so before the save, and no rank relies on locks then
-    save_status.STALE_S = 1.5
+    status_and_heartbeats.is_locked = lambda _: (
+        False
+    )  # this rank says so before the save, and no rank relies on locks then
+    status_and_heartbeats.STALE_S = 1.5
     found = lose_a_rank(rank, ranks, folder, 0, worker_process._start_worker)  # a forked one would say so, too
     return found, time.time() - (folder / "worker").stat().st_mtime  # since the death
 
@@ -372,7 +374,7 @@ def test_a_slow_rank_keeps_a_save_alive_and_a_stopped_one_ends_it(tmp_path):
         assert seen["after"] == (2, ["c"])
         assert seen["stopped"][0] == "LostPeerError"
         assert "rank 1" in seen["stopped"][1] or "ranks [1]" in seen["stopped"][1]
-    assert results[0]["stopped"][2] < 1.6 + coordination._ACKNOWLEDGED_S
+    assert results[0]["stopped"][2] < 1.6 + lost_workers._ACKNOWLEDGED_S
 
 
 def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
@@ -458,7 +460,7 @@ def a_first_rank_that_is_lost_at(rank, ranks, folder, where):
     ("where", "kind", "said"),
     [
         ("save_load.saving.commit", "LostPeerError", "it may still do so"),
-        ("background.coordination.publish", "committed", ""),
+        ("background.lost_workers.publish", "committed", ""),
     ],
 )
 def test_a_first_rank_that_dies_after_the_verdict_is_told_of_soon(tmp_path, where, kind, said):
@@ -554,7 +556,7 @@ def operations_of_a_wait(rank, ranks, folder):
         seen = [line.split() for lines in notes for line in lines]
         # In 3 s one turn more may begin than there is time for, and one beat.
         operations = [name for at, name in seen if start < float(at) < stop]
-        found[victim] = operations, 2 * (stop - start) * coordination._LOOK_S / job.look_s + 5 + 2
+        found[victim] = operations, 2 * (stop - start) * lost_workers._LOOK_S / job.look_s + 5 + 2
     return found
 
 
@@ -567,12 +569,12 @@ def test_waiting_ranks_look_at_the_file_system_twice_a_second_or_less(tmp_path):
 
 
 def test_the_first_verdict_holds_for_all(tmp_path):
-    ours, theirs = (save_status.FolderStatus(tmp_path / "c", "01", b"k" * 32) for _ in range(2))
+    ours, theirs = (status_and_heartbeats.FolderStatus(tmp_path / "c", "01", b"k" * 32) for _ in range(2))
     with pytest.raises(FileNotFoundError):
-        ours.verdict(coordination.COMMIT)
+        ours.verdict(lost_workers.COMMIT)
     ours.make()
     assert [
-        theirs.verdict(coordination.GIVE_UP),
-        ours.verdict(coordination.COMMIT),
-        theirs.verdict(coordination.GIVE_UP),
-    ] == [coordination.GIVE_UP] * 3
+        theirs.verdict(lost_workers.GIVE_UP),
+        ours.verdict(lost_workers.COMMIT),
+        theirs.verdict(lost_workers.GIVE_UP),
+    ] == [lost_workers.GIVE_UP] * 3

@@ -19,7 +19,7 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import LostPeerError, ShardedTensor
-from sixfold.dist_ckpt.background import coordination, save_status, worker_process
+from sixfold.dist_ckpt.background import lost_workers, status_and_heartbeats, worker_process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.save_load import saving, writer
 from sixfold.dist_ckpt.save_load.reader import Reader
@@ -374,12 +374,12 @@ def test_a_rank_that_is_stopped_in_a_call_is_named_at_the_deadline(tmp_path, cal
 
 def test_a_control_folder_that_a_stopped_rank_never_leaves_goes_all_the_same(tmp_path):
     """The first rank's last wait, for the others to acknowledge the outcome."""
-    left = save_status.FolderStatus(tmp_path / "c", "01", b"k" * 32, locks_work=False, stale_s=60.0)
+    left = status_and_heartbeats.FolderStatus(tmp_path / "c", "01", b"k" * 32, locks_work=False, stale_s=60.0)
     left.make()
     heartbeat = left.heartbeat(1)
     job = type("Job", (), {"ranks": 2, "look_s": 0.1})()
     start = time.monotonic()
-    coordination.remove(job, left)
-    assert 1 < time.monotonic() - start < coordination._ACKNOWLEDGED_S + 1
+    lost_workers.remove(job, left)
+    assert 1 < time.monotonic() - start < lost_workers._ACKNOWLEDGED_S + 1
     assert not left.path.exists()
     heartbeat.close()

@@ -13,7 +13,7 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor, retention
-from sixfold.dist_ckpt.background import save_status, worker_process
+from sixfold.dist_ckpt.background import status_and_heartbeats, worker_process
 from sixfold.dist_ckpt.background.saver import AsyncSaver
 
 
@@ -66,7 +66,7 @@ def test_what_killed_trainers_leave_of_the_newest_step_goes_with_a_prune_a_minut
 @pytest.mark.slow
 def test_what_trainers_of_another_host_leave_goes_when_it_has_been_still_for_a_day(tmp_path, monkeypatch):
     run_ranks(be_killed, 2, tmp_path, allow_exit=(0, 1), timeout=60)
-    monkeypatch.setattr(save_status, "_kernel", lambda: b"0" * 32)
+    monkeypatch.setattr(status_and_heartbeats, "_kernel", lambda: b"0" * 32)
     age(tmp_path, 23 * 3600)
     retention.prune(tmp_path, keep_last=1)
     assert kinds(tmp_path) == ["job", "tmp"], "no lock tells of another host"
@@ -78,7 +78,7 @@ def test_what_trainers_of_another_host_leave_goes_when_it_has_been_still_for_a_d
 def prune_beside_living(rank, ranks, root, silent):
     """A prune of a rank's own process, of a rank in another, and of a process that saves nothing."""
     if silent:  # as where an interpreter stands still: the lock alone tells
-        save_status.Heartbeat.beat = lambda *_: None
+        status_and_heartbeats.Heartbeat.beat = lambda *_: None
     handle = save_beside_a_stopped_worker(rank, ranks, root, 5)
     seen = []
     for pruner in range(ranks + 1):

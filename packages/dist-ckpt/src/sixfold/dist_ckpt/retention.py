@@ -36,9 +36,9 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.background import save_status
-from sixfold.dist_ckpt.background.save_status import RankState
+from sixfold.dist_ckpt.background import status_and_heartbeats
 from sixfold.dist_ckpt.background.saver import saves_of_this_process
+from sixfold.dist_ckpt.background.status_and_heartbeats import RankState
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.formats.crc import crc32
 from sixfold.dist_ckpt.mirror import local_view
@@ -308,7 +308,7 @@ def _are_left(folders: Sequence[Path], save_id: str, longest_s: float) -> bool:
     still_s = time.time() - max(map(_changed_at, folders))
     if still_s < _DEAD_S:
         return False
-    lives = {save_status.liveness_at(folder) for folder in folders}
+    lives = {status_and_heartbeats.liveness_at(folder) for folder in folders}
     return RankState.LIVES not in lives and (RankState.DEAD in lives or still_s > longest_s)
 
 

@@ -13,9 +13,9 @@ import threading
 import time
 from pathlib import Path
 
-from sixfold.dist_ckpt.background import coordination
-from sixfold.dist_ckpt.background.coordination import Job
-from sixfold.dist_ckpt.background.save_status import Heartbeat, StallTimer
+from sixfold.dist_ckpt.background import lost_workers
+from sixfold.dist_ckpt.background.lost_workers import Job
+from sixfold.dist_ckpt.background.status_and_heartbeats import Heartbeat, StallTimer
 from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError
@@ -157,12 +157,12 @@ class AsyncSave:
         except BaseException as error:  # of the caller's progress, or else this thread's own
             worker.kill()
             known = _of_thread(error)
-            outcome = coordination.report_dead_worker(
+            outcome = lost_workers.report_dead_worker(
                 self._job, f"rank {rank}: {known}", self._counter, CheckpointError
             )
             return Outcome(error=outcome.error or CheckpointError(f"{known}. The checkpoint is committed all the same"))
         ending = worker.kill()
-        return coordination.report_dead_worker(
+        return lost_workers.report_dead_worker(
             self._job, f"the worker of rank {rank} {reason} ({ending})", self._counter
         )
 
@@ -176,19 +176,19 @@ class AsyncSave:
             self._heartbeat.beat(moves)
         self._meter.reach(self._counter.written)
         still_s, job = self._stall.seconds(moves), self._job
-        if still_s < job.patience_s(coordination.OWN_WORKER):
+        if still_s < job.patience_s(lost_workers.OWN_WORKER):
             return True
         # The worker of another rank than the first that has done its share waits for the outcome.
-        is_written = job.rank > 0 and coordination.status_of(job).has(f"rank-{job.rank}")
-        return is_written and still_s < job.patience_s(coordination.END)
+        is_written = job.rank > 0 and lost_workers.status_of(job).has(f"rank-{job.rank}")
+        return is_written and still_s < job.patience_s(lost_workers.END)
 
     def _acknowledge(self) -> None:
         if self._heartbeat is None:
             return
         self._heartbeat.close()
-        status = coordination.status_of(self._job)
+        status = lost_workers.status_of(self._job)
         if self._job.rank == 0:
-            coordination.remove(self._job, status)
+            lost_workers.remove(self._job, status)
         else:
             status.leave(self._job.rank)
 

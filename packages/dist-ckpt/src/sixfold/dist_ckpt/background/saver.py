@@ -5,7 +5,7 @@
     AsyncSave <-- watching thread <----------- outcome --------+
 
 What is collective (agreeing on the plan, trying the shared folder) happens in the call, on the given group; after it
-no rank needs the group. The worker is ``_worker.py``, what trainers and workers tell each other is ``coordination.py``.
+no rank needs the group. The worker is ``_worker.py``, what trainers and workers tell each other is ``lost_workers.py``.
 
 [Note: the end of the trainer] An interpreter that ends in order, also by an exception, first waits for its saves
 in flight, each until it ends or has stood still for its timeout_s: a last ``async_save`` without ``wait`` is a
@@ -36,11 +36,11 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from sixfold.dist_ckpt.background import coordination, save_status
+from sixfold.dist_ckpt.background import lost_workers, status_and_heartbeats
 from sixfold.dist_ckpt.background.arena import Arena, Place
-from sixfold.dist_ckpt.background.coordination import Job
 from sixfold.dist_ckpt.background.handle import AsyncSave
-from sixfold.dist_ckpt.background.save_status import Heartbeat, RankState
+from sixfold.dist_ckpt.background.lost_workers import Job
+from sixfold.dist_ckpt.background.status_and_heartbeats import Heartbeat, RankState
 from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, typed
@@ -191,11 +191,11 @@ class AsyncSaver:
             check_finite=request.check_finite,
             key=secrets.token_bytes(32),
             timeout_s=request.timeout_s,
-            stale_s=save_status.STALE_S,
+            stale_s=status_and_heartbeats.STALE_S,
         )
 
         def heartbeat() -> Heartbeat:
-            made = coordination.status_of(job).heartbeat(job.rank)
+            made = lost_workers.status_of(job).heartbeat(job.rank)
             undo.callback(made.close)
             return made
 
@@ -204,7 +204,7 @@ class AsyncSaver:
         def opened() -> saving.Ticket:
             begun = ticket if agreed.begin is None else ticket._replace(save=agreed.begin())
             if job.ranks > 1:
-                status = coordination.status_of(replace(job, ticket=begun))
+                status = lost_workers.status_of(replace(job, ticket=begun))
                 made.callback(status.remove)
                 status.make()
             return begun
@@ -221,7 +221,7 @@ class AsyncSaver:
 
         def meet() -> tuple[Heartbeat, bool]:
             store.join(ticket.save)
-            return mine or heartbeat(), job.rank == 0 or coordination.status_of(job).liveness(
+            return mine or heartbeat(), job.rank == 0 or lost_workers.status_of(job).liveness(
                 0
             ).state is RankState.LIVES
 

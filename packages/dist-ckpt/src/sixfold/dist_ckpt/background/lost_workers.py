@@ -1,10 +1,10 @@
-"""Control of a background save: how trainers and workers of several hosts agree without a group.
+"""What ranks of a background save make of lost ones: how trainers and workers of several hosts agree without a group.
 
     worker's share --> record --> first rank's worker --> outcome (this file) --> every rank
 
 A worker cannot use the trainer's group: its messages would meet the trainer's own, and both would hang. So they leave
-word in a shared status (save_status.py): each rank's worker puts a record there, the first rank's worker waits for all,
-commits, and puts the outcome. A trainer speaks for its dead worker.
+word in a shared status (status_and_heartbeats.py): each rank's worker puts a record there, the first rank's worker
+waits for all, commits, and puts the outcome. A trainer speaks for its dead worker.
 
 [Note: quiet waiting] Who waits looks once a turn of ``look_s``, at names that it knows: at the outcome, at one other
 rank, and the first one at the next record that it needs. No rank looks at all: each looks at the one before it, at
@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from sixfold.dist_ckpt.background.arena import Place, ProgressCounter
-from sixfold.dist_ckpt.background.save_status import FolderStatus, RankState, SaveStatus, StallTimer
+from sixfold.dist_ckpt.background.status_and_heartbeats import FolderStatus, RankState, SaveStatus, StallTimer
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
 from sixfold.dist_ckpt.save_load import saving, writer

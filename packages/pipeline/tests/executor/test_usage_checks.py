@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from copy import deepcopy
+from functools import partial
 
 import pytest
 import torch
@@ -23,9 +24,11 @@ def test_nothing_of_an_evaluation_in_training_mode_remains_and_one_warning_says_
     before = deepcopy(modules[0].state_dict())
     runner = PipelineRunner(gpipe(2, 2), [Stage(m, i) for i, m in enumerate(modules)], None, square_loss)
     x, y = batch(8)
-    run = (lambda: runner.evaluate(x, y)) if call == "evaluate" else (lambda: runner.forward(x))
-    with pytest.warns(UserWarning, match=rf"{call} ran with modules in training mode, and 1.running_mean of stage 0"):
+    run = partial(runner.evaluate, x, y) if call == "evaluate" else partial(runner.forward, x)
+    words = rf"{call} ran with modules in training mode, and 1.running_mean of stage 0"
+    with pytest.warns(UserWarning, match=words) as told:
         run()
+    assert told[0].filename == __file__, "the line of the call"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run()
@@ -54,8 +57,9 @@ def test_an_optimizer_that_nobody_steps_is_told_of_once_and_the_remedies_step_it
     runner.step(*batch(4))
     with pytest.warns(
         UserWarning, match="stage 0 has an optimizer, the program has no STEP, and the optimizer has not"
-    ):
+    ) as told:
         runner.step(*batch(4))
+    assert told[0].filename == __file__, "the line of the call"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         runner.step(*batch(4))

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_helpers import layers
+from pipeline_helpers import layers, square_loss
 from thread_helpers import on_threads, values_or_raise
 from torch import Tensor, nn
 
-from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, one_f_one_b
+from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, interleaved, one_f_one_b
 from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.transport import Transport
 
@@ -97,3 +97,22 @@ def test_threads_and_one_process_answer_as_groups_do(seed, dynamic):
         assert all("make the runner with dynamic_shapes=True" in seen[-1] for seen in there)
     else:
         assert all(seen == expected for seen in (here, *there))
+
+
+def test_stages_unfrozen_between_steps_are_named_by_the_gradient_and_the_remedy_trains_them():
+    x = torch.randn(8, 4)
+    for dynamic in (False, True):
+        modules = [nn.Linear(4, 4) for _ in range(4)]
+        for module in modules[:3]:
+            module.requires_grad_(False)
+        stages = [Stage(module, index) for index, module in enumerate(modules)]
+        runner = PipelineRunner(interleaved(2, 4, 2), stages, None, square_loss, dynamic_shapes=dynamic)
+        runner.step(x, x)
+        modules[2].requires_grad_(True)
+        if not dynamic:
+            words = r"stage 2 made torch.float32 \(2, 4\) with a gradient of microbatch 0, in the step before "
+            with pytest.raises(ScheduleError, match=words + r"torch.float32 \(2, 4\) without a gradient; make the run"):
+                runner.step(x, x)
+            continue
+        runner.step(x, x)
+        assert modules[2].weight.grad is not None and modules[1].weight.grad is None, "stage 2 alone was unfrozen"

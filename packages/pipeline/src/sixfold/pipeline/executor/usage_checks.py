@@ -68,7 +68,7 @@ class BufferGuard:
             warnings.warn(
                 f"{call} ran with modules in training mode, and {moved} moved; buffers were put back. Call eval() on "
                 "the stages' modules before it, and train() behind it",
-                stacklevel=5,
+                stacklevel=4,
             )
 
 
@@ -98,5 +98,5 @@ class OptimizerCheck:
             warnings.warn(
                 f"stage {still[0]} has an optimizer, the program has no STEP, and the optimizer has not stepped "
                 "between two steps; run passes.optimizer_step(program), or call optimizer.step() behind step()",
-                stacklevel=5,
+                stacklevel=4,
             )

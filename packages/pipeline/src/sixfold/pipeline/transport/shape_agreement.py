@@ -109,9 +109,10 @@ class Outputs:
         elif not same:
             assert before is not None, f"{action}: the first batch of a lane is open"
             say = "call step(..., new_shapes=True) on all ranks, or " if lane.announced else ""
+            frozen = words_of(specs) == words_of(before)  # or not any more; nothing else differs
             raise ScheduleError(
-                f"stage {action.stage} made {words_of(specs)} of microbatch {action.microbatch}, in the step before "
-                f"{words_of(before)}; {say}make the runner with dynamic_shapes=True "
-                "[see errors/pipeline.html#a-stages-output-changed-its-shape]"
+                f"stage {action.stage} made {words_of(specs, gradients=frozen)} of microbatch {action.microbatch}, "
+                f"in the step before {words_of(before, gradients=frozen)}; {say}make the runner with "
+                "dynamic_shapes=True [see errors/pipeline.html#a-stages-output-changed-its-shape]"
             )
         return first, told

@@ -89,7 +89,13 @@ def unpack_specs(header: bytes | bytearray) -> Specs:
     )
 
 
-def words_of(specs: Specs) -> str:
-    """For messages."""
-    words = (str(spec) if isinstance(spec, Plain) else f"{spec[1]} {tuple(spec[0])}" for spec in specs)
-    return ", ".join(words) or "nothing"
+def words_of(specs: Specs, *, gradients: bool = False) -> str:
+    """For messages; ``gradients``: whether each tensor's is wanted too."""
+    return ", ".join(_words(spec, gradients) for spec in specs) or "nothing"
+
+
+def _words(spec: Spec, gradients: bool) -> str:
+    if isinstance(spec, Plain):
+        return str(spec)
+    shape, dtype, wanted = spec
+    return f"{dtype} {tuple(shape)}" + (f" {'with' if wanted else 'without'} a gradient" if gradients else "")

@@ -263,3 +263,31 @@ def test_a_model_of_hugging_face_with_layer_drop_takes_the_same_layers_twice():
         PipelineRunner(program, [Stage(module, 0)], None, loss).step(x)
         found.append([p.grad for p in module.parameters()])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+class Criterion(nn.Module):
+    """A loss with a running mean, by which it is divided, and a list of what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+        self.seen: list[float] = []
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = square_loss(output, target)
+        with torch.no_grad():
+            self.mean.mul_(0.5).add_(loss, alpha=0.5)
+        self.seen.append(loss.item())
+        return loss / self.mean.clone()
+
+
+@pytest.mark.parametrize("program", [gpipe(1, M), one_f_one_b(2, M), zb_h1(2, M)], ids=lambda program: program.name)
+def test_a_loss_that_is_a_module_counts_a_microbatch_once(program):
+    found = []
+    for run in (program, passes.recompute(program)):
+        torch.manual_seed(0)
+        modules, loss = [nn.Linear(4, 4) for _ in range(program.stages)], Criterion()
+        runner = PipelineRunner(run, [Stage(module, at) for at, module in enumerate(modules)], None, loss)
+        losses = [runner.step(torch.randn(4 * M, 4), torch.randn(4 * M, 4)).losses for _ in range(2)]
+        found.append((losses, loss.mean, loss.seen, [p.grad for module in modules for p in module.parameters()]))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)

@@ -38,6 +38,7 @@ class LossTail:
     ) -> None:
         self._run = run
         self._loss_fn = loss_fn
+        run.effects.watch(loss_fn)
         self._share = share
         self._tokens = tokens
         self.keep = False

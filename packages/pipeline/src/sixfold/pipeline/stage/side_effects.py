@@ -56,6 +56,7 @@ class SideEffects:
 
     def __init__(self, stage: Stage) -> None:
         self._stage = stage
+        self._loss: nn.Module | None = None
         self._first = True  # the next F is the first of a step
         self._key: list[tuple[int, bool]] = []
         self._changed: dict[tuple[int, str], Place] = {}
@@ -64,6 +65,11 @@ class SideEffects:
         self._noted: WeakSet[StateBefore] = WeakSet()  # of F's that may be run again
         self._generators: dict[int, Any] = {}
         self._doubts: list[tuple[str, Tensor]] = []  # what a device has compared, and the host not looked at
+
+    def watch(self, loss_fn: Callable[..., Any] | None) -> None:
+        """The loss runs with the stage; if it is a module, or a method of one, its state is looked at too."""
+        owner = getattr(loss_fn, "__self__", loss_fn)
+        self._loss = owner if isinstance(owner, nn.Module) else None
 
     def compare(self, what: str, first: list[Tensor], again: list[Tensor]) -> None:
         """What RECOMPUTE made is what F made. On a device the host looks in ``settle``.
@@ -150,7 +156,8 @@ class SideEffects:
     def _begin_step(self) -> bool:
         """Find all that may change; whether the modules are others than in the step before, or in another mode."""
         self.settle()
-        modules = [] if self._stage.module is None else list(self._stage.module.modules())
+        roots = [root for root in (self._stage.module, self._loss) if root is not None]
+        modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         key = [(id(module), module.training) for module in modules]
         new, self._key = key != self._key, key
         if new:

@@ -142,6 +142,13 @@ def test_a_step_that_a_link_leads_to_stays(tmp_path, model, name, to):
     assert not (tmp_path / "step-00000003").exists()
 
 
+def test_a_link_to_a_folder_that_is_gone_keeps_nothing_and_hinders_nothing(tmp_path, model):
+    make(tmp_path, model, [1, 2])
+    (tmp_path / "moved").symlink_to("/no/such/run/step-00000001")
+    assert [path.name for path in retention.prune(tmp_path, keep_last=1)] == ["step-00000001"]
+    assert (tmp_path / "moved").is_symlink()
+
+
 def test_an_old_step_that_is_a_link_goes_and_keeps_nothing(tmp_path, model):
     make(tmp_path, model, [1, 3])
     (tmp_path / "step-00000002").symlink_to("step-00000001")

@@ -252,7 +252,8 @@ class _LocalRun:
             if link.is_symlink():
                 target = Path(os.path.normpath(link.parent / os.readlink(link)))
                 step = steps.get(target.name)
-                if step is not None and step not in found and target.parent.samefile(self._root):
+                beside = step is not None and target.parent.exists() and target.parent.samefile(self._root)
+                if step is not None and beside and step not in found:
                     found.add(step)
                     ends.append(self.path(step))  # it may be a link too
         return found

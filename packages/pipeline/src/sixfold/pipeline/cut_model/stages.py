@@ -30,6 +30,9 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
     Take those of a rank: ``[made[i] for i in program.stages_of(rank)]``. A parameter that several stages have, of a
     layer that stands in the model twice or of tied weights, is tied (``Stage(tied=)``).
 
+    A layer hands on what it returns and nothing else. One that leaves a value in an attribute for a later layer is not
+    seen: in another stage that layer reads the value of another microbatch. Return it, in a tuple.
+
     Raises:
         ScheduleError: it is no nn.Sequential, does more than its layers do (a forward or hooks of its own), has
             layers without shapes yet (lazy ones), or fewer layers than stages.

@@ -2,7 +2,7 @@
 
     runner's call begins, is over --> parts that forwards left gathered are sharded (this file) --> runner
     forward under autocast --> without the casts of others (this file) --> wiring
-    a batch's count of tokens --> its mean over the ranks of the shards (this file) --> tokens
+    a batch's count of tokens --> its mean over the ranks of the shards (this file) --> token_scaling
 
 A root of FSDP2 stays gathered behind a forward, for the backward that follows; behind an evaluation none does. Its
 parameters would then be gathered copies that no optimizer knows: without gradients, and of the weights before its step.

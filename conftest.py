@@ -2,7 +2,7 @@
 
     @pytest.mark.sampled      each row of each `parametrize` in one case at least, and not each combination of them
     @pytest.mark.sampled(4)   four cases, the first, the last and others evenly between: where each says the same
-    @pytest.mark.slow         0.3 s of CPU or more: `nox` on a small machine runs a part of these, by the commit
+    @pytest.mark.slow         0.3 s of CPU or more, or all cases 0.5 s: `nox` runs a part of these where cores are few
 
 `pytest --every-case` and `nox -s full` run all cases of the sampled tests. A test whose cases assert different things
 is not to be sampled by number. A case that is asked for by its id runs. `pytest --turn 2/4` runs of the slow tests the

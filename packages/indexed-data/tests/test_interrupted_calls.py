@@ -40,6 +40,7 @@ def interrupted_at(line_number, call):
 
 @pytest.mark.parametrize("multimodal", [False, True])
 @pytest.mark.parametrize("name", CALLS)
+@pytest.mark.slow
 def test_an_interrupted_call_adds_all_or_nothing(tmp_path, name, multimodal):
     other = str(tmp_path / "other")
     with IndexedDatasetBuilder(other + ".bin", np.int32, multimodal) as builder:

@@ -55,6 +55,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow
 def test_every_function_takes_every_form_of_a_path(folder, form):
     for name in NAMES:
         path = FORMS[form](folder, name)
@@ -125,6 +126,7 @@ WRONG = {
 
 @pytest.mark.parametrize("call", calls(""))
 @pytest.mark.parametrize("what", WRONG)
+@pytest.mark.slow
 def test_a_path_that_cannot_be_meant_is_told_by_every_function(folder, what, call):
     path, message = WRONG[what]
     (folder / "sub" / "a.txt").write_text("ab")

@@ -80,6 +80,7 @@ def check_arrays(data, lists, n, sample):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("options", OPTIONS, ids=range(len(OPTIONS)))
+@pytest.mark.slow
 def test_every_sample_is_what_plain_loops_make_of_its_ranges(level, order, options):
     data, lists = data_of(order, **options)
     for n in range(0, len(data), 17):
@@ -237,6 +238,7 @@ def before_the_data(source):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("harm", [cut, shifted, longer, negative, before_the_data])
+@pytest.mark.slow
 def test_a_damaged_source_raises_and_never_gives_other_tokens(level, harm, order):
     sequences = sequences_of([11] * 20, 1)
     try:
@@ -266,6 +268,7 @@ def empty_no_more(source):
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("harm", [cut, shifted, longer, negative, shorter_at_the_end, empty_no_more])
+@pytest.mark.slow
 def test_data_that_changes_while_it_is_open_raises_or_is_read_as_before(level, harm, order):
     sequences = sequences_of([11, 12, 0, 0, 13] * 4, 1)
     source = Damaged(sequences, lambda source: None)
@@ -314,6 +317,7 @@ def test_sources_that_offer_less_give_the_same_samples(level, missing):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.slow
 def test_threads_read_the_same_batches_at_once(level, order):
     data, _ = data_of(order, 5, size=160)
     batches = [range(at, at + 8) for at in range(0, 160, 8)]

@@ -179,6 +179,7 @@ def long_calls(kernels):
 
 
 @pytest.mark.parametrize("name", ["permute", "permute_range", "greedy", "tree_locate", "shuffle", "sample_rows"])
+@pytest.mark.slow
 def test_other_threads_run_while_a_kernel_does(kernels, name):
     def gap_and_duration():
         """The longest pause of this thread while another one is in the kernel, and how long that one is."""

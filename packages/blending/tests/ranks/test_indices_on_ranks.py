@@ -62,6 +62,7 @@ def build(rank: int, ranks: int, order: str, folder: str, absent: int | None):
 
 
 @pytest.mark.parametrize("order", ["megatron", "apportioned"])
+@pytest.mark.slow
 def test_two_ranks_build_each_index_once_and_load_what_one_process_builds(order, tmp_path):
     expected = arrays_of(build_here(order, str(tmp_path / "alone")))
     (first, built), (second, built_too) = ranktest.run_ranks(build, 2, order, str(tmp_path / "shared"), None)

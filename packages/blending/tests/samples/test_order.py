@@ -69,6 +69,7 @@ def test_the_order_is_that_of_version_1(document_shuffle):
 
 @pytest.mark.parametrize("S", [1, 3, 8, 64, 200])
 @pytest.mark.parametrize("lengths", [[5], EMPTY_ONES_TOO, [1] * 30], ids=["one", "mixed", "ones"])
+@pytest.mark.slow
 def test_samples_are_those_of_the_plain_statement(lengths, S):
     data = dataset(sequences_of(lengths), sequence_length=S)
     samples = min(40, 1000 // S)
@@ -110,6 +111,7 @@ def test_two_real_windows_hold_every_chunk_once():
 
 
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_no_token_of_an_epoch_twice_and_none_missing_once_epoch_e_plus_2_begins(seed):
     rng = np.random.default_rng(seed)
     lengths, S = rng.integers(0, 30, rng.integers(1, 60)).tolist(), int(rng.integers(1, 40))
@@ -207,6 +209,7 @@ def test_samples_do_not_depend_on_size_batches_or_the_order_of_access():
     assert np.array_equal(far, short.get_batch([10**11])["tokens"])
 
 
+@pytest.mark.slow
 def test_a_batch_of_more_epochs_than_are_kept_makes_each_epoch_a_few_times_at_most(level, monkeypatch):
     sequences, made = sequences_of([5, 4]), []
     permute = line_module.permute

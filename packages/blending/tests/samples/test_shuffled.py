@@ -40,6 +40,7 @@ def naive_documents(epoch, members=range(N)):
 @pytest.mark.parametrize(
     "members", [range(N), range(17, N - 3), np.flatnonzero(np.arange(N) % 9)], ids=["all", "a range", "a list"]
 )
+@pytest.mark.slow
 def test_places_hold_the_documents_of_one_permutation_and_every_token_comes_once(members, level):
     held = data(indices=members)
     for epoch in (0, 2):
@@ -110,6 +111,7 @@ def test_a_shuffle_that_is_none_or_not_the_orders_is_refused():
 
 
 @pytest.mark.parametrize("place", [0, 700, N - 1])
+@pytest.mark.slow
 def test_a_length_that_does_not_fit_its_pointer_raises_and_never_gives_other_tokens(place, level):
     """Also of a document that is not read: the sums that place the others would be wrong."""
     held = source()

@@ -194,6 +194,7 @@ def test_common_data_that_names_code_is_refused_and_tools_show_it_without_runnin
 
 @pytest.mark.parametrize("name", [name for name in FILES if name != "a bare pickle"])
 @pytest.mark.parametrize("key", ["w", "step"])
+@pytest.mark.slow
 def test_a_frame_that_names_code_is_refused(folder, nothing_runs, name, key):
     """Tensors and objects lie in frames of the same form; ``.metadata`` is made to name the forged one."""
     content = pickle.loads((folder / ".metadata").read_bytes())

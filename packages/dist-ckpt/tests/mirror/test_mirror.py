@@ -152,6 +152,7 @@ def test_requests_that_hang_keep_no_interpreter_from_its_end():
 
 
 @pytest.mark.parametrize("what", ["error", "reset", "truncate", "stall", "stall_body"])
+@pytest.mark.slow
 def test_a_fault_that_passes_is_not_seen(s3, bucket, what):
     s3.set(faults=[Fault(what=what, kind="range", key="*.distcp", times=2)])
     values, _ = loaded_columns(bucket, timeout_s=8.0)  # a quarter of its half is what a stalled range may take

@@ -114,6 +114,7 @@ def test_whole_blocks_never_go_to_a_file_and_are_fetched_once(seen, monkeypatch,
 
 @pytest.mark.parametrize("second", ["same", "part", "converted", "strided"])
 @pytest.mark.parametrize("verify", ["touched", "off"])
+@pytest.mark.slow
 def test_what_two_targets_want_is_fetched_once(seen, second, verify):
     store = stored(w=WHOLE)
     other = {
@@ -147,6 +148,7 @@ def test_a_damaged_block_that_was_taken_is_told_with_its_key_and_fetches_nothing
 
 
 @pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.slow
 def test_damage_at_a_border_is_told_also_where_the_store_gives_nothing_again(seen, monkeypatch, fails):
     """To tell which keys are damaged their frames are looked at as a whole: blocks that were taken come again."""
     store = stored(w=WHOLE, x=WHOLE + 1)
@@ -383,6 +385,7 @@ def a_part(rng, key, whole):
 
 
 @pytest.mark.parametrize("seed", range(max(8, EXAMPLES // 3)))
+@pytest.mark.slow
 def test_loads_of_any_layout_give_what_slicing_gives(monkeypatch, seed):
     """Blocks of 64 KiB, so that a few MiB have many, and room for a few of them."""
     rng = random.Random(seed)

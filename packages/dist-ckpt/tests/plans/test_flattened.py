@@ -56,6 +56,7 @@ def unflattened(tp):
 
 
 @pytest.mark.parametrize(("tp", "dp"), SAVED)
+@pytest.mark.slow
 def test_a_layout_saved_flattened_loads_as_every_other_layout(tmp_path, tp, dp):
     dist_ckpt.save(state(tp, dp, fill=True), tmp_path / "c")
     listed = dist_ckpt.load_tensors_metadata(tmp_path / "c")

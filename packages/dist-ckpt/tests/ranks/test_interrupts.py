@@ -78,6 +78,7 @@ def interrupt_at(patch, place, name, after):
         (storage, "commit"),
     ],
 )
+@pytest.mark.slow
 def test_ctrl_c_at_any_step_of_a_save_leaves_the_old_checkpoint_or_the_new_one(
     tmp_path, monkeypatch, ctrl_c, place, name, after, exchange
 ):
@@ -363,6 +364,7 @@ def stop_in_a_call(rank, ranks, folder, call):
 
 
 @pytest.mark.parametrize("call", ["save", "load", "relay"])
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_in_a_call_is_named_at_the_deadline(tmp_path, call):
     results = run_ranks(stop_in_a_call, 2, tmp_path, call, timeout=30)
     assert results[0][0].startswith("rank 1 of 2 is dead")

@@ -152,6 +152,7 @@ def test_a_stopped_worker_is_told_within_timeout_s_and_killed(saver, stopped, tm
 
 @pytest.mark.parametrize("ending", [SystemExit, KeyboardInterrupt])
 @pytest.mark.parametrize("midway", [False, True])
+@pytest.mark.slow
 def test_a_progress_that_ends_its_thread_fails_the_save_and_ends_the_worker(
     saver, stopped, tmp_path, monkeypatch, ending, midway
 ):

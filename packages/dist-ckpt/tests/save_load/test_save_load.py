@@ -25,6 +25,7 @@ SHAPES = [(1,), (12,), (6, 4), (4, 1, 6), (2, 3, 4, 2)]
 
 
 @pytest.mark.parametrize("seed", range(12))
+@pytest.mark.slow
 def test_flattened_ranges_of_any_grid_load_at_any_other(tmp_path, seed):
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -285,6 +286,7 @@ ODD += [2**63 - 1, -(2**63), 2**63, 2**64 - 1, 0.5, -1.5, 1e20, 1e300, float("in
 
 @pytest.mark.parametrize("asked", REAL, ids=str)
 @pytest.mark.filterwarnings("ignore:.*")
+@pytest.mark.slow
 def test_exact_gives_the_stored_number_in_any_dtype_or_an_error(asked):
     kept = 0
     for stored in REAL:

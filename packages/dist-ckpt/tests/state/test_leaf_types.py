@@ -174,6 +174,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.parametrize("name", kept())
+@pytest.mark.slow
 def test_what_trainers_keep_comes_back_equal_and_of_its_type(folder, name):
     values, path = folder
     common = dist_ckpt.load_common_state_dict(path)

@@ -119,6 +119,7 @@ def tree(folder):
 
 
 @pytest.mark.parametrize("form", LOCAL)
+@pytest.mark.slow
 def test_every_function_that_reads_takes_every_form_of_a_folder(here, form):
     dist_ckpt.save(state(), here / "c", group=None)
     (here / "link").symlink_to("c")
@@ -136,6 +137,7 @@ def test_every_function_that_reads_takes_a_url(here, form):
 
 @pytest.mark.filterwarnings("ignore:the zarr format")
 @pytest.mark.parametrize("form", [*LOCAL, *URL])
+@pytest.mark.slow
 def test_every_function_that_writes_writes_there_or_says_that_it_does_not(here, form):
     pytest.importorskip("safetensors", reason="needs the safetensors library (extra safetensors)")
     dist_ckpt.save(state(), here / "source", group=None)
@@ -195,6 +197,7 @@ ROOTS = {
 
 
 @pytest.mark.parametrize("form", ROOTS)
+@pytest.mark.slow
 def test_retention_keeps_what_the_rule_says_at_every_form_of_a_root(here, form):
     root, expected = ROOTS[form][0](here), ROOTS[form][1]
     (here / "link").symlink_to("run")

@@ -193,6 +193,7 @@ def meddle(monkeypatch, act):
 
 @pytest.mark.parametrize("forever", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("at", STEPS)
+@pytest.mark.slow
 def test_whatever_step_of_a_save_fails_the_older_checkpoint_or_the_newer_is_there(monkeypatch, at, forever):
     store, failing = MemoryStore(), []
     dist_ckpt.save(full(1.0), store)
@@ -237,6 +238,7 @@ def test_a_kill_of_torch_dcps_writer_leaves_the_older_checkpoint_too(monkeypatch
 
 
 @pytest.mark.parametrize("at", STEPS[:6])
+@pytest.mark.slow
 def test_another_save_that_commits_meanwhile_loses_nothing_of_what_has_returned(monkeypatch, at):
     """The other began later: its number is higher, or its files are gone."""
     store, others = MemoryStore(), iter([2.0])

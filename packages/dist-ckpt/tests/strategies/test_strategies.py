@@ -227,6 +227,7 @@ def compositions():
 
 @pytest.mark.filterwarnings("ignore:the zarr format")
 @pytest.mark.parametrize(("save", "loaders"), list(compositions()))
+@pytest.mark.slow
 def test_every_composition_of_saving_and_loading_is_equivalent(tmp_path, registered, save, loaders):
     dist_ckpt.save(state(True), tmp_path / "c", save())
     for name, load in loaders.items():

@@ -119,6 +119,7 @@ def llama_blocks(ranks: int, layers: int, small: str) -> list[Layout]:
 
 @pytest.mark.parametrize("small", ["tensor", "element"])
 @pytest.mark.parametrize("ranks", [2, 4, 8, 16, 64])
+@pytest.mark.slow
 def test_owners_of_whole_matrices_are_even_over_all_units(ranks, small):
     owned = owned_bytes(llama_blocks(ranks, 32, small))
     assert max(owned) <= 1.1 * sum(owned) / ranks

@@ -46,6 +46,7 @@ def main_of(model, name):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("param_dtype", [torch.bfloat16, None])
+@pytest.mark.slow
 def test_training_equals_the_definition(strategy, param_dtype):
     net = make_net()
     model = wrap(net, strategy, param_dtype=param_dtype)

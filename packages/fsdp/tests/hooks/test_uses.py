@@ -283,6 +283,7 @@ def compare(use, options, make_optimizer=make_adamw):
 @pytest.mark.sampled
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("use", RIGHT, ids=lambda use: use.__name__)
+@pytest.mark.slow
 def test_a_use_gives_what_plain_torch_gives(use, setting):
     compare(use, SETTINGS[setting])
 

@@ -407,6 +407,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("use", "says"), REFUSED, ids=lambda one: getattr(one, "__name__", ""))
+@pytest.mark.slow
 def test_a_use_that_cannot_be_right_is_refused_at_its_line(use, says):
     world = World({"fsdp_unit_modules": [Block, nn.Embedding]})
     doing_it = use(world)

@@ -117,6 +117,7 @@ GRAINS = {
         *(("groups", grain) for grain in ("row", "block", "mixed")),
     ],
 )
+@pytest.mark.slow
 def test_pieces_give_torchs_bits(name, grain):
     options = {"fsdp_unit_modules": [Block], "granularity": GRAINS[grain]}
     plain, world = World(None, MAKERS[name]), World(options, MAKERS[name])

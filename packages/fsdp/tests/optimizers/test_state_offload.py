@@ -34,6 +34,7 @@ def adamw(parameters):
         *((name, {**TENSOR, "strategy": "optim"}) for name in ("AdamW", "Adagrad")),
     ],
 )
+@pytest.mark.slow
 def test_every_optimizer_gives_its_plain_bits(name, options):
     plain, world = World(None, MAKERS[name]), World(options, MAKERS[name])
     for one in (plain, world):

@@ -32,6 +32,7 @@ def test_no_optimizer_of_torch_is_left_out():
 @pytest.mark.sampled
 @pytest.mark.parametrize("options", [UNITS, TENSOR, {**UNITS, "strategy": "optim"}], ids=["element", "tensor", "optim"])
 @pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.slow
 def test_an_elementwise_optimizer_gives_its_plain_bits(name, options):
     plain, world = World(None, MAKERS[name]), World(options, MAKERS[name])
     for one in (plain, world):
@@ -117,6 +118,7 @@ def test_state_that_no_record_can_hold_is_told_and_not_left_out(extra, says):
 
 
 @pytest.mark.parametrize("name", [*MAKERS, *WHOLE])
+@pytest.mark.slow
 def test_materialised_state_is_what_the_first_step_begins_with(name):
     options = TENSOR if name in WHOLE else UNITS
     plain, world = (World(one, {**MAKERS, **WHOLE}[name]) for one in (None, options))

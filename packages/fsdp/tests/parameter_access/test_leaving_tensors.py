@@ -119,6 +119,7 @@ def x_of(step: int, *, grad: bool = False) -> Tensor:
 
 @pytest.mark.parametrize("buffers", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow
 def test_a_unit_may_return_its_own_parameter(form, buffers):
     def run(net, call, step):
         with torch.no_grad():
@@ -183,6 +184,7 @@ def by_attribute(net: Chain) -> Any:
 @pytest.mark.parametrize("buffers", SETTINGS.values(), ids=SETTINGS)
 @pytest.mark.parametrize("seen", [by_forward_hook, by_attribute])
 @pytest.mark.parametrize("frozen", [True, False])
+@pytest.mark.slow
 def test_a_gradient_may_enter_a_unit_at_a_tensor_from_inside_it(seen, frozen, buffers):
     def make():
         net = Chain()

@@ -271,6 +271,7 @@ def other_units(rank, ranks, then):
 
 
 @pytest.mark.parametrize("then", ["step", "finish", "check", "save", "save of a forward"])
+@pytest.mark.slow
 def test_ranks_that_used_other_units_in_the_last_step_apply_and_save_nothing(then):
     for ((text, _, step, _, ranks), seconds), untouched in run_ranks(other_units, 2, then):
         assert "different orders in step 1" in text and (step, ranks) == (1, (1,)) and untouched
@@ -301,6 +302,7 @@ def save_on_one(rank, ranks, checks, call):
     ("checks", "call"),
     [("order", "weights"), ("off", "weights"), ("unit", "weights"), ("order", "DTensors"), ("order", "optimizer")],
 )
+@pytest.mark.slow
 def test_a_state_that_one_rank_alone_asks_for_is_an_error_of_all_within_seconds(checks, call):
     for (text, _, _, _, ranks), seconds in run_ranks(save_on_one, 2, checks, call):
         assert "all ranks are alive and disagree: most wait for save in step 0, rank 1 waits for " in text

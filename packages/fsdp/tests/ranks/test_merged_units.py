@@ -69,6 +69,7 @@ OPTIONS = [
 @pytest.mark.sampled
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("merge_bytes", [6000, 10**6])
+@pytest.mark.slow
 def test_merged_units_give_the_bits_of_units_apart(options: dict[str, Any], merge_bytes: int) -> None:
     options = {**options, "net": {"layers": 5, **options.get("net", {})}}
     apart, _, units = train(None, options)

@@ -112,6 +112,7 @@ def fake_rank(rank, ranks):
 
 
 @pytest.mark.parametrize("grain", GRAINS)
+@pytest.mark.slow
 def test_the_parts_of_all_ranks_are_the_real_values(grain):
     """Five ranks, one after the other."""
     torch.manual_seed(3)

@@ -112,6 +112,7 @@ def drive(model, handles, actions, step=0):
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("actions", [ONE_F_ONE_B, GPIPE], ids=["1f1b", "gpipe"])
+@pytest.mark.slow
 def test_gradients_of_a_two_stage_program_equal_the_plain_program(strategy, actions):
     net = container()
     units = [Block, net["0"].embedding]

@@ -270,6 +270,7 @@ def test_prepare_writes_a_pair_and_says_so(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("words", [["--print-config"], ["optimizer.learning_rate=1"], ["--help"]])
+@pytest.mark.slow
 def test_configuration_needs_no_torch(config_file, words):
     program = "import sys; sys.modules['torch'] = None; from sixfold.gpt.commands.cli import main; sys.exit(main())"
     done = subprocess.run([sys.executable, "-c", program, "train", config_file, *words], capture_output=True, text=True)

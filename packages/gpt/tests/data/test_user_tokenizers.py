@@ -52,6 +52,7 @@ def write_corpus(path, texts=TEXTS):
 
 @pytest.mark.parametrize("kind", [byte_level, metaspace])
 @pytest.mark.parametrize("end", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>"])
+@pytest.mark.slow
 def test_prepare_ends_each_document_with_the_tokenizers_usual_end(tmp_path, capsys, kind, end):
     made = library.Tokenizer.from_file(str(kind(tmp_path / "tokenizer.json", ["<pad>", end])))
     write_corpus(tmp_path / "a.jsonl")

@@ -81,6 +81,7 @@ OURS = {
 
 @pytest.mark.parametrize("case", OURS)
 @pytest.mark.parametrize("shard", [10**9, 10_000])
+@pytest.mark.slow
 def test_an_exported_model_has_our_logits_in_the_peer(tmp_path, case, shard):
     model = GPTModel(small(**OURS[case]))
     with torch.no_grad():
@@ -103,6 +104,7 @@ def test_an_exported_model_has_our_logits_in_the_peer(tmp_path, case, shard):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("case", ["llama", "qwen2_tied_scaling", "qwen3", "qwen3_moe", "qwen2_moe"])
+@pytest.mark.slow
 def test_import_then_export_gives_every_bit_back(tmp_path, case, dtype):
     model = write_folder(tmp_path / "hf", case, shard=9_000, dtype=dtype)
     import_model(tmp_path / "hf", tmp_path / "run")

@@ -74,6 +74,7 @@ def test_names_and_seeds_give_unrelated_values():
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.slow
 def test_a_stage_starts_with_the_weights_of_the_whole_model(stages, tied):
     config = GPTConfig(**{**CONFIG.__dict__, "tie_embeddings": tied})
     whole = GPTModel(config)

@@ -53,6 +53,7 @@ def test_num_parameters_counts_the_model_without_padding(fields):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("stages", [2, 3, 5])
+@pytest.mark.slow
 def test_a_chain_of_stages_is_bitwise_the_whole_model(stages, tied):
     config = small(tie_embeddings=tied)
     whole = GPTModel(config)

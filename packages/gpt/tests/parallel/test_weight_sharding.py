@@ -34,6 +34,7 @@ def part_of(whole: torch.Tensor, cut: dict[int, tuple[int, int]]) -> torch.Tenso
 
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (4, 1), (2, 4)])
+@pytest.mark.slow
 def test_a_part_is_drawn_as_the_part_of_the_whole(name: str, tp: int, ep: int) -> None:
     whole = torch.empty(SHAPES[name])
     fill_elements(CONFIG, 7, name, whole.shape, 0, whole.view(-1))

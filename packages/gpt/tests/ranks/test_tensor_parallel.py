@@ -148,6 +148,7 @@ GATHERS = 2 * LAYERS + 1  # before q, k and v; before gate and up; before the he
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.slow
 def test_nothing_gathered_is_kept_for_backward_and_linears_share_what_is_gathered_again(recompute):
     for found in run_ranks(what_is_kept, 2, recompute):
         assert (found["alive"], found["left"]) == (0, 0)

@@ -168,6 +168,7 @@ OF = {
 @pytest.mark.sampled
 @pytest.mark.parametrize("signals", OF)
 @pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.slow
 def test_signals_of_one_moment_in_any_phase_end_in_a_saved_step(tmp_path, monkeypatch, phase, signals):
     config = tiny_config(tmp_path, "model.num_layers=1", "train.steps=4", "checkpoint.every=2", "eval.every=2")
     place, number, last = PHASES[phase]

@@ -361,6 +361,7 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.slow
 def test_parts_of_every_other_option_are_dropped_by_name(folder, option):
     lines = (json.dumps({"text": f"document {i:03d}", "body": f"another {i:04d}"}) + "\n" for i in range(60))
     (folder / "a.jsonl").write_text("".join(lines))

@@ -55,17 +55,20 @@ def test_2bw_is_the_delayed_recurrence_whatever_drains_happen(p, m, threads):
 
 @pytest.mark.parametrize("threads", [False, True], ids=["one", "threads"])
 @pytest.mark.parametrize("p", [1, 2, 4])
+@pytest.mark.slow
 def test_pipedream_reads_what_it_read_at_the_forward(p, threads):
     check(pipedream(p, max(2, p)), steps=7, threads=threads)
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["one", "threads"])
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.slow
 def test_any_program_that_can_be_continued_runs(name, threads):
     check(PROGRAMS[name], threads=threads)
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
+@pytest.mark.slow
 def test_any_optimizer(make):
     check(pipedream_2bw(3, 3), make=make, threads=True)
 

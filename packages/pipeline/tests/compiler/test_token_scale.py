@@ -76,6 +76,7 @@ def runner_of(program: Any, modules: list[nn.Module], loss: Any) -> PipelineRunn
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=ids)
 @pytest.mark.parametrize("change", ["assign", "head", "hidden"])
+@pytest.mark.slow
 def test_parameters_that_were_replaced_behind_the_first_step_are_divided(program, change):
     modules, theirs = made(), made()
     loss = counted()

@@ -253,6 +253,7 @@ def adapted(model: Any) -> None:
         (adapted, "lm_head"),
     ],
 )
+@pytest.mark.slow
 def test_a_part_that_is_replaced_behind_the_cut_is_refused_by_the_next_step_until_the_model_is_cut_again(change, what):
     model = llama()
     runner = runner_of(stages_of_causal_lm(model, 2))

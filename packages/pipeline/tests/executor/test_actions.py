@@ -162,6 +162,7 @@ def check_masks(program: Program, **options: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "zb_v", "dualpipe_v"])
+@pytest.mark.slow
 def test_a_recomputed_forward_draws_the_random_numbers_of_the_first_one(name):
     program = FLUSH[name](2, 4)
     after = check_masks(program)
@@ -248,6 +249,7 @@ class Fan(nn.Module):
 
 @pytest.mark.parametrize("program", [one_f_one_b(2, 6), zb_h1(2, 6), recompute(gpipe(2, 6))], ids=lambda p: p.name)
 @pytest.mark.parametrize("wants", [False, True])
+@pytest.mark.slow
 def test_autocast_casts_the_input_of_a_stage_as_it_does_in_one_graph(program, wants):
     modules = [Fan(seed) for seed in range(2)]
     oracle, (x, y) = copy.deepcopy(modules), batch(18)
@@ -557,6 +559,7 @@ LIVE = {
 
 
 @pytest.mark.parametrize("name", LIVE)
+@pytest.mark.slow
 def test_live_activations_of_each_rank_are_those_of_the_simulator(name):
     program = LIVE[name](3, 6)
     most = [0] * 3
@@ -586,6 +589,7 @@ def test_live_activations_of_each_rank_are_those_of_the_simulator(name):
 
 
 @pytest.mark.parametrize("name", FLUSH)
+@pytest.mark.slow
 def test_live_outputs_of_each_rank_are_those_of_the_simulator(name):
     program = FLUSH[name](3, 6)
     most = [0] * 3

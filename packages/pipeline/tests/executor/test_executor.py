@@ -37,6 +37,7 @@ def stages_of(modules: list[nn.Module]) -> list[Stage]:
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+@pytest.mark.slow
 def test_gradients_and_losses_have_the_bits_of_the_plain_loop(program):
     modules, oracle = layers(program.stages), layers(program.stages)
     runner = PipelineRunner(program, stages_of(modules)[::-1], loss_fn=square_loss)

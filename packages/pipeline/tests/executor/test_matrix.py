@@ -58,6 +58,7 @@ def train(transport, program, modules, steps):
 @pytest.mark.sampled
 @by_name
 @pytest.mark.parametrize(("ranks", "microbatches"), [(2, 5), (3, 4), (4, 6)])
+@pytest.mark.slow
 def test_over_threads_too(schedule, ranks, microbatches):
     program = schedule.with_chunks(ranks, microbatches, schedule.chunks or 2)
     mine, theirs = model(program.stages), model(program.stages)

@@ -36,6 +36,7 @@ def assert_same(mine: list[nn.Module], theirs: list[nn.Module]) -> None:
 
 
 @all_programs
+@pytest.mark.slow
 def test_a_tensor_is_cut_along_its_rows_and_a_list_is_taken_as_it_is(program):
     x, y = (torch.cat(part) for part in words(M))
     forms = [(x, y), words(M), ([(part,) for part in words(M)[0]], y)]
@@ -62,6 +63,7 @@ class Scales(nn.Module):
 
 
 @all_programs
+@pytest.mark.slow
 def test_keywords_reach_all_stages_of_their_microbatch_and_are_not_sent(program):
     generator = torch.Generator().manual_seed(1)
     inputs = list(torch.randn(M, 2, WIDTH, generator=generator))
@@ -93,6 +95,7 @@ def test_keywords_reach_all_stages_of_their_microbatch_and_are_not_sent(program)
 
 
 @all_programs
+@pytest.mark.slow
 def test_evaluations_and_forwards_between_steps_leave_no_trace(program):
     mine, theirs = model(program.stages), model(program.stages)
     targets = words(M, 9)[1]
@@ -212,6 +215,7 @@ def expected_calls(program: Program, stage: int) -> list[str]:
 @pytest.mark.sampled
 @all_programs
 @pytest.mark.parametrize("lowered", [False, True], ids=["as made", "lowered"])
+@pytest.mark.slow
 def test_what_shards_a_stage_is_called_in_the_order_of_the_program(program, lowered):
     torch.manual_seed(3)
     mine = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(program.stages)]
@@ -252,6 +256,7 @@ def test_one_runner_runs_all_programs_of_its_stages_each_step_another():
 
 
 @all_programs
+@pytest.mark.slow
 def test_a_profile_has_each_action_once_in_its_ranks_order_and_none_before_its_inputs(program):
     result = runner_of(program, model(program.stages), profile=True).step(*words(M))
     work = [(rank, str(action), begin, end) for rank, action, begin, end in result.events if str(action)[1] in "FBIW"]

@@ -36,6 +36,7 @@ class Held(nn.Module):
 
 
 @all_programs
+@pytest.mark.slow
 def test_a_rank_holds_as_many_microbatches_as_simulated(program):
     alive: list[list[StorageWeakRef]] = [[] for _ in program.ranks]
     peaks: list[list[int]] = [[] for _ in program.ranks]

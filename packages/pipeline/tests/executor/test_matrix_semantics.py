@@ -55,6 +55,7 @@ def counted(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @all_programs
+@pytest.mark.slow
 def test_a_sum_is_not_divided_by_the_microbatches(program):
     mine, theirs, batch = model(program.stages), model(program.stages), words(4)
     losses = runner_of(program, mine, loss_fn=summed, scale="sum").step(*batch).losses
@@ -70,6 +71,7 @@ def by_token(transport: Any, program: Program, modules: list[nn.Module], steps: 
 
 
 @all_programs
+@pytest.mark.slow
 def test_gradients_are_divided_once_by_the_tokens_of_the_whole_batch_on_all_ranks(program):
     mine, theirs, batch = model(program.stages), model(program.stages), words(4, seed=0)
     results = values_or_raise(on_threads(3, by_token, program, mine, 1))
@@ -82,6 +84,7 @@ def test_gradients_are_divided_once_by_the_tokens_of_the_whole_batch_on_all_rank
 
 
 @some_programs
+@pytest.mark.slow
 def test_tokens_divide_each_steps_gradients_alone_when_steps_are_accumulated(program):
     mine = model(program.stages)
     values_or_raise(on_threads(3, by_token, program, mine, 3))
@@ -100,6 +103,7 @@ def test_tokens_divide_each_steps_gradients_alone_when_steps_are_accumulated(pro
 
 
 @all_programs
+@pytest.mark.slow
 def test_gradients_that_are_there_come_first_in_the_sum(program):
     mine, theirs, batch = model(program.stages), model(program.stages), words(4)
     random_grads(mine, 1)
@@ -113,6 +117,7 @@ def test_gradients_that_are_there_come_first_in_the_sum(program):
 
 
 @all_programs
+@pytest.mark.slow
 def test_steps_accumulate_until_the_caller_drops_the_gradients(program):
     mine, theirs = model(program.stages), model(program.stages)
     runner = runner_of(program, mine)
@@ -207,6 +212,7 @@ def odd_model(stages: int) -> list[nn.Module]:
 
 
 @all_programs
+@pytest.mark.slow
 def test_subclasses_frozen_halves_and_unused_parameters_have_the_bits_of_the_plain_loop(program):
     mine, theirs = odd_model(program.stages), odd_model(program.stages)
     for _ in range(2):
@@ -217,6 +223,7 @@ def test_subclasses_frozen_halves_and_unused_parameters_have_the_bits_of_the_pla
 
 @some_programs
 @pytest.mark.parametrize("how", ["checkpoint", "recompute"])
+@pytest.mark.slow
 def test_checkpoints_and_recomputes_have_the_bits_of_the_plain_loop(program, how):
     mine, theirs = model(program.stages), model(program.stages)
     stages = [Stage(module, s, checkpoint=how == "checkpoint") for s, module in enumerate(mine)]
@@ -261,6 +268,7 @@ def tied_rank(transport: Any, program: Program, modules: list[nn.Module], steps:
 
 
 @all_programs
+@pytest.mark.slow
 def test_tied_weights_begin_equal_and_get_the_sum_in_ascending_stage_order(program):
     mine, theirs = tied_model(program.stages), tied_model(program.stages)
     values_or_raise(on_threads(3, tied_rank, program, mine, 1))
@@ -340,6 +348,7 @@ def pass_many(transport: Any, program: Program, modules: list[nn.Module]) -> lis
 
 
 @all_programs
+@pytest.mark.slow
 def test_tuples_of_any_types_travel_and_what_is_not_floating_has_no_gradient(program):
     torch.manual_seed(0)
     mine = [Many() for _ in range(program.stages)]

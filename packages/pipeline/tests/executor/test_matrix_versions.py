@@ -81,6 +81,7 @@ def check(program: Program, m: int, version: Callable[[int, int], int], *, over_
     ("ranks", "m", "steps"),
     [(1, 1, 2), (1, 3, 3), (2, 1, 2), (2, 1, 3), (2, 4, 2), (3, 2, 2), (3, 5, 2), (3, 2, 3), (4, 3, 2), (4, 6, 3)],
 )
+@pytest.mark.slow
 def test_2bw_runs_a_batch_with_the_weights_of_one_batch_before(ranks, m, steps, over_threads):
     check(pipedream_2bw(ranks, m, steps=steps), m, lambda s, t: max(t - 1, 0), over_threads=over_threads)
 

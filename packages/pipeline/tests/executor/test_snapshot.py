@@ -76,6 +76,7 @@ class Random(nn.Module):
 
 @pytest.mark.parametrize("program", [pipedream_2bw(3, 3), pipedream(3, 4), PROGRAMS["gpipe"]], ids=lambda p: p.weights)
 @pytest.mark.parametrize("cut", [0, 1, 3])
+@pytest.mark.slow
 def test_restored_in_one_process_with_random_numbers_and_buffers(program, cut):
     torch.manual_seed(5)
     first = [Random() for _ in range(3)]
@@ -150,6 +151,7 @@ STATES = {
 
 
 @pytest.mark.parametrize("name", STATES)
+@pytest.mark.slow
 def test_what_is_no_state_of_this_runner_is_refused_and_changes_nothing(name):
     change, words = STATES[name]
     program, batches = pipedream_2bw(2, 2), made_batches(2, 2)

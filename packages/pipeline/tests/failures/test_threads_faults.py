@@ -142,6 +142,7 @@ def assert_told(results: list[Ended], culprit: int, words_: str, cause: type[Bas
 @all_programs
 @pytest.mark.parametrize("where", ["first", "last"])
 @pytest.mark.parametrize("turn", [1, M])
+@pytest.mark.slow
 def test_a_stage_that_raises_in_its_forward(program, where, turn):
     modules = model(program.stages)
     s = 0 if where == "first" else program.stages - 1

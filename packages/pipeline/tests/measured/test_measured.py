@@ -55,6 +55,7 @@ def by_ticks(events, ranks):
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.slow
 def test_messages_and_slots_are_not_work_in_any_statistic(name):
     rng = random.Random(name)
     for change in (lower, lambda p: unshard(lower(p), 1), lambda p: recompute(lower(p), microbatches=2)):

@@ -171,6 +171,7 @@ NEAR_S = 0.5  # clocks of threads are compared by round trips, which a busy mach
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in schedules.registered() if entry.flushed])
+@pytest.mark.slow
 def test_what_a_runner_measures_is_what_was_simulated_action_by_action(name, monkeypatch):
     entry = schedules.by_name(name)
     program = entry.with_chunks(RANKS, M, entry.chunks or 2)

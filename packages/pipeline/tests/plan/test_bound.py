@@ -48,6 +48,7 @@ def holds(program: Program, costs: Costs) -> bool:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.slow
 def test_no_shipped_schedule_beats_the_bound_at_any_costs(name):
     rng = random.Random(name)
     for _ in range(20):

@@ -73,6 +73,7 @@ def test_programs_of_equal_lists_whose_recurrences_differ_are_different_values()
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.slow
 def test_every_round_trip_keeps_the_whole_value(name):
     for program in (SCHEDULES[name](3, 5), unshard(lower(SCHEDULES[name](2, 4)))):
         again = Program.parse(str(program))

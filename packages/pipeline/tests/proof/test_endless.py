@@ -92,6 +92,7 @@ def test_the_pieces_of_2bw_can_be_read():
     ],
     ids=lambda program: f"{program.weights}-{len(program.ranks)}-{program.microbatches}",
 )
+@pytest.mark.slow
 def test_at_the_end_of_a_step_all_that_was_sent_is_asked_for_and_all_that_is_used_was_sent(program):
     found = continued(program)
     sent, asked, used = set(), set(), set()

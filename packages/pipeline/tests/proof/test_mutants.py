@@ -31,6 +31,7 @@ def refusal(program: Program, transport: str = "rendezvous") -> ScheduleError | 
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.slow
 def test_mutants_are_accepted_exactly_when_they_run(name, pytestconfig):
     rng = random.Random(name)
     verdicts: Counter[bool] = Counter()

@@ -339,6 +339,7 @@ def small_numbers(rank: int, ranks: int, edges: str | None, name: str) -> list[f
 
 @pytest.mark.parametrize("edges", ["groups", None])
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "float8_e5m2", "uint16"])
+@pytest.mark.slow
 def test_types_of_few_bits_travel(edges, name):
     expected = torch.arange(8.0).to(getattr(torch, name)).float().tolist()
     assert run_ranks(small_numbers, 2, edges, name)[1] == expected

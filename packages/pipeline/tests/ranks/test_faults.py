@@ -180,6 +180,7 @@ def step_with_a_wrong_shape(rank: int, ranks: int, edges: str | None) -> Report:
 
 
 @pytest.mark.parametrize("edges", ["groups", None])
+@pytest.mark.slow
 def test_a_shape_that_the_next_stage_cannot_take_is_that_stages_error_on_every_rank(edges):
     for kind, text, took in run_ranks(step_with_a_wrong_shape, 3, edges):
         assert kind == "ScheduleError"

@@ -71,5 +71,6 @@ def train_replicas(rank: int, ranks: int, same: bool) -> None:
 
 
 @pytest.mark.parametrize("same", [True, False])
+@pytest.mark.slow
 def test_stages_that_are_distributed_data_parallel(same):
     run_ranks(train_replicas, 2, same)

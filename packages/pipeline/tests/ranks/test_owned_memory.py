@@ -89,6 +89,7 @@ def handing_on(rank, ranks, edges, train):
 
 @pytest.mark.parametrize("edges", EDGES)
 @pytest.mark.parametrize("train", [False, True], ids=["evaluate", "step"])
+@pytest.mark.slow
 def test_a_batch_that_is_filled_again_arrives_as_it_was(edges, train):
     assert run_ranks(handing_on, 2, edges, train)[1] == [float(b) for b in range(BATCHES) for _ in range(2)]
 
@@ -237,6 +238,7 @@ def in_debug_memory(rank, ranks, edges):
 
 
 @pytest.mark.parametrize("edges", [None, "groups", "host", "one"])
+@pytest.mark.slow
 def test_with_debug_memory_what_was_received_and_is_free_is_nan(edges):
     assert all(map(math.isnan, run_ranks(in_debug_memory, 2, edges)[1]))
 

@@ -55,6 +55,7 @@ def make_and_step(rank: int, ranks: int, wrong: dict[str, Any], at: int) -> Repo
         ({"stages": nn.Linear(8, 8)}, r"stages is a Linear"),
     ],
 )
+@pytest.mark.slow
 def test_an_argument_that_is_wrong_on_the_last_rank_alone_is_told_to_all_at_once(wrong, words):
     for text in told(run_ranks(make_and_step, 2, wrong, 1)):
         assert words in text

@@ -63,6 +63,7 @@ def beside_a_stopped_rank(rank: int, ranks: int, where: str, edges: str | None) 
         *((where, "groups") for where in ("connecting", "forward", "sending", "backlog")),
     ],
 )
+@pytest.mark.slow
 def test_a_stopped_rank_is_a_timeout_in_every_wait(where, edges):
     kind, text, took = run_ranks(beside_a_stopped_rank, 2, where, edges, allow_exit=(1,))[0]
     assert kind == "PipelineTimeout"

@@ -123,6 +123,7 @@ def test_dualpipe_v_reaches_zb_vs_bubble_although_it_pairs_actions(p):
 
 
 @ranks
+@pytest.mark.slow
 def test_v_half_and_v_min_hold_what_they_promise_and_lose_less_than_naive(p):
     for m in EVERY_M:
         half, least = timed(v_half(p, m)), timed(v_min(p, m))

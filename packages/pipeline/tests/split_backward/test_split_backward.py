@@ -38,6 +38,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.slow
 def test_linear_of_any_input(layout, bias, dtype):
     make, waits = LAYOUTS[layout]
     torch.manual_seed(3)

@@ -144,6 +144,7 @@ def pipelined(program: Any, *, checkpoint: bool = False) -> Any:
 
 
 @pytest.mark.parametrize(("what", "program"), CASES)
+@pytest.mark.slow
 def test_recompute_gives_the_gradients_and_the_state_of_one_forward(what, program):
     theirs = trained(what, pipelined(program))
     ours = trained(what, pipelined(passes.recompute(program)))
@@ -151,6 +152,7 @@ def test_recompute_gives_the_gradients_and_the_state_of_one_forward(what, progra
 
 
 @pytest.mark.parametrize(("what", "program"), CASES)
+@pytest.mark.slow
 def test_a_checkpointed_stage_gives_the_gradients_and_the_state_of_one_forward(what, program):
     theirs = trained(what, pipelined(program))
     ours = trained(what, pipelined(program, checkpoint=True))

@@ -86,6 +86,7 @@ class Drive:
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("p", "m"), [(1, 2), (2, 1), (3, 3), (4, 3)])
+@pytest.mark.slow
 def test_2bw_is_the_delayed_recurrence_bit_for_bit(p, m, optimizer):
     modules, oracle, batches = layers(p), layers(p), made_batches(5, m)
     drive = Drive(pipedream_2bw(p, m), modules, OPTIMIZERS[optimizer])
@@ -102,6 +103,7 @@ def test_2bw_is_the_delayed_recurrence_bit_for_bit(p, m, optimizer):
     [pipedream(1, 2), pipedream(4, 5), optimizer_step(one_f_one_b(4, 9), when="pipedream", steps=3)],
     ids=["1", "4", "4 in batches of 3"],
 )
+@pytest.mark.slow
 def test_pipedream_reads_at_a_backward_what_it_read_at_its_forward(program, optimizer):
     p = program.stages
     modules, oracle = layers(p), layers(p)

@@ -67,6 +67,7 @@ def by_the_rule(program: Program, plan: list[list[list[int]]], dynamic: Any, ann
 
 @pytest.mark.parametrize("dynamic", [False, True, "announced"])
 @pytest.mark.parametrize("seed", range(6))
+@pytest.mark.slow
 def test_threads_and_one_process_answer_as_groups_do(seed, dynamic):
     draw = random.Random(seed)
     program = one_f_one_b(3, M)

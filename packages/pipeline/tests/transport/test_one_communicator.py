@@ -86,6 +86,7 @@ def train(transport: One, program: Program) -> tuple[list[list[str]], dict[int, 
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+@pytest.mark.slow
 def test_the_bits_of_the_plain_loop_where_each_rank_runs_one_message_after_another(program):
     ranks = len(program.ranks)
     shared = Wires(ranks)

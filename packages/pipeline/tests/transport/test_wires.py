@@ -45,6 +45,7 @@ def train(transport: WireTransport, program: Program, options: dict) -> dict:
 
 @pytest.mark.parametrize("options", [{}, {"dynamic_shapes": "announced"}, {"dynamic_shapes": True}], ids=str)
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
+@pytest.mark.slow
 def test_the_bits_of_the_plain_loop_and_what_the_host_does_for_them(program, options):
     found = values_or_raise(on_threads(2, train, program, options, transports=wires(2)))
     oracle, m = layers(program.stages), program.microbatches

@@ -100,6 +100,16 @@ def test_the_two_commands_of_the_root_readme_stand_alone(command):
     assert command in bodies, f"README.md has no fenced block that is `{command}` and nothing else"
 
 
+def test_the_first_run_of_the_root_readme_is_that_of_its_start_page():
+    """`nox -s docs` runs the blocks of docs/start/gpt.md; here are the same configuration and commands."""
+    start = (ROOT / "docs/start/gpt.md").read_text().splitlines()
+    readme = (ROOT / "README.md").read_text()
+    found = [line for language in ("toml", "sh") for block in blocks(readme, language) for line in block.splitlines()]
+    assert "sixfold prepare fox.jsonl --out fox" in found
+    places = [start.index(line) for line in found if line]
+    assert places == sorted(places)
+
+
 @pytest.mark.slow
 def test_links_between_documents_lead_somewhere():
     made = {ROOT / "docs" / address for address in site_pages.pages()}  # from the code, when the site is built

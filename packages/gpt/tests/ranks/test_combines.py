@@ -1,4 +1,4 @@
-"""The table of README "What combines": each key beside tensor, context or expert parallelism, as one process trains.
+"""Each key with tensor, context or expert parallelism, beside one process: docs/guide/gpt-parallelism.md has the table.
 
 nox -s full, or nox -s "ranks(gpt)" -- --random-layouts 1       all of them; some without it
 """

@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor
-from sixfold.dist_ckpt.formats.crc import library
+from sixfold.dist_ckpt.formats.integrity import library
 
 
 class Case(NamedTuple):

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from sixfold.dist_ckpt import dcp
-from sixfold.dist_ckpt.formats.crc import library
+from sixfold.dist_ckpt.formats.integrity import library
 
 WRITERS, READERS = 2, 4
 SIDES = {

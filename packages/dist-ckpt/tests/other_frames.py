@@ -5,7 +5,7 @@ import io
 import torch
 
 from sixfold.dist_ckpt.formats import frame as frames
-from sixfold.dist_ckpt.formats.crc import crc32
+from sixfold.dist_ckpt.formats.integrity import crc32
 
 
 def of_another_form(data, frame, dtype, shape):

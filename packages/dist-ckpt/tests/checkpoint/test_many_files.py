@@ -14,14 +14,14 @@ from dist_ckpt_helpers import in_child, one
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor, StorageError, retention
 from sixfold.dist_ckpt.checkpoint import opening
-from sixfold.dist_ckpt.checkpoint.mapped_file import Mapped
+from sixfold.dist_ckpt.checkpoint.opening import Mapped
 from sixfold.dist_ckpt.errors import typed
-from sixfold.dist_ckpt.formats.frame import tensor_bytes
 from sixfold.dist_ckpt.formats.metadata import encode_config
 from sixfold.dist_ckpt.plans.plan import plan_save
 from sixfold.dist_ckpt.plans.shard_table import tabulate
 from sixfold.dist_ckpt.save_load import writer
 from sixfold.dist_ckpt.save_load.saving import index_of
+from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 from sixfold.dist_ckpt.storage.store import Save, write_small
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.tools import commands as tools

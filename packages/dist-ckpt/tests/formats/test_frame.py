@@ -10,13 +10,14 @@ import torch
 
 from sixfold.dist_ckpt import CorruptError
 from sixfold.dist_ckpt.formats import frame
+from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint16]
 SHAPES = [(), (1,), (3, 4), (0, 3), (2, 1, 5)]
 
 
 def built(tensor, at=0, limit=0xFFFFFFFF):
-    raw = frame.tensor_bytes(tensor)
+    raw = tensor_bytes(tensor)
     made = frame.build(frame.data_pickle(tensor.dtype, tuple(tensor.shape)), len(raw), crc32(raw), at, limit=limit)
     return made.head + bytes(raw) + made.tail
 
@@ -37,7 +38,7 @@ def test_torch_and_zipfile_read_a_frame(dtype, shape, limit):
     data = built(tensor, at=100, limit=limit)
     loaded = torch.load(io.BytesIO(data), weights_only=True)
     assert (loaded.dtype, loaded.shape) == (tensor.dtype, tensor.shape)
-    assert bytes(frame.tensor_bytes(loaded)) == bytes(frame.tensor_bytes(tensor))
+    assert bytes(tensor_bytes(loaded)) == bytes(tensor_bytes(tensor))
     assert zipfile.ZipFile(io.BytesIO(data)).testzip() is None
 
 
@@ -53,7 +54,7 @@ def test_parse_finds_what_was_built(limit):
     tensor = torch.arange(7.0)
     data = built(tensor, limit=limit)
     layout = frame.parse(memoryview(data))
-    raw = bytes(frame.tensor_bytes(tensor))
+    raw = bytes(tensor_bytes(tensor))
     assert data[layout.data_start : layout.data_start + layout.data_bytes] == raw
     assert (layout.data_crc32, layout.pickle) == (crc32(raw), frame.data_pickle(torch.float32, (7,)))
 
@@ -64,7 +65,7 @@ def test_parse_reads_what_torch_save_writes():
     torch.save(tensor, buffer)
     layout = frame.parse(memoryview(buffer.getvalue()))
     found = buffer.getvalue()[layout.data_start : layout.data_start + layout.data_bytes]
-    assert found == bytes(frame.tensor_bytes(tensor))
+    assert found == bytes(tensor_bytes(tensor))
     assert layout.data_crc32 == crc32(found)
 
 
@@ -86,7 +87,7 @@ def test_no_damage_of_a_frame_makes_parse_fail_in_another_way():
 def test_the_bytes_of_a_tensor_keep_it_alive():
     tensor = torch.arange(1 << 16)
     alive = weakref.ref(tensor)
-    raw = frame.tensor_bytes(tensor)[8:]
+    raw = tensor_bytes(tensor)[8:]
     del tensor
     assert alive() is not None
     assert bytes(raw[:8]) == (1).to_bytes(8, "little")

@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 
 from sixfold.dist_ckpt import CorruptError
-from sixfold.dist_ckpt.formats.crc import Piece, join_pieces
 from sixfold.dist_ckpt.formats.integrity import (
     BLOCK_BYTES,
     BlockHasher,
     FileDigest,
     Integrity,
+    Piece,
     Span,
     cut_at_blocks,
     decode,
+    join_pieces,
     spans_of,
 )
 from sixfold.dist_ckpt.geometry.manifest import ByteRange

@@ -34,7 +34,7 @@ from sixfold.dist_ckpt.mirror import leases, mirror
 from sixfold.dist_ckpt.mirror.local_view import viewed
 from sixfold.dist_ckpt.mirror.mirror import Mirror
 from sixfold.dist_ckpt.plans.plan import plan_load
-from sixfold.dist_ckpt.save_load import chunk_sources
+from sixfold.dist_ckpt.save_load import reader
 from sixfold.dist_ckpt.save_load.reader import Reader
 from sixfold.dist_ckpt.storage.range_reads import in_flight, ranges_of
 from sixfold.dist_ckpt.stores import ByPointer, MemoryStore, UrlStore
@@ -462,14 +462,14 @@ def folder(tmp_path):
 @pytest.fixture
 def mistaken_frames(monkeypatch):
     """Where bytes arrive, each frame is taken for one whose values begin 64 bytes later than they do."""
-    plain = chunk_sources.frames.template
+    plain = reader.frames.template
 
     def shifted(*arguments, **options):
         found = plain(*arguments, **options)
         *before, last = found.head
         return found._replace(head=(*before, last + bytes(64)), head_bytes=found.head_bytes + 64)
 
-    monkeypatch.setattr(chunk_sources.frames, "template", shifted)
+    monkeypatch.setattr(reader.frames, "template", shifted)
 
 
 def test_a_record_is_told_of_once_and_when_its_values_are_right(folder, mistaken_frames):

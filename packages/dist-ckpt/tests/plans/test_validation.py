@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from sixfold.dist_ckpt import ShardedObject, ShardedTensor, ShardingError
-from sixfold.dist_ckpt.plans.shard_table import merge, tabulate
-from sixfold.dist_ckpt.plans.validation import object_problems, raise_problems, table_problems
+from sixfold.dist_ckpt.plans.shard_table import merge, object_problems, raise_problems, table_problems, tabulate
 
 
 def shard(key, offset, size, shape, *, replica=0, dtype=torch.float32):

@@ -13,14 +13,13 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, StorageError
 from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint
 from sixfold.dist_ckpt.collectives.exchange import Exchange
-from sixfold.dist_ckpt.formats import crc, integrity, metadata
+from sixfold.dist_ckpt.formats import integrity, metadata
 from sixfold.dist_ckpt.formats.integrity import Span
 from sixfold.dist_ckpt.geometry.box import Box, intersect
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.plans.plan import assign, plan_load
-from sixfold.dist_ckpt.plans.shard_table import merge, tabulate
-from sixfold.dist_ckpt.plans.validation import table_problems
+from sixfold.dist_ckpt.plans.shard_table import merge, table_problems, tabulate
 from sixfold.dist_ckpt.save_load import loading, reader
 from sixfold.dist_ckpt.stores import LocalStore, MemoryStore
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
@@ -195,30 +194,30 @@ def test_crcs_of_pieces_join_to_that_of_the_whole(pieces):
     data = random.Random(pieces).randbytes(100_003)
     cuts = sorted(random.Random(1).sample(range(len(data)), pieces - 1))
     parts = [data[a:b] for a, b in zip([0, *cuts], [*cuts, len(data)], strict=True)]
-    assert crc.join_pieces(crc.Piece(zlib.crc32(part), len(part)) for part in parts) == zlib.crc32(data)
+    assert integrity.join_pieces(integrity.Piece(zlib.crc32(part), len(part)) for part in parts) == zlib.crc32(data)
 
 
 @pytest.mark.parametrize("candidates", [None, {}], ids=["fastest library", "zlib alone"])
 @pytest.mark.parametrize("size", [0, 1, 16_383, 16_384, 100_001])
 def test_crc32_is_zlibs_whatever_library_computes_it(monkeypatch, candidates, size):
     if candidates is not None:
-        monkeypatch.setattr(crc, "_CANDIDATES", candidates)
-    crc._fastest.cache_clear()
+        monkeypatch.setattr(integrity, "_CANDIDATES", candidates)
+    integrity._fastest.cache_clear()
     try:
         data = random.Random(size).randbytes(size)
         for form in (data, bytearray(data), memoryview(data), memoryview(bytearray(data))):
-            assert crc.crc32(form, 77) == zlib.crc32(data, 77)
+            assert integrity.crc32(form, 77) == zlib.crc32(data, 77)
     finally:
-        crc._fastest.cache_clear()
+        integrity._fastest.cache_clear()
 
 
 def test_a_library_that_computes_something_else_is_not_used(monkeypatch):
-    monkeypatch.setattr(crc, "_CANDIDATES", {None: lambda _: lambda value, address, nbytes: 7})
-    crc._fastest.cache_clear()
+    monkeypatch.setattr(integrity, "_CANDIDATES", {None: lambda _: lambda value, address, nbytes: 7})
+    integrity._fastest.cache_clear()
     try:
-        assert crc.library() == "zlib"
+        assert integrity.library() == "zlib"
     finally:
-        crc._fastest.cache_clear()
+        integrity._fastest.cache_clear()
 
 
 def test_a_repeated_save_reuses_the_index_and_a_changed_one_does_not(tmp_path, monkeypatch):

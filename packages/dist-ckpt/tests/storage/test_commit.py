@@ -17,7 +17,7 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import MismatchError, StorageError, tools
 from sixfold.dist_ckpt.save_load import saving
 from sixfold.dist_ckpt.save_load.reader import Reader
-from sixfold.dist_ckpt.save_load.request import SaveRequest
+from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.storage import local as storage
 
 

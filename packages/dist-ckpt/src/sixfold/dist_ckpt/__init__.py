@@ -30,7 +30,7 @@ from sixfold.dist_ckpt.errors import (
     StorageError,
     UnsafeError,
 )
-from sixfold.dist_ckpt.plans.validation import StrictHandling
+from sixfold.dist_ckpt.save_load.requested_keys import StrictHandling
 from sixfold.dist_ckpt.serialization import (
     check_is_distributed_checkpoint,
     load,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from sixfold.dist_ckpt.checkpoint.opening import read_config
 from sixfold.dist_ckpt.errors import CheckpointingException as CheckpointingException
-from sixfold.dist_ckpt.save_load.request import read_config
 from sixfold.dist_ckpt.serialization import check_is_distributed_checkpoint as check_is_distributed_checkpoint
 from sixfold.dist_ckpt.serialization import with_local_view
 

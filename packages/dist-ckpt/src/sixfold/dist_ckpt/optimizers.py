@@ -20,9 +20,9 @@ import torch
 
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.state import factory, tree
-from sixfold.dist_ckpt.state.dtensor import is_dtensor, local_of
 from sixfold.dist_ckpt.state.factory import ShardedTensorFactory
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObject, ShardedTensor, data_shape
+from sixfold.dist_ckpt.state.tensor_memory import is_dtensor, local_of
 
 ModelRecord = ShardedTensor | ShardedTensorFactory
 

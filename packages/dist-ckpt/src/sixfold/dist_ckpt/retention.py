@@ -40,9 +40,9 @@ from sixfold.dist_ckpt.background import status_and_heartbeats
 from sixfold.dist_ckpt.background.saver import saves_of_this_process
 from sixfold.dist_ckpt.background.status_and_heartbeats import RankState
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
-from sixfold.dist_ckpt.formats.crc import crc32
+from sixfold.dist_ckpt.formats.integrity import crc32
 from sixfold.dist_ckpt.mirror import local_view
-from sixfold.dist_ckpt.storage import by_pointer, paths
+from sixfold.dist_ckpt.storage import by_pointer
 from sixfold.dist_ckpt.storage import local as storage
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
 from sixfold.dist_ckpt.storage.store import is_checkpoint_file
@@ -74,11 +74,11 @@ def step_path(root: str | Path | ByPointer, step: int) -> Path | str | ByPointer
     Raises:
         CheckpointError: ``step`` is no integer >= 0, or ``root`` no place of checkpoints.
     """
-    place = root if isinstance(root, ByPointer) else paths.located(root, "root")
+    place = root if isinstance(root, ByPointer) else storage.located(root, "root")
     if not _is_integer(step, 0):
         raise CheckpointError(f"step is {step!r}; it is an integer >= 0")
     name = _name(operator.index(step))
-    return place.child(name) if isinstance(place, ByPointer) else paths.child(place, name)
+    return place.child(name) if isinstance(place, ByPointer) else storage.child(place, name)
 
 
 def _is_integer(value: Any, least: int) -> bool:
@@ -199,7 +199,7 @@ def discard_after(root: str | Path | ByPointer, step: int) -> Sequence[Path | st
 
 
 def _run_at(root: str | Path | ByPointer) -> _LocalRun | _StoredRun:
-    place = root if isinstance(root, ByPointer) else paths.located(root, "root")
+    place = root if isinstance(root, ByPointer) else storage.located(root, "root")
     if isinstance(place, Path):
         return _LocalRun(place)
     return _StoredRun(UrlStore(place) if isinstance(place, str) else place)

@@ -17,18 +17,19 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint, opens
+from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint, opens, read_config
 from sixfold.dist_ckpt.collectives.exchange import Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.mirror.local_view import viewed
-from sixfold.dist_ckpt.plans.validation import StrictHandling, parse_strict
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.save_load import loading, saving, user_strategies
-from sixfold.dist_ckpt.save_load.request import LoadRequest, SaveRequest, read_config
+from sixfold.dist_ckpt.save_load.loading import LoadRequest
+from sixfold.dist_ckpt.save_load.requested_keys import StrictHandling, parse_strict
+from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.storage.local import store_at
 from sixfold.dist_ckpt.storage.store import Store
-from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import StrategyAction, register

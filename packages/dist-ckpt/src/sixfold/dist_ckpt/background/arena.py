@@ -23,9 +23,9 @@ import torch
 
 from sixfold.dist_ckpt.errors import StorageError
 from sixfold.dist_ckpt.formats.frame import LARGE_ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMENT
+from sixfold.dist_ckpt.interpreter import Pool
 from sixfold.dist_ckpt.reused_memory import recycled
 from sixfold.dist_ckpt.state.tensor_memory import is_plain
-from sixfold.dist_ckpt.storage.thread_pool import Pool
 
 COPY_THREADS = 2
 _GRAIN_BYTES = 2**21  # the arena grows in whole huge pages

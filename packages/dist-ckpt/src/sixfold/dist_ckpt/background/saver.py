@@ -46,7 +46,7 @@ from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_al
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.save_load import saving, writer
-from sixfold.dist_ckpt.save_load.request import SaveRequest
+from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer, ChildStore
 from sixfold.dist_ckpt.storage.range_reads import begun as in_thread

@@ -1,4 +1,4 @@
 """An existing checkpoint, opened: found, its small files read, nothing in them believed; its large ones mapped.
 
-From outside: mapped_file, opening, safetensors_folder, zarr_folder.
+From outside: opening, safetensors_folder, zarr_folder.
 """

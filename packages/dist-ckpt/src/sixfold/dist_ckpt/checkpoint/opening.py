@@ -3,11 +3,18 @@
     path --> opening.py (this file) --> Checkpoint(manifest, integrity, files) --> plan.py, reader.py
 
 Opening reads the small files and the sizes of the others, no tensor.
+
+[Note: a map outlives its descriptor] The kernel keeps a file mapped when its descriptor is closed; Python's ``mmap``
+keeps one all the same, and a checkpoint may have more files than a process may open. So torch maps it. A map
+lives as long as any view of it: it is undone when the last one goes, and never by whoever made it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import errno
+import mmap
+import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,24 +23,80 @@ from itertools import count
 from pathlib import Path
 from threading import Lock
 
+import torch
+
 from sixfold.dist_ckpt.checkpoint import safetensors_folder, zarr_folder
-from sixfold.dist_ckpt.checkpoint.mapped_file import Arrives, Mapped
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, StorageError, at, typed
 from sixfold.dist_ckpt.formats import compact_manifest, metadata
 from sixfold.dist_ckpt.formats import frame as frames
 from sixfold.dist_ckpt.formats import integrity as checks
 from sixfold.dist_ckpt.formats.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
+from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 from sixfold.dist_ckpt.storage import local as storage
-from sixfold.dist_ckpt.storage import paths
 from sixfold.dist_ckpt.storage.by_pointer import TAIL_BYTES, check_finished, check_for_torch, visible
-from sixfold.dist_ckpt.storage.store import FOLDER
+from sixfold.dist_ckpt.storage.frame_file import libc
+from sixfold.dist_ckpt.storage.store import FOLDER, POINTER
 
 LOOKS = 5  # at a folder that others write to meanwhile
 SMALL_BYTES = 1 << 22  # of a file that is hashed when it is opened
 _FORGET_LOOKS = 1 << 10  # of 64 KiB each
 KEPT_MAPS = 256  # Linux allows 65,530 to a process by default
 VERIFY_MODES = ("touched", "full", "off")
+_MADV_POPULATE_READ = 22
+_POPULATE_BYTES = 1 << 16  # less is not worth a system call
+Arrives = Callable[[int, int], None]
+
+
+class Mapped:
+    """A file, mapped privately. Nobody writes there: what is written may be gone at the next look.
+
+    Attributes:
+        data: its bytes; a view of them keeps them mapped.
+    """
+
+    __slots__ = ("_arrives", "_memory", "_path", "data")
+
+    def __init__(self, path: Path, arrives: Arrives | None = None) -> None:
+        with path.open("rb") as file:
+            nbytes = os.fstat(file.fileno()).st_size
+            try:  # not by its name, which may be no text, or that of another file now
+                self._memory = torch.from_file(f"/proc/self/fd/{file.fileno()}", size=nbytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise OSError(errno.ENOMEM, str(error), str(path)) from error
+        self._path, self._arrives = path, arrives
+        self.data = tensor_bytes(self._memory)
+
+    def at(self, start: int, stop: int) -> int:
+        """Where bytes [start, stop) lie in memory, as long as the caller keeps this object.
+
+        They have arrived, and are read here: a disk that fails is an error of the system now, and no SIGBUS when they
+        are used.
+        """
+        if self._arrives is not None:
+            self._arrives(start, stop)
+        code = self._advise(start, stop, _MADV_POPULATE_READ) if stop - start >= _POPULATE_BYTES else 0
+        if code not in (0, errno.EINVAL):  # which Linux before 5.14 says
+            raise OSError(errno.EIO, f"the disk does not give these bytes ({os.strerror(code)})", str(self._path))
+        return self._memory.data_ptr() + start
+
+    def view(self, start: int, stop: int) -> memoryview:
+        """Bytes [start, stop) when they have arrived."""
+        if self._arrives is not None:
+            self._arrives(start, stop)
+        return self.data[start:stop]
+
+    def forget(self, start: int, stop: int) -> None:
+        """Count the bytes [start, stop) no longer as memory of this process: the page cache keeps them."""
+        if start < len(self.data):
+            self._advise(start, min(stop, len(self.data)), mmap.MADV_DONTNEED)
+
+    def _advise(self, start: int, stop: int, advice: int) -> int:
+        """madvise(2) of the pages from byte ``start`` on; 0, or the number of its error."""
+        first, advise = start - start % mmap.PAGESIZE, libc("madvise")
+        assert advise is not None, "Linux"
+        place = ctypes.c_void_p(self._memory.data_ptr() + first)
+        return advise(place, ctypes.c_size_t(stop - first), advice) and ctypes.get_errno()
 
 
 @dataclass(slots=True)
@@ -148,8 +211,16 @@ def open_checkpoint(path: str | Path, *, verify: str = "touched") -> Checkpoint:
     """
     if verify not in VERIFY_MODES:
         raise CheckpointError(f"verify is {verify!r}; it is one of {VERIFY_MODES}")
-    folder = paths.local(path, "this is opened by load and by the functions of the top level")
-    return typed(lambda: _open(paths.resolved(folder), verify))
+    folder = storage.local_path(path, "this is opened by load and by the functions of the top level")
+    return typed(lambda: _open(storage.resolved(folder), verify))
+
+
+def read_config(checkpoint_dir: str | Path) -> tuple[tuple[str, int], tuple[str, int]] | None:
+    """Sharded and common (backend, version) of a folder's metadata.json; None if there is no readable one."""
+    try:
+        return metadata.read_config(storage.read_small(Path(checkpoint_dir) / POINTER))
+    except (OSError, ValueError, CheckpointError):  # what is wrong with it, the engine says
+        return None
 
 
 def _open(folder: Path, verify: str) -> Checkpoint:

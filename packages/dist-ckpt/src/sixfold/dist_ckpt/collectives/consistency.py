@@ -28,11 +28,10 @@ import torch
 
 from sixfold.dist_ckpt.collectives.exchange import Exchange
 from sixfold.dist_ckpt.errors import ShardingError
-from sixfold.dist_ckpt.formats.crc import crc32
-from sixfold.dist_ckpt.formats.frame import tensor_bytes
+from sixfold.dist_ckpt.formats.integrity import crc32
 from sixfold.dist_ckpt.state import plain_types, tree
 from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId, is_main_replica
-from sixfold.dist_ckpt.state.tensor_memory import has_values, is_freed
+from sixfold.dist_ckpt.state.tensor_memory import has_values, is_freed, tensor_bytes
 
 _MOST_SHOWN, _MOST_INNER = 20, 4
 _DEPTH = 4  # within a value: what refers to itself has no end
@@ -233,7 +232,7 @@ def samples(records: Sequence[ShardedTensor], rank: int) -> Samples:
         assert record.data is not None, f"{record} was chosen for its data"
         value, is_main = digest_of_sample(record.data), is_main_replica(record.replica_id)
         shard = record.shard_id
-        both = is_main and shard in main  # which is wrong whatever they hold: plans/validation.py tells it
+        both = is_main and shard in main  # which is wrong whatever they hold: plans/shard_table.py tells it
         main |= {shard} if is_main else set()
         if found.setdefault((shard, record.local_shape), value) != value and not both:
             raise ShardingError(

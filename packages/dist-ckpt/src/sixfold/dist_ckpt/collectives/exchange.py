@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, LostPeerError, typed
-from sixfold.dist_ckpt.formats.frame import tensor_bytes
+from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 
 Mine = TypeVar("Mine")
 Message = TypeVar("Message")

@@ -30,10 +30,10 @@ import torch
 
 from sixfold.dist_ckpt.errors import CorruptError, UnsafeError
 from sixfold.dist_ckpt.formats.dcp_pickle import Index
-from sixfold.dist_ckpt.formats.frame import tensor_bytes
-from sixfold.dist_ckpt.gc_pause import collection_paused
 from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.geometry.manifest import FEW_CHUNKS, ByteRange, Manifest, StoredChunk
+from sixfold.dist_ckpt.interpreter import collection_paused
+from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 
 #: 0.1.0 takes a file of such a name for one of a checkpoint's objects, and so replaces a folder that holds it.
 FILE_NAME = "shard_manifest.pt"

@@ -27,10 +27,10 @@ from typing import NamedTuple
 import torch
 
 from sixfold.dist_ckpt.errors import ShardingError
-from sixfold.dist_ckpt.formats.frame import tensor_bytes
 from sixfold.dist_ckpt.formats.unpickle import MODULES
 from sixfold.dist_ckpt.geometry.box import Ints
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
+from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 
 BATCH_ROWS = 1 << 16
 _LIMIT32 = 1 << 31

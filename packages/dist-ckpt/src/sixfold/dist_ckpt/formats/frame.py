@@ -11,7 +11,6 @@ Pure bytes: no files, no ranks.
 
 from __future__ import annotations
 
-import ctypes
 import io
 import pickle
 import struct
@@ -24,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sixfold.dist_ckpt.errors import CorruptError
-from sixfold.dist_ckpt.formats.crc import crc32
+from sixfold.dist_ckpt.formats.integrity import crc32
 
 _LOCAL, _CENTRAL, _END = b"PK\x03\x04", b"PK\x01\x02", b"PK\x05\x06"
 _END64, _LOCATOR64, _DESCRIPTOR = b"PK\x06\x06", b"PK\x06\x07", b"PK\x07\x08"
@@ -50,17 +49,6 @@ class Layout(NamedTuple):
     data_start: int
     data_bytes: int
     data_crc32: int
-
-
-def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which lives as long as any view of this."""
-    assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{tensor.device}, strides {tensor.stride()}"
-    nbytes = tensor.numel() * tensor.element_size()
-    if not nbytes:
-        return memoryview(b"")
-    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
-    memory.tensor = tensor  # type: ignore[attr-defined]
-    return memoryview(memory).cast("B")
 
 
 class _StoragePickler(pickle.Pickler):

@@ -19,9 +19,9 @@ import torch
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, UnsafeError
 from sixfold.dist_ckpt.formats.dcp_pickle import Index, Writer
 from sixfold.dist_ckpt.formats.unpickle import Node, kind_of, loads, shown
-from sixfold.dist_ckpt.gc_pause import collection_paused
 from sixfold.dist_ckpt.geometry.box import Box, range_boxes
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Run, Stored, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.interpreter import collection_paused
 
 #: metadata.json, to the letter: megatron-core refuses any further key.
 CONFIG = {

@@ -19,9 +19,8 @@ import torch
 
 from sixfold.dist_ckpt.errors import CorruptError, ShardingError, UnsafeError
 from sixfold.dist_ckpt.state import plain_types
-from sixfold.dist_ckpt.state.dtensor import is_dtensor
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
-from sixfold.dist_ckpt.state.tensor_memory import is_freed
+from sixfold.dist_ckpt.state.tensor_memory import is_dtensor, is_freed
 from sixfold.dist_ckpt.state.tree import KeyPath, path_text
 
 #: How torch's weights-only reader names what it refuses: to look up, or to fill in.

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, UnsafeError
-from sixfold.dist_ckpt.formats.frame import tensor_bytes
+from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 
 _LZMA_MEMORY_BYTES = 1 << 28  # the strongest preset needs a quarter of it
 _ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"

@@ -1,6 +1,6 @@
 """Boxes: axis-aligned blocks of an n-dimensional tensor, and row-major ranges as boxes.
 
-    box.py (this file) --> records.py --> plan.py, validation.py
+    box.py (this file) --> records.py --> plan.py, shard_table.py
 
 Pure integers: no tensors, no files, no ranks. A box of dimension 0 holds one element.
 """

@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from sixfold.dist_ckpt.checkpoint import opening
-from sixfold.dist_ckpt.storage import paths
+from sixfold.dist_ckpt.storage.local import located, store_at
 from sixfold.dist_ckpt.storage.store import Store
-from sixfold.dist_ckpt.storage.store_at import store_at
 
 
 @contextmanager
@@ -24,13 +23,13 @@ def viewed(place: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
     Raises:
         MismatchError: nothing is there; local folders are not looked at.
     """
-    located = place.local_folder or place if isinstance(place, Store) else paths.located(place)
-    if isinstance(located, Path):
-        yield opening.inner(located) if located.is_dir() else located
+    found = place.local_folder or place if isinstance(place, Store) else located(place)
+    if isinstance(found, Path):
+        yield opening.inner(found) if found.is_dir() else found
         return
     from sixfold.dist_ckpt.mirror.mirror import Mirror
 
-    mirror = Mirror(store_at(located))
+    mirror = Mirror(store_at(found))
     try:
         mirror.create()
         with mirror.errors_named():

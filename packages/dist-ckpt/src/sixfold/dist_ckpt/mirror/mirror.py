@@ -40,8 +40,7 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
-from sixfold.dist_ckpt.checkpoint.mapped_file import Arrives
-from sixfold.dist_ckpt.checkpoint.opening import SMALL_BYTES
+from sixfold.dist_ckpt.checkpoint.opening import SMALL_BYTES, Arrives
 from sixfold.dist_ckpt.errors import (
     BY_NAME,
     CheckpointError,

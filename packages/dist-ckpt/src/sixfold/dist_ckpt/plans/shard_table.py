@@ -1,10 +1,11 @@
-"""Shard tables: what ranks must know of each other's shards, as integers in one array.
+"""Shard tables: what ranks must know of each other's shards, as integers in one array, and what can be wrong with it.
 
-    records --> tabulate (this file) --> bytes that travel --> merge --> validation.py, metadata
+    records --> tabulate (this file) --> bytes that travel --> merge --> table_problems, metadata
 
 A job of 1,024 ranks with 10,000 tensors has ten million shards: as objects they would take gigabytes and minutes. A
 table has one row of int64 for each box, and names, dtypes and shapes apart; ranks that hold parts of
-the same tensors have the same names, which are then read once. Pure: no files, no ranks.
+the same tensors have the same names, which are then read once. All problems are listed, not the first.
+Pure: no files, no ranks.
 """
 
 from __future__ import annotations
@@ -12,17 +13,20 @@ from __future__ import annotations
 import pickle
 import zlib
 from array import array
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import sha256
+from itertools import product
 from typing import NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt.formats.frame import tensor_bytes
-from sixfold.dist_ckpt.geometry.box import Box, Ints
-from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica
+from sixfold.dist_ckpt.errors import CheckpointError
+from sixfold.dist_ckpt.geometry.box import Box, Ints, describe, holes, overlaps
+from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor, is_main_replica
+from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 
 _AT_ONCE = 1 << 18  # rows that stay in the cache
 
@@ -211,3 +215,114 @@ def _mixed(places_N: torch.Tensor, axis: int) -> torch.Tensor:
 def _shifted(values_N: torch.Tensor, bits: int) -> torch.Tensor:
     """A logical shift to the right."""
     return (values_N >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def table_problems(table: Table, verb: str, *, copies: bool = False) -> list[str]:
+    """Everything wrong with the shards of all ranks together, one line each, in the order of the kinds.
+
+    Per key: one dtype, one global shape, boxes inside it, and main replicas that cover each element
+    exactly once. ``verb`` is "saved" or "asked for". ``copies``: several ranks may be main for the same box.
+    Cost: linear in the rows, a few array operations; only keys that fail are looked at box by box.
+    """
+    fine = covered_once(table).tolist()
+    keys = Counter(kind.key for kind in table.kinds)
+    bad = {kind.key for kind, ok in zip(table.kinds, fine, strict=True) if not ok or keys[kind.key] > 1}
+    found: dict[str, list[Row]] = {kind.key: [] for kind in table.kinds if kind.key in bad}
+    numbers = torch.tensor([number for number, kind in enumerate(table.kinds) if kind.key in bad], device="cpu")
+    for index in torch.isin(table.rows_NW[:, 0], numbers).nonzero().flatten().tolist() if bad else ():
+        row = table.row(index)
+        found[row.kind.key].append(row)
+    return [problem for rows in found.values() for problem in _key_problems(rows, verb, copies)]
+
+
+def _key_problems(rows: list[Row], verb: str, copies: bool) -> list[str]:
+    key, _, shape = rows[0].kind
+    for label, number in (("dtype", 1), ("global shape", 2)):
+        for row in rows:
+            ours, theirs = rows[0].kind[number], row.kind[number]
+            if ours != theirs:
+                return [
+                    f"{key}: rank {rows[0].rank} says {label} {ours}, rank {row.rank} says {theirs}; all ranks agree"
+                ]
+    full = [row for row in rows if row.box.volume]
+    outside = [
+        f"{describe(key, row.box, shape)}: rank {row.rank}'s box leaves the global shape {shape}"
+        for row in full
+        if not row.box.within(shape)
+    ]
+    if outside:
+        return outside
+    owners = [row for row in full if row.main]
+    if copies:
+        owners = [*{row.box: row for row in reversed(owners)}.values()]
+    boxes = [row.box for row in owners]
+    problems = [_overlap(owners[a], owners[b], verb) for a, b in overlaps(boxes)]
+    if left := holes(shape, boxes):
+        problems.append(_hole(left, owners, rows, verb))
+    return problems
+
+
+def _overlap(one: Row, other: Row, verb: str) -> str:
+    key, _, shape = one.kind
+    first, second = describe(key, one.box, shape), describe(key, other.box, shape)
+    if one.rank == other.rank:
+        return (
+            f"{first} of rank {one.rank} and {second} of rank {other.rank} overlap, and both are main replicas: each "
+            f"element is {verb} by one. Two tensors of one rank have this key: rename one. (The key of a DTensor is "
+            "its path joined by dots, so that {'a.b': x} and {'a': {'b': y}} collide)"
+        )
+    return (
+        f"{first} of rank {one.rank} and {second} of rank {other.rank} overlap, and both are main replicas: each "
+        f"element is {verb} by one; give the copies another replica_id than 0 (of DTensors on slices of a mesh by "
+        "ShardedTensor.from_dtensor)"
+    )
+
+
+def _hole(left: list[Box], owners: list[Row], rows: list[Row], verb: str) -> str:
+    key, _, shape = rows[0].kind
+    where = ", ".join(describe(key, box, shape) for box in left[:4]) + (", ..." if len(left) > 4 else "")
+    if owners:
+        owned = ", ".join(f"rank {row.rank} has {describe('', row.box, shape)}" for row in owners[:4])
+        more = ", ..." if len(owners) > 4 else ""
+        return f"{where}: {verb} by no main replica ({owned}{more}). A rank or a shard is missing from the state dict"
+    if any(row.main for row in rows):
+        return f"{where}: {verb} by no rank; only empty shards of {key} were given. A rank or a shard is missing"
+    ranks = sorted({row.rank for row in rows})
+    return f"{where}: {verb} by no main replica; ranks {ranks} hold replicas only. One rank needs replica_id 0"
+
+
+def object_problems(by_rank: Sequence[Sequence[ShardedObject]], verb: str) -> list[str]:
+    """The same for grids of objects: one shape per key, each cell held by one main replica."""
+    shapes: dict[str, set[Ints]] = defaultdict(set)
+    holders: dict[str, dict[Ints, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for rank, record in ((rank, record) for rank, records in enumerate(by_rank) for record in records):
+        shapes[record.key].add(record.global_shape)
+        if is_main_replica(record.replica_id):
+            holders[record.key][record.global_offset].append(rank)
+    problems = []
+    for key, (shape, *others) in shapes.items():
+        if others:
+            problems.append(f"{key}: ranks name the object grids {sorted((shape, *others))}; all ranks agree")
+            continue
+        problems += [
+            f"{key}: cell {cell} is {verb} by ranks {ranks}; one is the main replica"
+            for cell, ranks in holders[key].items()
+            if len(ranks) > 1
+        ]
+        empty = [cell for cell in product(*map(range, shape)) if cell not in holders[key]]
+        if empty:
+            problems.append(f"{key}: cells {empty[:8]} are {verb} by no main replica; a rank or its object is missing")
+    return problems
+
+
+def raise_problems(problems: Sequence[str], verb: str, kind: type[CheckpointError]) -> None:
+    """One error that lists every problem."""
+    if problems:
+        raise kind(
+            problems[0] if len(problems) == 1 else listed(f"{len(problems)} problems in what is {verb}", problems)
+        )
+
+
+def listed(title: str, lines: Sequence[str]) -> str:
+    """A text of several lines, one for each problem."""
+    return "\n  ".join([f"{title}:", *lines])

@@ -12,7 +12,7 @@ import os
 import socket
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -22,23 +22,31 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, open_checkpoint
-from sixfold.dist_ckpt.collectives.exchange import Exchange
+from sixfold.dist_ckpt.collectives.exchange import Exchange, Group
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, StorageError, typed
 from sixfold.dist_ckpt.formats import metadata, weights_only
 from sixfold.dist_ckpt.formats.integrity import Span
-from sixfold.dist_ckpt.gc_pause import collection_paused
 from sixfold.dist_ckpt.geometry.box import intersect, whole
 from sixfold.dist_ckpt.geometry.manifest import Manifest, Stored
-from sixfold.dist_ckpt.plans import plan, validation
-from sixfold.dist_ckpt.plans.shard_table import Encoded, merge, tabulate
-from sixfold.dist_ckpt.progress import Meter
+from sixfold.dist_ckpt.interpreter import collection_paused
+from sixfold.dist_ckpt.plans import plan
+from sixfold.dist_ckpt.plans.shard_table import (
+    Encoded,
+    merge,
+    object_problems,
+    raise_problems,
+    table_problems,
+    tabulate,
+)
+from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.save_load import requested_keys
 from sixfold.dist_ckpt.save_load.host_view import HostView, Shares, block_bytes, open_host_view
 from sixfold.dist_ckpt.save_load.reader import WINDOW_BYTES, Reader, copy_values
-from sixfold.dist_ckpt.save_load.request import LoadRequest
+from sixfold.dist_ckpt.save_load.requested_keys import StrictHandling
 from sixfold.dist_ckpt.state import dcp_names, factory, in_place, tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor, check_data
 from sixfold.dist_ckpt.state.tensor_memory import check_readable, check_writable, has_values
+from sixfold.dist_ckpt.storage.store import Store
 from sixfold.dist_ckpt.strategies.base import LoadEngine
 
 if TYPE_CHECKING:
@@ -50,6 +58,25 @@ _log = logging.getLogger("sixfold.dist_ckpt")
 _DOUBTFUL_BYTES = 1 << 26  # before as much is allocated, the claimed shape is compared with what is stored
 _SHORT_BYTES = 1 << 30  # read before garbage matters: the plan of many small tensors is walked through by no collection
 _RELAY_WINDOW_BYTES = 1 << 24  # what is read is sent on while the next 16 MiB are read
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadRequest:
+    """What a call of ``load`` asks for; strategies apart. ``serialization.load`` says what each is."""
+
+    state: Mapping[Any, Any]
+    store: Store
+    validate_access_integrity: bool = True
+    strict: StrictHandling = StrictHandling.ASSUME_OK_UNEXPECTED
+    group: Group
+    dtype_policy: str = "exact"
+    verify: str = "touched"
+    safe_globals: Sequence[Any] = ()
+    timeout_s: float = 600.0
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        plan.check_policy(self.dtype_policy)
 
 
 class _Report(NamedTuple):
@@ -392,17 +419,17 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
     counts = strict.minds_missing or bool(owners)
     stored = checkpoint.manifest
     missing = {key for keys in (stored.tensors, stored.objects) for key in keys} - asked if counts else set[str]()
-    if strict is validation.StrictHandling.ASSUME_OK_UNEXPECTED:
+    if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
         requested_keys.check_whole(missing, owners, frozenset[str]().union(*(report.local for report in reports)))
     missing |= set[str]().union(*(report.plain_missing for report in reports))
-    validation.check_keys(strict, missing, unexpected)
+    requested_keys.check_keys(strict, missing, unexpected)
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
-    validation.raise_problems(mismatches, "asked for", MismatchError)
+    raise_problems(mismatches, "asked for", MismatchError)
     if request.validate_access_integrity:
         copies = any(report.has_slices for report in reports)  # each rank is filled, whoever else holds a copy
-        problems = validation.table_problems(table, "asked for", copies=copies)
-        problems += validation.object_problems([report.objects for report in reports], "asked for")
-        validation.raise_problems(problems, "asked for", ShardingError)
+        problems = table_problems(table, "asked for", copies=copies)
+        problems += object_problems([report.objects for report in reports], "asked for")
+        raise_problems(problems, "asked for", ShardingError)
     shares = view.shares([report.touched for report in reports])
     view.check_room(shares, [report.room for report in reports], block_bytes(checkpoint))
     threads = threads_of([report.cpus for report in reports])

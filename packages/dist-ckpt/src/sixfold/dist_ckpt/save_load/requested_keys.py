@@ -1,4 +1,4 @@
-"""What a load asks for against what is stored, besides the keys of records: parts of one object, plain values.
+"""What a load asks for against what is stored: keys of records, parts of one object, plain values.
 
     state dict of a load + common data --> requested_keys.py (this file) --> loading.py --> what ``strict`` says
 
@@ -10,16 +10,77 @@ rank, is an error where something else below that name is asked for. Another ``s
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from enum import Enum
 from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt.errors import MismatchError
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
+from sixfold.dist_ckpt.plans.shard_table import listed
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.factory import Merge
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
 
 _MOST_SHOWN = 4
+
+
+class StrictHandling(Enum):
+    """What a load does with keys that only one side knows.
+
+    *Unexpected* keys are asked for and not stored; *missing* keys are stored and asked for by no
+    rank (torch's words the other way round).
+    """
+
+    ASSUME_OK_UNEXPECTED = "assume_ok_unexpected"
+    LOG_UNEXPECTED = "log_unexpected"
+    LOG_ALL = "log_all"
+    RAISE_UNEXPECTED = "raise_unexpected"
+    RAISE_ALL = "raise_all"
+    RETURN_UNEXPECTED = "return_unexpected"
+    RETURN_ALL = "return_all"
+    IGNORE_ALL = "ignore_all"
+
+    @property
+    def raises_unexpected(self) -> bool:
+        """Unexpected keys are an error."""
+        return self.value in ("assume_ok_unexpected", "raise_unexpected", "raise_all")
+
+    @property
+    def logs(self) -> bool:
+        """Keys become a warning."""
+        return self.value.startswith("log")
+
+    @property
+    def returns(self) -> bool:
+        """``load`` returns (state, missing, unexpected)."""
+        return self.value.startswith("return")
+
+    @property
+    def minds_missing(self) -> bool:
+        """Missing keys count too."""
+        return self.value in ("log_all", "raise_all", "return_all")
+
+
+def parse_strict(strict: StrictHandling | str) -> StrictHandling:
+    """The enum of a value or its string."""
+    try:
+        return StrictHandling(strict)
+    except ValueError:
+        raise CheckpointError(f"strict is {strict!r}; it is one of {[mode.value for mode in StrictHandling]}") from None
+
+
+def check_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Iterable[str]) -> None:
+    """MismatchError that lists every key, if ``strict`` says that they are an error."""
+    stored, wrong = sorted(missing), sorted(unexpected) if strict.raises_unexpected else []
+    lines = [f"{key}: asked for, not in the checkpoint" for key in wrong]
+    if strict is StrictHandling.RAISE_ALL:
+        lines += [f"{key}: in the checkpoint, asked for by no rank" for key in stored]
+    if lines:
+        kinds = ["Unexpected keys (not found in the checkpoint)"] * bool(wrong)
+        kinds += ["Missing keys (asked for by no rank)"] * (len(lines) > len(wrong))
+        what = "1 key does not match" if len(lines) == 1 else f"{len(lines)} keys do not match"
+        remedy = "correct them, or leave them out by strict='log_unexpected'" if wrong else "ask for them too"
+        raise MismatchError(listed(f"{', '.join(kinds)}: {what} (strict={strict.value!r}); {remedy}", lines))
 
 
 def owners(state: Mapping[Any, Any], merges: Sequence[Merge], parts: tree.Split, common: Any) -> frozenset[str]:

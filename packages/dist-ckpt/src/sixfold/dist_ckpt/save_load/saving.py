@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,18 +19,24 @@ from typing import Any, NamedTuple
 import torch
 
 from sixfold.dist_ckpt.collectives import consistency, mesh_slices
-from sixfold.dist_ckpt.collectives.exchange import Exchange
+from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.formats import compact_manifest, metadata, weights_only
 from sixfold.dist_ckpt.formats import frame as frames
 from sixfold.dist_ckpt.formats.dcp_pickle import Index
 from sixfold.dist_ckpt.formats.integrity import FileDigest
-from sixfold.dist_ckpt.gc_pause import collection_paused
-from sixfold.dist_ckpt.plans import plan, validation
-from sixfold.dist_ckpt.plans.shard_table import Encoded, merge, tabulate
+from sixfold.dist_ckpt.interpreter import collection_paused
+from sixfold.dist_ckpt.plans import plan
+from sixfold.dist_ckpt.plans.shard_table import (
+    Encoded,
+    merge,
+    object_problems,
+    raise_problems,
+    table_problems,
+    tabulate,
+)
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.save_load import writer
-from sixfold.dist_ckpt.save_load.request import SaveRequest
 from sixfold.dist_ckpt.save_load.writer import RankContent, Written
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.records import (
@@ -42,12 +48,63 @@ from sixfold.dist_ckpt.state.records import (
     is_main_replica,
 )
 from sixfold.dist_ckpt.state.tensor_memory import check_readable, has_values
-from sixfold.dist_ckpt.storage.local import LocalStore
-from sixfold.dist_ckpt.storage.store import Content, Save, complete, pieces_of, write_small
+from sixfold.dist_ckpt.storage.local import LocalStore, store_at
+from sixfold.dist_ckpt.storage.store import Content, Save, Store, complete, pieces_of, write_small
+from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
 
 _CACHED_CHUNKS = 1 << 16  # of the last save
 _NO_TABLE = Encoded(b"", 0, b"")
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequest:
+    """The arguments of a call of ``save`` or ``async_save``, which ``serialization.save`` explains, and what they name.
+
+    Attributes:
+        store: opened. sharded, common: strategies that were looked up.
+        engine: what the built-in engine shall do; None: the strategies write by themselves (user_strategies.py).
+    Raises:
+        CheckpointError: what is wrong with any of it, on every rank.
+    """
+
+    sharded_state_dict: Mapping[Any, Any]
+    checkpoint_dir: Any
+    sharded_strategy: Any = None
+    common_strategy: Any = None
+    validate_access_integrity: bool = True
+    preprocess_common_before_consistancy_check: Callable[[dict[Any, Any]], Any] | None = None
+    content_metadata: dict[str, Any] | None = None
+    group: Group = field(kw_only=True)
+    timeout_s: float = field(kw_only=True)
+    if_exists: str = field(default="replace", kw_only=True)
+    check_finite: bool = field(default=False, kw_only=True)
+    metadata: str = field(default="torch", kw_only=True)
+    progress: Progress | None = field(default=None, kw_only=True)
+    store: Store = field(init=False)
+    sharded: base.SaveShardedStrategy = field(init=False)
+    common: base.SaveCommonStrategy = field(init=False)
+    engine: SaveEngine | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        with errors_to_all(self.group, self.timeout_s):
+            check_if_exists(self.if_exists)
+            if self.metadata not in ("torch", "compact"):
+                raise CheckpointError(
+                    f"metadata is {self.metadata!r}; it is 'torch' or 'compact' (no .metadata is written)"
+                )
+            sharded = base.find(base.StrategyAction.SAVE_SHARDED, self.sharded_strategy, ("torch_dist", 1))
+            common = base.find(base.StrategyAction.SAVE_COMMON, self.common_strategy, ("torch", 1))
+            engine = sharded.engine() if common.is_built_in else None
+            store = store_at(self.checkpoint_dir, self.timeout_s)
+            for name, value in {"store": store, "sharded": sharded, "common": common, "engine": engine}.items():
+                object.__setattr__(self, name, value)
+
+
+def check_if_exists(if_exists: str) -> None:
+    """CheckpointError for what is neither of the two words."""
+    if if_exists not in ("replace", "error"):
+        raise CheckpointError(f"if_exists is {if_exists!r}; it is 'replace' or 'error'")
 
 
 @dataclass(slots=True)
@@ -173,7 +230,7 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
             return Ticket(Save(save_id="", target=store.name), again=True)
         nothing = Save(save_id="", target=store.name)
         if asked := [report.copies for report in reports if report.copies is not None]:
-            validation.raise_problems(mesh_slices.slice_problems(asked), "saved", ShardingError)
+            raise_problems(mesh_slices.slice_problems(asked), "saved", ShardingError)
             return Ticket(nothing, again=True, owners=mesh_slices.owners(asked))
         try:
             cache = check_reports(reports, cache)
@@ -239,14 +296,14 @@ def check_reports(reports: list[_Report], cache: PlanCache | None) -> PlanCache:
     if cache is None:
         tables = [report.table for report in reports if report.table is not None]
         table = merge(tables)
-        problems = validation.table_problems(table, "saved")
+        problems = table_problems(table, "saved")
         cache = PlanCache([report.digest for report in reports], tables, table.keys)
     problems += consistency.replica_problems([report.samples for report in reports])
     objects = [report.objects for report in reports]
-    problems += validation.object_problems(objects, "saved")
+    problems += object_problems(objects, "saved")
     both = cache.keys & {cell.unique_key for cells in objects for cell in cells}
     problems += [f"{key}: a tensor and an object share this key" for key in sorted(both)]
-    validation.raise_problems(problems, "saved", ShardingError)
+    raise_problems(problems, "saved", ShardingError)
     return cache
 
 

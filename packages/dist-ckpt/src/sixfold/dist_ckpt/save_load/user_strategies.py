@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from sixfold.dist_ckpt.checkpoint.opening import Checkpoint
+from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, read_config
 from sixfold.dist_ckpt.collectives.exchange import errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.formats import integrity
@@ -27,9 +27,9 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.save_load import loading
 from sixfold.dist_ckpt.save_load.host_view import HostView
+from sixfold.dist_ckpt.save_load.loading import LoadRequest
 from sixfold.dist_ckpt.save_load.reader import copy_values
-from sixfold.dist_ckpt.save_load.request import LoadRequest, SaveRequest, read_config
-from sixfold.dist_ckpt.save_load.saving import Agreed, agree_on
+from sixfold.dist_ckpt.save_load.saving import Agreed, SaveRequest, agree_on
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.storage import local as storage

@@ -28,19 +28,17 @@ import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.formats import frame as frames
-from sixfold.dist_ckpt.formats.crc import crc32
-from sixfold.dist_ckpt.formats.integrity import FileDigest
+from sixfold.dist_ckpt.formats.integrity import FileDigest, crc32
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.interpreter import Pool
 from sixfold.dist_ckpt.plans.plan import Write, file_counts, total_bytes
 from sixfold.dist_ckpt.plans.shard_table import Encoded
 from sixfold.dist_ckpt.reused_memory import recycled
-from sixfold.dist_ckpt.save_load.chunk_sources import comparable
 from sixfold.dist_ckpt.state.records import ShardedTensor
-from sixfold.dist_ckpt.state.tensor_memory import is_plain
+from sixfold.dist_ckpt.state.tensor_memory import comparable, is_plain, tensor_bytes
 from sixfold.dist_ckpt.storage.store import Part, Save, Store, part_name
 from sixfold.dist_ckpt.storage.stream import PartFile
-from sixfold.dist_ckpt.storage.thread_pool import Pool
 
 COPY_BYTES = 1 << 22
 
@@ -231,13 +229,13 @@ class Copies:
         memory, loan = self._lent()
         copy = memory[: part.numel() * part.element_size()].view(part.dtype).view(part.shape)
         copy.copy_(part)
-        return frames.tensor_bytes(copy), loan
+        return tensor_bytes(copy), loan
 
     def of_bytes(self, address: int, nbytes: int) -> tuple[memoryview, object]:
         """What lies in memory, and the owner of the copy."""
         memory, loan = self._lent()
         ctypes.memmove(memory.data_ptr(), address, nbytes)
-        return frames.tensor_bytes(memory)[:nbytes], loan
+        return tensor_bytes(memory)[:nbytes], loan
 
     def _lent(self) -> tuple[torch.Tensor, object]:
         try:

@@ -11,10 +11,9 @@ from __future__ import annotations
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.box import Box
+from sixfold.dist_ckpt.state.tensor_memory import local_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -33,17 +32,6 @@ class Layout(NamedTuple):
     pairs: tuple[tuple[Box, Box], ...]
     replica: tuple[int, ...]
     is_on_slice: bool = False
-
-
-def is_dtensor(leaf: object) -> bool:
-    """Whether a leaf is a DTensor; never imports torch.distributed.tensor."""
-    return hasattr(leaf, "_local_tensor") and hasattr(leaf, "placements") and hasattr(leaf, "device_mesh")
-
-
-def local_of(dtensor: DTensor) -> torch.Tensor:
-    """The local tensor itself, the same object at each call, not the view that ``to_local`` makes."""
-    local: torch.Tensor = dtensor._local_tensor
-    return local
 
 
 def layout_of(key: str, dtensor: DTensor) -> Layout | None:

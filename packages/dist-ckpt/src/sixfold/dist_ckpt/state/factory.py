@@ -16,13 +16,13 @@ from sixfold.dist_ckpt.dict_utils import dict_list_map_inplace
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.integers import ReplicaId
 from sixfold.dist_ckpt.state import plain_types, tree
-from sixfold.dist_ckpt.state.dtensor import is_dtensor
 from sixfold.dist_ckpt.state.records import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
     ShardedTensor,
 )
+from sixfold.dist_ckpt.state.tensor_memory import is_dtensor
 
 
 @dataclass(eq=False)

@@ -27,9 +27,8 @@ from torch.autograd.graph import increment_version
 
 from sixfold.dist_ckpt.errors import MismatchError, ShardingError
 from sixfold.dist_ckpt.state import tree
-from sixfold.dist_ckpt.state.dtensor import is_dtensor
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
-from sixfold.dist_ckpt.state.tensor_memory import check_writable, has_values
+from sixfold.dist_ckpt.state.tensor_memory import check_writable, has_values, is_dtensor
 
 _MOST_SHOWN = 10
 _log = logging.getLogger("sixfold.dist_ckpt")

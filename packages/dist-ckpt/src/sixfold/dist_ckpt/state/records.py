@@ -19,8 +19,8 @@ import torch
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.box import Box, describe, range_boxes
 from sixfold.dist_ckpt.geometry.integers import ReplicaId, flat_range, int_tuple, integer, on_grid, replica
-from sixfold.dist_ckpt.state.dtensor import layout_of, local_of
-from sixfold.dist_ckpt.state.tensor_memory import check_readable
+from sixfold.dist_ckpt.state.dtensor import layout_of
+from sixfold.dist_ckpt.state.tensor_memory import check_readable, local_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

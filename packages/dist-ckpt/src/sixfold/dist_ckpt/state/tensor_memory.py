@@ -8,9 +8,15 @@ nowhere, or somewhere else: copying from its address saves garbage, and copying 
 
 from __future__ import annotations
 
+import ctypes
+from typing import TYPE_CHECKING
+
 import torch
 
 from sixfold.dist_ckpt.errors import ShardingError
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -18,6 +24,28 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether the memory of a tensor, on whatever device, is its values in row-major order."""
     return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def is_dtensor(leaf: object) -> bool:
+    """Whether a leaf is a DTensor; never imports torch.distributed.tensor."""
+    return hasattr(leaf, "_local_tensor") and hasattr(leaf, "placements") and hasattr(leaf, "device_mesh")
+
+
+def local_of(dtensor: DTensor) -> torch.Tensor:
+    """The local tensor itself, the same object at each call, not the view that ``to_local`` makes."""
+    local: torch.Tensor = dtensor._local_tensor
+    return local
+
+
+def tensor_bytes(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, which lives as long as any view of this."""
+    assert tensor.is_contiguous() and tensor.device.type == "cpu", f"{tensor.device}, strides {tensor.stride()}"
+    nbytes = tensor.numel() * tensor.element_size()
+    if not nbytes:
+        return memoryview(b"")
+    memory = (ctypes.c_char * nbytes).from_address(tensor.data_ptr())
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")
 
 
 def check_readable(name: object, tensor: torch.Tensor) -> None:
@@ -86,3 +114,8 @@ def check_writable(name: object, tensor: torch.Tensor) -> None:
                     "in one place, so that a load cannot fill it; pass a tensor of its own, such as .clone()"
                 )
             reach += (length - 1) * stride
+
+
+def comparable(tensor: torch.Tensor) -> torch.Tensor:
+    """float8 types have few kernels; float32 holds each of their values."""
+    return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor

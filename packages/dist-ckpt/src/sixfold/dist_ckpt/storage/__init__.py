@@ -1,4 +1,4 @@
 """Where bytes lie: a local folder, a URL, memory, a store of a user's own; each commits in one act.
 
-From outside: by_pointer, frame_file, local, memory, paths, range_reads, store, store_at, stream, thread_pool, url.
+From outside: by_pointer, frame_file, local, memory, range_reads, store, stream, url.
 """

@@ -33,8 +33,7 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, StorageError
-from sixfold.dist_ckpt.formats.crc import crc32
-from sixfold.dist_ckpt.formats.integrity import FILE_NAME, FileDigest, digest_of
+from sixfold.dist_ckpt.formats.integrity import FILE_NAME, FileDigest, crc32, digest_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.storage.store import (
     FOLDER,

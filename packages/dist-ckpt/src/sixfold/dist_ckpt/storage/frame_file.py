@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 
 from sixfold.dist_ckpt.formats import frame
-from sixfold.dist_ckpt.formats.crc import join_pieces
-from sixfold.dist_ckpt.formats.integrity import FileDigest
+from sixfold.dist_ckpt.formats.integrity import FileDigest, join_pieces
+from sixfold.dist_ckpt.interpreter import Pool
 from sixfold.dist_ckpt.storage.stream import GATHER_BYTES, PartFile, hashed
-from sixfold.dist_ckpt.storage.thread_pool import Pool
 
 _RESERVE_BYTES = 1 << 22  # files below are written without threads and without asking for space first
 _SYNC_BYTES = 1 << 26  # of a file that are waited for at once

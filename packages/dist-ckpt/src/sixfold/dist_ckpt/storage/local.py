@@ -1,5 +1,6 @@
 """Local folders: staging, writing, commit. The only file that changes what others see on a disk.
 
+    str, PathLike --> located (this file) --> a local Path, or a URL as text --> store_at (this file) --> its store
     frames --> frame_file.py --> staging folder --> commit (this file) --> the checkpoint
 
 [Note: old or new, never both] A checkpoint is written into a folder in the sibling ``.<name>.tmp-<save_id>`` and moved
@@ -13,6 +14,11 @@ this process may.
 
 [Note: one level deeper] Trainers find their steps by names that hold ``step-7`` and a ``.metadata`` within. The sibling
 has such a name, so the files lie in a folder inside it until they are moved into place.
+
+[Note: what is no place] A URL that has gone through ``Path`` has lost a slash (``memory:/run``), a ``~`` is the shell's
+to expand, ``""`` would be the working folder. Each of them names a local folder that nobody meant: a save would make
+``./memory:`` or ``./~`` and return, and a resume would find no checkpoint and begin from zero. They are refused
+before anything is looked at. Who means a local folder of such a name writes it from its root.
 """
 
 from __future__ import annotations
@@ -29,10 +35,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError, UnsafeError
 from sixfold.dist_ckpt.formats.integrity import FILE_NAME, BlockHasher, FileDigest, decode
-from sixfold.dist_ckpt.storage import paths
+from sixfold.dist_ckpt.interpreter import Pool
+from sixfold.dist_ckpt.storage.by_pointer import ByPointer
 from sixfold.dist_ckpt.storage.frame_file import FrameFile, libc
 from sixfold.dist_ckpt.storage.store import (
     POINTER,
@@ -45,13 +53,16 @@ from sixfold.dist_ckpt.storage.store import (
     overtaken,
     pieces_of,
 )
-from sixfold.dist_ckpt.storage.thread_pool import Pool
+from sixfold.dist_ckpt.storage.url import UrlStore, joined
 
 INNER = "checkpoint"  # see [Note: one level deeper]
 ENDS = r"[0-9a-f]{16}(?:(?:-gone)+|[a-z0-9_]{8})?"  # of the names of ``siblings``
 _MOUNTS = Path("/proc/self/mountinfo")
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTSUP)
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*://")
+_CUT_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.:-]*:/")
+_LOCAL = ("file://", "local://")
 
 
 @dataclass(frozen=True)
@@ -69,8 +80,8 @@ class LocalStore(Store):
 
     @classmethod
     def at(cls, place: Path) -> LocalStore:
-        """The store of a path as a user wrote it. StorageError: as ``paths.resolved``."""
-        return cls(paths.resolved(place))
+        """The store of a path as a user wrote it. StorageError: as ``resolved``."""
+        return cls(resolved(place))
 
     @property
     def name(self) -> str:
@@ -179,6 +190,95 @@ class LocalStore(Store):
             if is_gone or (isinstance(error, OSError) and error.errno in (errno.ENOTEMPTY, errno.EEXIST)):
                 raise overtaken(self.path) from error
             raise
+
+
+def store_at(place: Any, timeout_s: float | None = None) -> Store:
+    """The store of a checkpoint.
+
+    Args:
+        place: a str, a Path, or a Store, which is returned as it is.
+        timeout_s: how long a store behind a URL is asked again after an error that passes; None: 10 s.
+    Raises:
+        CheckpointError: none of these, or a form of [Note: what is no place].
+        StorageError: a path whose links lead in a circle.
+    """
+    if isinstance(place, type) and issubclass(place, ByPointer | LocalStore):
+        raise CheckpointError(f"checkpoint_dir is the class {place.__name__}; make a store of it")
+    if isinstance(place, Store):
+        return place
+    found = located(place)
+    return UrlStore(found, timeout_s) if isinstance(found, str) else LocalStore.at(found)
+
+
+def located(place: Any, name: str = "checkpoint_dir") -> Path | str:
+    """A local path as a Path, ``file://`` taken off; any other URL as text without slashes at its end.
+
+    Args:
+        name: what the caller calls it.
+    Raises:
+        CheckpointError: neither a str nor a path, or a form of [Note: what is no place].
+    """
+    text = os.fspath(place) if isinstance(place, str | os.PathLike) else place
+    if not isinstance(text, str):
+        raise CheckpointError(f"{name} is {place!r}; it is a str or a Path{_or_a_store(place)}")
+    if "\0" in text:
+        raise CheckpointError(f"{text!r} is no path: it holds a zero byte")
+    if text.startswith(_LOCAL):
+        text = text.partition("://")[2]
+        if not text.startswith("/"):
+            raise CheckpointError(f"{name} is {place!r}; behind file:// stands a path from the root: file:///data/run")
+    elif _URL.match(text):
+        return text if text.endswith("://") else text.rstrip("/")
+    if _CUT_URL.match(text):
+        raise CheckpointError(
+            f"{name} is {place!r}: a URL with one slash, as Path('s3://bucket/run') makes it; pass URLs as str with "
+            "'://', and a local folder of this name by its path from the root"
+        )
+    if text.partition("/")[0].startswith("~"):
+        raise CheckpointError(f"{name} is {place!r}; '~' is not expanded here: pass os.path.expanduser({text!r})")
+    if not text:
+        raise CheckpointError(f"{name} is {place!r}; name a folder, '.' for the working one")
+    return Path(text)
+
+
+def _or_a_store(place: Any) -> str:
+    """What an object lacks that seems to be meant as a store."""
+    methods = ("name", "list_files", "read", "create", "delete")
+    lacking = [method for method in methods if not hasattr(place, method)]
+    if len(lacking) == len(methods):
+        return ", or a store (stores.ByPointer)"
+    text = f"has no {', '.join(lacking)}" if lacking else "does not derive from it"
+    return f", or a store, which derives from stores.ByPointer; {type(place).__name__} {text}"
+
+
+def local_path(place: Any, what: str) -> Path:
+    """A local path.
+
+    Raises:
+        CheckpointError: as ``located``; or a URL or a store, with ``what`` as the remedy.
+    """
+    is_store = hasattr(place, "list_files") and hasattr(place, "commit")
+    found: Path | str = place.local_folder or place.name if is_store else located(place)
+    if isinstance(found, str):
+        raise CheckpointError(f"{found}: {what}")
+    return found
+
+
+def resolved(place: Path) -> Path:
+    """From the root and without links.
+
+    Raises:
+        StorageError: links that lead in a circle; the working folder of this process is gone.
+    """
+    try:
+        return place.resolve()
+    except (OSError, RuntimeError) as error:
+        raise StorageError(f"{place}: {error}", getattr(error, "errno", None)) from error
+
+
+def child(root: Path | str, name: str) -> Path | str:
+    """``root/name`` for what ``located`` gave."""
+    return root / name if isinstance(root, Path) else joined(root, name)
 
 
 def write_file(folder: Path, name: str, data: Content, is_synced: bool = True) -> FileDigest:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import NoReturn
 
 from sixfold.dist_ckpt.errors import StorageError
-from sixfold.dist_ckpt.formats.crc import crc32
+from sixfold.dist_ckpt.formats.integrity import crc32
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
 from sixfold.dist_ckpt.storage.stream import Sink
 

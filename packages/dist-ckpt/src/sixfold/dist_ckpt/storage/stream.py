@@ -19,8 +19,7 @@ from typing import Protocol
 import torch
 
 from sixfold.dist_ckpt.formats import frame
-from sixfold.dist_ckpt.formats.crc import Piece, crc32, join_pieces
-from sixfold.dist_ckpt.formats.integrity import BlockHasher, FileDigest, cut_at_blocks
+from sixfold.dist_ckpt.formats.integrity import BlockHasher, FileDigest, Piece, crc32, cut_at_blocks, join_pieces
 
 GATHER_BYTES = 1 << 20
 

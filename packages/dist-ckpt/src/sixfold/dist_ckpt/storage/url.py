@@ -23,7 +23,6 @@ from typing import Any, Self, TypeVar
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.formats.integrity import FileDigest
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
-from sixfold.dist_ckpt.storage import paths
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
 from sixfold.dist_ckpt.storage.range_reads import AT_ONCE, in_flight, stall_s
 from sixfold.dist_ckpt.storage.stream import PartFile, Sink
@@ -58,6 +57,11 @@ def is_known(url: str) -> bool:
         return False
     known = set(fsspec.available_protocols())
     return all(part.partition("://")[0] in known for part in url.split("::"))
+
+
+def joined(url: str, name: str) -> str:
+    """A URL of what lies below another."""
+    return f"{url}{name}" if url.endswith("/") else f"{url}/{name}"
 
 
 class UrlStore(ByPointer, tells=True):
@@ -155,7 +159,7 @@ class UrlStore(ByPointer, tells=True):
     def child(self, folder: str) -> ByPointer:
         if "::" in self._url:
             return super().child(folder)
-        return UrlStore(str(paths.child(self._url, folder)), self._timeout_s, self._options)
+        return UrlStore(joined(self._url, folder), self._timeout_s, self._options)
 
     def create_new(self, name: str, data: bytes) -> bool:
         """In one act where the client has it (S3, Google Cloud Storage); else by looking first."""

@@ -17,12 +17,11 @@ from sixfold.dist_ckpt.collectives.exchange import Exchange, Group
 from sixfold.dist_ckpt.dict_utils import dict_list_map_outplace
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.save_load import loading, saving
-from sixfold.dist_ckpt.save_load.request import LoadRequest
+from sixfold.dist_ckpt.save_load.loading import LoadRequest
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.storage import paths
+from sixfold.dist_ckpt.storage.local import local_path, store_at
 from sixfold.dist_ckpt.storage.store import is_checkpoint_file
-from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.async_utils import AsyncRequest
 from sixfold.dist_ckpt.strategies.base import LoadEngine, SaveEngine
@@ -86,7 +85,7 @@ class TorchDistSaveShardedStrategy(base.AsyncSaveShardedStrategy):
         return AsyncRequest(share.write, (), [share.index])
 
     def _share(self, state: dict[Any, Any], checkpoint_dir: Path) -> saving.Share:
-        folder = paths.local(checkpoint_dir, "a strategy writes into a folder; dist_ckpt.save takes URLs")
+        folder = local_path(checkpoint_dir, "a strategy writes into a folder; dist_ckpt.save takes URLs")
         return saving.share_of_records(state, folder, Exchange(self._group, self._timeout_s))
 
 

@@ -18,10 +18,10 @@ import torch
 
 from sixfold.dist_ckpt.checkpoint import zarr_folder
 from sixfold.dist_ckpt.errors import MismatchError, ShardingError
-from sixfold.dist_ckpt.formats.frame import tensor_bytes
 from sixfold.dist_ckpt.geometry.box import Ints
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedTensor, is_main_replica
+from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 from sixfold.dist_ckpt.strategies.base import SaveShardedStrategy
 from sixfold.dist_ckpt.strategies.common import inside
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy

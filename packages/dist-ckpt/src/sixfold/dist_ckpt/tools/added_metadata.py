@@ -29,8 +29,8 @@ from sixfold.dist_ckpt.formats.integrity import FileDigest, Integrity
 from sixfold.dist_ckpt.serialization import with_local_view
 from sixfold.dist_ckpt.storage import local as storage
 from sixfold.dist_ckpt.storage.by_pointer import TAIL_BYTES, visible
+from sixfold.dist_ckpt.storage.local import store_at
 from sixfold.dist_ckpt.storage.store import Save, Store
-from sixfold.dist_ckpt.storage.store_at import store_at
 
 _HIDDEN = ".metadata.tmp"  # a name that saves of any version know as a checkpoint's
 

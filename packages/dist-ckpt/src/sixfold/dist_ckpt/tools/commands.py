@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 from sixfold.dist_ckpt.checkpoint import safetensors_folder
+from sixfold.dist_ckpt.checkpoint.opening import read_config
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.save_load.chunk_sources import comparable
-from sixfold.dist_ckpt.save_load.request import read_config
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.dcp_names import PlainObject
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
-from sixfold.dist_ckpt.storage import paths
+from sixfold.dist_ckpt.state.tensor_memory import comparable
 from sixfold.dist_ckpt.storage.by_pointer import folders
+from sixfold.dist_ckpt.storage.local import local_path, located
 from sixfold.dist_ckpt.storage.store import Store
 from sixfold.dist_ckpt.tools import conversion, damage_check, stored_values
 from sixfold.dist_ckpt.tools.stored_values import equal, nbytes_of
@@ -132,9 +132,9 @@ def convert(
     if max_shard_bytes is not None and to != "safetensors":
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes} and to is {to!r}; it goes with 'safetensors'")
     if not isinstance(dst, Store):
-        paths.located(dst, "dst")
+        located(dst, "dst")
     if to != "torch_dist":
-        paths.local(dst, f"{to} is written into a local folder; upload it")
+        local_path(dst, f"{to} is written into a local folder; upload it")
     with damage_check.opened(src, whole=True) as source:
         wanted, objects = stored_values.listed(source, keys)
         plain = stored_values.plain_tensors(source, keys, wanted) if to == "safetensors" else {}

@@ -25,22 +25,19 @@ from typing import Any, NamedTuple
 import torch
 
 from sixfold.dist_ckpt import serialization
-from sixfold.dist_ckpt.checkpoint.opening import Checkpoint
+from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, read_config
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, typed
-from sixfold.dist_ckpt.formats.frame import tensor_bytes
 from sixfold.dist_ckpt.formats.safetensors import INDEX_NAME, NAMES
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.plans.plan import Read
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.save_load.chunk_sources import Sources
-from sixfold.dist_ckpt.save_load.request import read_config
+from sixfold.dist_ckpt.save_load.reader import Sources
 from sixfold.dist_ckpt.state.dcp_names import PlainObject
 from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 from sixfold.dist_ckpt.storage import local as storage
-from sixfold.dist_ckpt.storage import paths
-from sixfold.dist_ckpt.storage.local import LocalStore
+from sixfold.dist_ckpt.storage.local import LocalStore, store_at
 from sixfold.dist_ckpt.storage.store import Store
-from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.strategies.base import owns_file
 from sixfold.dist_ckpt.tools import damage_check, stored_values
 from sixfold.dist_ckpt.tools.stored_values import nbytes_of
@@ -150,7 +147,7 @@ def remove_sharded_tensors(
     Raises:
         CheckpointError: as ``load`` and ``save``; then the folder is as it was.
     """
-    folder = paths.local(checkpoint_dir, "tensors are removed in a local folder; download and upload it")
+    folder = storage.local_path(checkpoint_dir, "tensors are removed in a local folder; download and upload it")
     with damage_check.opened(folder) as source:
         tensors, objects = stored_values.listed(source)
         kept = {key: record for key, record in tensors.items() if not key.startswith(key_prefix)}
@@ -184,7 +181,7 @@ def to_safetensors(
 ) -> tuple[str, list[str]]:
     """See ``tools.convert``. Returns the target and the names of its files. ``plain``: those of common data."""
     tensors = {**{key: _whole(key, value) for key, value in plain.items()}, **tensors}
-    store = LocalStore(paths.local(destination, "safetensors are written into a local folder").resolve())
+    store = LocalStore(storage.local_path(destination, "safetensors are written into a local folder").resolve())
     files, given = plan_files(tensors, max_shard_bytes), plain
     nbytes = sum(map(nbytes_of, tensors.values()))
     meter = Meter(progress, lambda: nbytes)

@@ -13,17 +13,16 @@ from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.checkpoint import safetensors_folder
-from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, inner, open_checkpoint
+from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, inner, open_checkpoint, read_config
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, StorageError, UnsafeError, at, typed
 from sixfold.dist_ckpt.formats import compact_manifest, frame, integrity, metadata
 from sixfold.dist_ckpt.formats.integrity import Integrity
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.mirror.local_view import viewed
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.save_load.request import read_config
 from sixfold.dist_ckpt.storage import local as storage
+from sixfold.dist_ckpt.storage.local import store_at
 from sixfold.dist_ckpt.storage.store import FOLDER, POINTER, Store, is_checkpoint_file
-from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.tools import stored_values
 
 Problem = dict[str, Any]

@@ -21,10 +21,10 @@ import torch
 from sixfold.dist_ckpt.collectives import consistency
 from sixfold.dist_ckpt.collectives.exchange import Exchange
 from sixfold.dist_ckpt.errors import ShardingError
-from sixfold.dist_ckpt.formats.crc import crc32
+from sixfold.dist_ckpt.formats.integrity import crc32
 from sixfold.dist_ckpt.state import factory, tree
-from sixfold.dist_ckpt.state.dtensor import is_dtensor, layout_of, local_of
-from sixfold.dist_ckpt.state.tensor_memory import has_values
+from sixfold.dist_ckpt.state.dtensor import layout_of
+from sixfold.dist_ckpt.state.tensor_memory import has_values, is_dtensor, local_of
 
 _TIMEOUT_S, _MOST_SHOWN, _MOST_SHARDS = 600.0, 10, 64
 _Alike = dict[str, tuple[tuple[int, ...], int]]

@@ -25,9 +25,9 @@ from sixfold.dist_ckpt.errors import CorruptError, ShardingError
 from sixfold.dist_ckpt.formats import unpickle
 from sixfold.dist_ckpt.formats.dcp_pickle import Index
 from sixfold.dist_ckpt.formats.unpickle import Node
-from sixfold.dist_ckpt.gc_pause import collection_paused
 from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored, StoredChunk, StoredTensor
+from sixfold.dist_ckpt.interpreter import collection_paused
 
 _MOST_DEPTH = 64  # of a path of planner_data
 _MOST_PLACES = 1 << 24  # of all lists that the paths of planner_data stand for, together

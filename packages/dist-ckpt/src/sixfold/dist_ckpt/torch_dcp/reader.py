@@ -37,21 +37,21 @@ from torch.futures import Future
 from sixfold.dist_ckpt.checkpoint.opening import VERIFY_MODES, Checkpoint
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError, at, typed
 from sixfold.dist_ckpt.formats.integrity import Block, Span
-from sixfold.dist_ckpt.gc_pause import collection_paused
 from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Stored
+from sixfold.dist_ckpt.interpreter import collection_paused
 from sixfold.dist_ckpt.mirror.leases import Host, this_host
 from sixfold.dist_ckpt.mirror.mirror import Mirror
 from sixfold.dist_ckpt.plans import plan as plans
-from sixfold.dist_ckpt.plans.validation import raise_problems
+from sixfold.dist_ckpt.plans.shard_table import raise_problems
 from sixfold.dist_ckpt.save_load import loading
 from sixfold.dist_ckpt.save_load import reader as engine
 from sixfold.dist_ckpt.save_load.host_view import HostView, Shares, block_bytes
 from sixfold.dist_ckpt.state.in_place import fresh_like, raise_versions, same_bits, two_values
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import check_writable
+from sixfold.dist_ckpt.storage.local import store_at
 from sixfold.dist_ckpt.storage.store import Store
-from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.torch_dcp import metadata as dcp_metadata
 from sixfold.dist_ckpt.torch_dcp.writer import Place, is_place
 

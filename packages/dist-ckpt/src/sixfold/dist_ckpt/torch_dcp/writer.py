@@ -39,16 +39,15 @@ from sixfold.dist_ckpt.errors import CheckpointError, ShardingError, typed
 from sixfold.dist_ckpt.formats import compact_manifest, weights_only
 from sixfold.dist_ckpt.formats import metadata as schema
 from sixfold.dist_ckpt.formats.integrity import FileDigest
-from sixfold.dist_ckpt.gc_pause import collection_paused
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.interpreter import collection_paused
 from sixfold.dist_ckpt.plans.plan import Write, file_counts
 from sixfold.dist_ckpt.save_load import writer
-from sixfold.dist_ckpt.save_load.request import check_if_exists
+from sixfold.dist_ckpt.save_load.saving import check_if_exists
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import check_readable
-from sixfold.dist_ckpt.storage import paths
+from sixfold.dist_ckpt.storage.local import located, store_at
 from sixfold.dist_ckpt.storage.store import Content, Part, Save, Store, complete, part_name
-from sixfold.dist_ckpt.storage.store_at import store_at
 from sixfold.dist_ckpt.storage.stream import PartFile
 from sixfold.dist_ckpt.storage.url import is_known
 from sixfold.dist_ckpt.torch_dcp import metadata as dcp_metadata
@@ -356,7 +355,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
 def is_place(checkpoint_id: str | os.PathLike[str]) -> bool:
     """Whether this names the place of a checkpoint: a path, or a URL of a protocol that fsspec knows."""
     try:
-        place = paths.located(checkpoint_id, "checkpoint_id")
+        place = located(checkpoint_id, "checkpoint_id")
     except CheckpointError:
         return False
     return isinstance(place, Path) or is_known(place)

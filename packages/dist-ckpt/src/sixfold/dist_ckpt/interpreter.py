@@ -1,13 +1,32 @@
-"""Threads of saves and loads that also work while the interpreter ends.
+"""What the interpreter does besides: its garbage collector pauses, its pools of threads work until it has ended.
 
+objects by the million --> collection_paused (this file) --> saving.py, loading.py, metadata.py, reader.py
 work --> Pool (this file) --> threads, or the caller where none are given any more --> frame_file.py, reader.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """No garbage is collected inside, by no thread; short work only.
+
+    A plan of 8,000 tensors makes enough objects for several full collections, each of which walks through
+    all that torch has imported: more time than the plan itself.
+    """
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 class Pool(ThreadPoolExecutor):

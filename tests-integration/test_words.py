@@ -1,5 +1,6 @@
 """A page is understood at the first reading: short sentences, short lines, plain turns of phrase."""
 
+import re
 import tomllib
 
 import prose
@@ -8,8 +9,12 @@ from repository_helpers import PACKAGES, ROOT
 
 MOST_README_LINES, MOST_README_COLUMNS = 150, 100
 MOST_PAGE_LINES = 220
+MOST_LINES_OF_DECISIONS = 400  # of a page with a package's; of one of them, and of a line:
+MOST_DECISION_LINES, MOST_DECISION_COLUMNS = 6, 110
+DECISION = re.compile(r"## \S.* \((?:20\d\d-\d\d-\d\d, changed )?(20\d\d-\d\d-\d\d)\)")
 LATER = tomllib.loads((ROOT / "tests-integration/words.toml").read_text())
 READMES = [ROOT / "README.md", *(package.folder / "README.md" for package in PACKAGES)]
+DECISIONS = sorted((ROOT / "docs/decisions").glob("[a-z]*.md"))
 FOLDERS = ("start", "do", "move", "understand", "guide")
 PAGES = [
     *READMES,
@@ -20,6 +25,7 @@ PAGES = [
     ROOT / "benchmarks/README.md",
     *(path for folder in FOLDERS for path in sorted((ROOT / "docs" / folder).glob("*.md"))),
     *(ROOT / f"docs/design/{package.name}.md" for package in PACKAGES),
+    *DECISIONS,
 ]
 
 
@@ -46,12 +52,29 @@ def test_a_page_and_its_lines_are_short(page):
     if page in READMES:
         faults += [f"line {at}: {len(line)}" for at, line in enumerate(lines, 1) if len(line) > MOST_README_COLUMNS]
     most = MOST_README_LINES if page in READMES else MOST_PAGE_LINES
+    most = MOST_LINES_OF_DECISIONS if page in DECISIONS else most
     if len(lines) > most:
         faults.append(f"{len(lines)} lines; at most {most}")
     if name(page) in LATER["lines"]:
         assert faults, f"{name(page)} is short now: take it out of tests-integration/words.toml"
         pytest.skip("not rewritten yet: tests-integration/words.toml")
     assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize("page", DECISIONS, ids=name)
+def test_decisions_are_short_and_dated_and_the_newest_comes_first(page):
+    _, *entries = re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)
+    faults, dates = [], []
+    for heading, *lines in map(str.splitlines, entries):
+        said = [line for line in lines if line]
+        if not (dated := DECISION.fullmatch(heading)):
+            faults.append(f"{heading}: it ends with (date) or (date, changed date)")
+        elif not 0 < len(said) <= MOST_DECISION_LINES or max(map(len, said)) > MOST_DECISION_COLUMNS:
+            faults.append(f"{heading}: {len(said)} lines, at most {MOST_DECISION_LINES} of {MOST_DECISION_COLUMNS}")
+        else:
+            dates.append(dated.group(1))
+    assert not faults, "\n".join(faults)
+    assert dates == sorted(dates, reverse=True), f"not the newest first: {dates}"
 
 
 def test_every_page_of_the_list_is_a_page():

@@ -1,4 +1,4 @@
-"""The gallery shows the schedules as they are."""
+"""The pictures of schedules, of a pair and of a blend show what the packages compute."""
 
 import subprocess
 import sys
@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-TOOL = Path(__file__).parents[1] / "tools" / "pipeline_gallery.py"
+TOOLS = Path(__file__).parents[1] / "tools"
 
 
 @pytest.mark.slow
-def test_the_gallery_is_current():
-    done = subprocess.run([sys.executable, str(TOOL)], capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize("tool", ["pipeline_gallery.py", "data_pictures.py"])
+def test_the_pictures_are_current(tool):
+    done = subprocess.run([sys.executable, str(TOOLS / tool)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

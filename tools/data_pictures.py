@@ -56,14 +56,21 @@ def pair() -> str:
     with tempfile.TemporaryDirectory() as folder:
         with IndexedDatasetBuilder(f"{folder}/verses.bin", np.uint16) as builder:
             for sequences in documents:
-                builder.add_document(sum(sequences, []), lengths=[len(one) for one in sequences])
+                builder.add_document(
+                    [one for sequence in sequences for one in sequence], lengths=[len(one) for one in sequences]
+                )
         dataset = IndexedDataset(f"{folder}/verses")
         owner_S = np.repeat(np.arange(len(documents)), np.diff(dataset.document_indices)).tolist()
         ids, lengths = dataset.tokens, dataset.sequence_lengths.tolist()
-        rows = [
+        rows: list[tuple[str, list[int], list[int | None], str]] = [
             ("sequence lengths", lengths, owner_S, "tokens of each sequence"),
             ("sequence pointers", dataset.sequence_pointers.tolist(), owner_S, "first byte of each sequence in .bin"),
-            ("document indices", dataset.document_indices.tolist(), [0, 1, 2, None], "first sequence of each document, then the end"),
+            (
+                "document indices",
+                dataset.document_indices.tolist(),
+                [0, 1, 2, None],
+                "first sequence of each document, then the end",
+            ),
         ]
     left, parts, y = 170, [], 6
     parts += [words(left, y, "document 0", quiet=True), words(left + 5 * CELL, y, "document 1", quiet=True)]
@@ -90,9 +97,7 @@ def order() -> str:
     first, second = (0.5, 0.3, 0.2), (0.25, 0.75)
     change = BlendChange(at=at, blend=(["wiki", "math"], list(second)))
     config = GPTDatasetConfig(random_seed=1, sequence_length=8, changes=[change])
-    parts_of = [
-        GPTDataset(ListSource([[1] * 9] * 400), name, range(400), 0, Split.train, config) for name in names
-    ]
+    parts_of = [GPTDataset(ListSource([[1] * 9] * 400), name, range(400), 0, Split.train, config) for name in names]
     blend = BlendedDataset(parts_of, list(first), 2 * at, config)
     dataset_P = blend.locate(np.arange(2 * at))[0].tolist()
     left, y, drawn = 92, 6, []

@@ -1,4 +1,4 @@
-"""Of how many neighbourhoods a sample is made, under both shuffles: the figure of README and guide.
+"""From how many neighbourhoods of a file a sample comes, under both shuffles: docs/guide/blending-document-shuffle.md.
 
     python packages/blending/benchmarks/neighbours.py [--documents 1000000] [--tokens 500] [--sequence-length 8192]
 

@@ -1,4 +1,4 @@
-"""The loader that the README gives for accelerate, by accelerate's own preparation of it for each process."""
+"""The loader of docs/guide/blending-loading.md for accelerate, as accelerate itself prepares it in each process."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ loaders = pytest.importorskip("accelerate.data_loader", reason="needs accelerate
 
 @pytest.mark.parametrize("processes", [1, 3])
 def test_accelerate_gives_each_process_its_batches_of_a_batch_sampler_from_its_begin_on(processes):
-    """As the README says it: ``batch_sampler=``, with rank and ranks left out. 72 samples fill 18 batches."""
+    """As the guide says it: ``batch_sampler=``, with rank and ranks left out. 72 samples fill 18 batches."""
     from sixfold.blending.torch import PositionSampler
 
     stream = blend({"a": numbered([50] * 9), "b": numbered([33] * 9)}, [1, 2], size=74)

@@ -149,7 +149,7 @@ def test_group_sums_are_sums_and_wrong_arguments_raise():
 
 
 def test_a_sample_is_made_of_documents_from_everywhere_and_in_blocks_of_neighbours():
-    """What the README says with figures, in small: 20,000 documents, 30 to a sample."""
+    """What docs/guide/blending-document-shuffle.md says with figures, in small: 20,000 documents, 30 to a sample."""
     held = source([30] * 20_000)
     spread = {}
     for kind in ("block", "global"):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -62,7 +63,7 @@ def pair() -> str:
         dataset = IndexedDataset(f"{folder}/verses")
         owner_S = np.repeat(np.arange(len(documents)), np.diff(dataset.document_indices)).tolist()
         ids, lengths = dataset.tokens, dataset.sequence_lengths.tolist()
-        rows: list[tuple[str, list[int], list[int | None], str]] = [
+        rows: list[tuple[str, list[int], Sequence[int | None], str]] = [
             ("sequence lengths", lengths, owner_S, "tokens of each sequence"),
             ("sequence pointers", dataset.sequence_pointers.tolist(), owner_S, "first byte of each sequence in .bin"),
             (

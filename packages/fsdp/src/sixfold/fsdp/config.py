@@ -17,7 +17,7 @@ from sixfold.fsdp.strategy import ShardingStrategy, one_of
 
 __all__ = ["BufferConfig", "MixedPrecision", "ShardingStrategy", "one_of"]
 
-MERGE_BYTES = 4 << 20  # of single layers that are merged unasked; docs/decisions/2026-11-26-fsdp-small-units.md
+MERGE_BYTES = 4 << 20  # of single layers that are merged unasked; docs/decisions/fsdp.md
 
 
 @dataclass(frozen=True, kw_only=True)

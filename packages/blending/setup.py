@@ -3,7 +3,7 @@
     native/*.c, native/*.h --> setup.py (this file) --> sixfold/blending/_native.abi3.so
 
 It is optional: where no compiler is, the installation goes through without it and numpy does the same
-(docs/decisions/2026-11-20-blending-native.md). For work on the sources: ``python setup.py build_ext --inplace``.
+(docs/decisions/blending.md). For work on the sources: ``python setup.py build_ext --inplace``.
 """
 
 import sys

@@ -85,20 +85,24 @@ MOVES = {
 REACH = {
     State.IDLE: [],
     State.HELD: ["hold", "add"],
-    State.SUMMING: ["sum_in_own", "add"],
+    State.OWN: ["sum_in_own", "add"],
+    State.SLOT: ["sum_in", "add"],
     State.REDUCING: ["sum_in_own", "add", "take"],
 }
 LEGAL = {
     (State.IDLE, "hold"): State.HELD,
-    (State.IDLE, "sum_in_own"): State.SUMMING,
-    (State.IDLE, "sum_in"): State.SUMMING,
+    (State.IDLE, "sum_in_own"): State.OWN,
+    (State.IDLE, "sum_in"): State.SLOT,
     (State.IDLE, "release_own"): State.IDLE,
     (State.HELD, "add"): State.HELD,
     (State.HELD, "take"): State.REDUCING,
     (State.HELD, "drop"): State.IDLE,
-    (State.SUMMING, "add"): State.SUMMING,
-    (State.SUMMING, "take"): State.REDUCING,
-    (State.SUMMING, "drop"): State.IDLE,
+    (State.OWN, "add"): State.OWN,
+    (State.OWN, "take"): State.REDUCING,
+    (State.OWN, "drop"): State.IDLE,
+    (State.SLOT, "add"): State.SLOT,
+    (State.SLOT, "take"): State.REDUCING,
+    (State.SLOT, "drop"): State.IDLE,
 }
 
 
@@ -140,7 +144,7 @@ def test_sums_move_from_a_slot_to_own_memory_with_what_they_hold():
     MOVES["add"](stream)
     stream.gradients.leave_slot()
     memory.fill_(255)  # another unit's now
-    assert not stream.gradients.in_slot
+    assert stream.gradients.state is State.OWN
     MOVES["add"](stream)
     land_all(stream, stream.gradients.take(fill_zeros=True))
     assert torch.equal(stream.records[0].main.grad, torch.full((35,), 2.0))
@@ -239,7 +243,7 @@ def test_a_random_walk_agrees_with_a_dictionary(seed):
         elif event == "forget":
             gradients.forget(record)
             plain.local.pop(record.name, None)
-        elif event == "leave_slot" and gradients.in_slot:
+        elif event == "leave_slot" and gradients.state is State.SLOT:
             gradients.leave_slot()
         elif event == "zero_grad":
             for one in stream.records:

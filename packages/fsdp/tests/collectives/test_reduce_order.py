@@ -26,33 +26,42 @@ class Log:
 
     def __init__(self):
         self.lines: list[str] = []
-        self.inside = False
+        self.entered = False
         self.marks = 0
 
     # ---- SideStream
 
+    @property
     @contextmanager
-    def enter(self):
-        assert not self.inside, "the stream is entered inside itself"
+    def inside(self):
+        assert not self.entered, "the stream is entered inside itself"
         self.lines.append("reduce follows compute")
-        self.inside = True
+        self.entered = True
         yield
-        self.inside = False
+        self.entered = False
+
+    @property
+    @contextmanager
+    def joined(self):
+        with self.inside:
+            yield
+            event = self.mark()
+        self.join(event)
 
     def mark(self):
-        assert self.inside
+        assert self.entered
         self.marks += 1
         return self.marks
 
     def join(self, event):
-        assert not self.inside, "compute waits while the reduce stream is current"
+        assert not self.entered, "compute waits while the reduce stream is current"
         if event is not None:
             self.lines.append(f"compute waits for {event}")
 
     # ---- what a reduction does
 
     def note(self, text):
-        self.lines.append(f"{text}{'' if self.inside else ' on compute'}")
+        self.lines.append(f"{text}{'' if self.entered else ' on compute'}")
 
 
 def logged(at_once=True, **options):

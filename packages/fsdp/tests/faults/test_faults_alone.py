@@ -14,10 +14,11 @@ from torch.distributed import HashStore
 from sixfold.fsdp import FsdpError, FullyShardedDataParallel, fully_shard_optimizer
 from sixfold.fsdp.buffers.digest import tensor_digest
 from sixfold.fsdp.collectives.comm import Launches
+from sixfold.fsdp.engine.order_check import OrderDigest
 from sixfold.fsdp.faults import deadlines as faults
 from sixfold.fsdp.faults import survivors as meeting
 from sixfold.fsdp.faults.deadlines import Faults
-from sixfold.fsdp.faults.disagreement import OrderDigest, odd_ranks
+from sixfold.fsdp.faults.disagreement import odd_ranks
 from sixfold.fsdp.faults.heartbeat import contradict
 
 pytestmark = pytest.mark.usefixtures("as_sharded")
@@ -39,17 +40,22 @@ class FakeWork:
         return self.done
 
 
+def at_step(step, faults):
+    faults.step = step
+    return faults
+
+
 def test_a_wait_ends_at_its_deadline_and_blames_the_other_of_a_pair():
-    faults = Faults(0, 2, None, timeout_s=0.05)
+    faults = at_step(7, Faults(0, 2, None, timeout_s=0.05))
     with pytest.raises(FsdpError, match=r"no answer within 0.05 s") as caught:
-        faults.wait(FakeWork(), "blocks.1", 7, "reduce")
+        faults.wait(FakeWork(), "blocks.1", "reduce")
     error = caught.value
     assert (error.unit, error.step, error.op, error.ranks) == ("blocks.1", 7, "reduce", (1,))
 
 
 def test_a_failed_work_among_many_says_how_to_learn_the_rank():
     with pytest.raises(FsdpError, match=r"fault_store.*Connection closed") as caught:
-        Faults(0, 4, None, timeout_s=5.0).wait(FakeWork(fails="Connection closed by peer. More"), "", 0, "gather")
+        Faults(0, 4, None, timeout_s=5.0).wait(FakeWork(fails="Connection closed by peer. More"), "", "gather")
     assert caught.value.ranks == ()
 
 
@@ -63,7 +69,7 @@ class LateWork(FakeWork):
 
 
 def test_a_work_that_ends_just_after_its_wait_gave_up_is_no_fault():
-    Faults(0, 2, None, timeout_s=5.0).wait(LateWork(), "", 0, "gather")
+    Faults(0, 2, None, timeout_s=5.0).wait(LateWork(), "", "gather")
 
 
 class DeadStore:
@@ -77,7 +83,7 @@ class DeadStore:
 
 def test_a_store_that_is_gone_is_said_and_nobody_is_blamed():
     with pytest.raises(FsdpError, match="fault_store does not answer") as caught:
-        Faults(1, 3, DeadStore(), timeout_s=5.0).wait(FakeWork(), "", 0, "gather")
+        Faults(1, 3, DeadStore(), timeout_s=5.0).wait(FakeWork(), "", "gather")
     assert caught.value.ranks == ()
 
 
@@ -117,7 +123,7 @@ def test_blame_for_several_lost_ranks_comes_within_two_seconds_of_the_deadline(m
             raise RuntimeError("Operation timed out!")
 
     with pytest.raises(FsdpError) as caught:
-        Faults(0, 4, SilentStore(), timeout_s=60.0).wait(StuckWork(), "", 0, "gather")
+        Faults(0, 4, SilentStore(), timeout_s=60.0).wait(StuckWork(), "", "gather")
     assert caught.value.ranks == (1, 2, 3)
     assert 60.0 <= clock.now <= 62.0
 
@@ -160,16 +166,16 @@ def wait_until(true, seconds=10.0):
 
 def test_on_a_device_the_failure_is_noted_before_the_abort_and_told_once_by_check():
     device = Device()
-    device.faults = faults = Faults(0, 2, None, timeout_s=0.06, host_waits=False, abort=device.abort)
+    device.faults = faults = at_step(7, Faults(0, 2, None, timeout_s=0.06, host_waits=False, abort=device.abort))
     faults.check()
-    faults.wait(device.launch(), "blocks.1", 7, "reduce")  # a stream waits, the host goes on
+    faults.wait(device.launch(), "blocks.1", "reduce")  # a stream waits, the host goes on
     wait_until(lambda: device.failed_at_abort != "not aborted")
     error = device.failed_at_abort
     assert (error.unit, error.step, error.op, error.ranks) == ("blocks.1", 7, "reduce", (1,))
     with pytest.raises(
         FsdpError, match=r"earlier fault: no sign of life from rank 1 \(no answer within 0.06 s\)"
     ) as caught:
-        faults.wait(device.launch(), "blocks.2", 7, "gather")  # which returns normally after an abort
+        faults.wait(device.launch(), "blocks.2", "gather")  # which returns normally after an abort
     assert (caught.value.unit, caught.value.step, caught.value.ranks) == ("blocks.1", 7, (1,))
 
 
@@ -186,8 +192,8 @@ def test_what_torchs_flight_recorder_holds_is_printed_before_the_abort(monkeypat
 
     monkeypatch.setattr("torch._C._distributed_c10d._dump_fr_trace_json", dump)
     device = Device()
-    device.faults = faults = Faults(0, 2, None, timeout_s=0.06, host_waits=False, abort=device.abort)
-    faults.wait(device.launch(), "blocks.1", 7, "gather")
+    device.faults = faults = at_step(7, Faults(0, 2, None, timeout_s=0.06, host_waits=False, abort=device.abort))
+    faults.wait(device.launch(), "blocks.1", "gather")
     wait_until(lambda: device.failed_at_abort != "not aborted")
     told = capsys.readouterr().out.splitlines()
     assert "no sign of life from rank 1" in told[0] and calls == [(True, True)]
@@ -198,7 +204,7 @@ def test_works_that_end_in_time_are_forgotten():
     device = Device()
     device.faults = faults = Faults(0, 2, None, timeout_s=0.2, host_waits=False, abort=device.abort)
     for _ in range(3):
-        faults.wait(device.launch(), "", 1, "gather")
+        faults.wait(device.launch(), "", "gather")
         device.works[-1].done = True
     wait_until(lambda: not faults._watched)
     time.sleep(0.3)
@@ -213,7 +219,7 @@ def test_after_a_missed_deadline_on_a_device_nothing_that_was_not_received_is_us
     model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block])
     optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
     before = {name: main.detach().clone() for name, main in model.main_parameters()}
-    faults = model._engine.wait.faults
+    faults = model._engine.faults
     device = Device(faults)
     faults._host_waits, faults._abort = False, device.abort
     model._engine.ranks.shard.reduce_scatter = device.launch
@@ -234,23 +240,25 @@ def test_after_a_missed_deadline_on_a_device_nothing_that_was_not_received_is_us
 
 
 def test_the_first_step_has_the_longer_deadline_and_the_next_one_has_not():
-    faults = Faults(0, 2, None, timeout_s=0.05, first_step_timeout_s=0.4)
+    faults = at_step(0, Faults(0, 2, None, timeout_s=0.05, first_step_timeout_s=0.4))
     began = time.monotonic()
     with pytest.raises(FsdpError, match=r"no answer within 0.4 s"):
-        faults.wait(FakeWork(), "", 0, "gather")
+        faults.wait(FakeWork(), "", "gather")
     assert time.monotonic() - began >= 0.4
-    for step in (None, 1):  # None: while wrapping, where nothing is compiled
-        with pytest.raises(FsdpError, match=r"no answer within 0.05 s"):
-            Faults(0, 2, None, timeout_s=0.05, first_step_timeout_s=0.4).wait(FakeWork(), "", step, "gather")
+    for step in (-1, 1):  # -1: while wrapping, where nothing is compiled
+        faults = at_step(step, Faults(0, 2, None, timeout_s=0.05, first_step_timeout_s=0.4))
+        with pytest.raises(FsdpError, match=r"no answer within 0.05 s") as caught:
+            faults.wait(FakeWork(), "", "gather")
+        assert caught.value.step == (None if step < 0 else step)
     with pytest.raises(FsdpError, match=r"no answer within 0.2 s"):
-        Faults(0, 2, None, timeout_s=0.2, first_step_timeout_s=0.1).wait(FakeWork(), "", 0, "gather")
+        at_step(0, Faults(0, 2, None, timeout_s=0.2, first_step_timeout_s=0.1)).wait(FakeWork(), "", "gather")
 
 
 def test_a_fault_of_a_control_message_ends_what_streams_wait_for():
     device = Device()
-    device.faults = faults = Faults(0, 2, None, timeout_s=0.1, host_waits=False, abort=device.abort)
+    device.faults = faults = at_step(3, Faults(0, 2, None, timeout_s=0.1, host_waits=False, abort=device.abort))
     with pytest.raises(FsdpError, match=r"no answer within 0.1 s"):
-        faults.wait(FakeWork(), None, 3, "check", on_host=True)
+        faults.wait(FakeWork(), None, "check", on_host=True)
     assert device.failed_at_abort is faults.failed and faults.failed.step == 3
 
 
@@ -272,8 +280,9 @@ def test_launches_are_told_consistently_to_another_thread():
 
 
 def wait_as(faults, place, found):
+    unit, step, op = place
     try:
-        faults.wait(FakeWork(), *place)
+        at_step(step, faults).wait(FakeWork(), unit, op)
     except FsdpError as error:
         found[faults.rank] = error
 
@@ -323,7 +332,7 @@ def test_ranks_that_do_not_wait_ask_the_store_once_per_beat_and_write_nothing(mo
     store = CountingStore()
     runs = Faults(0, 2, store, timeout_s=60.0)
     for _ in range(200):  # of a step: waits that end at once
-        runs.wait(FakeWork(done=True), "blocks.1", 3, "gather")
+        runs.wait(FakeWork(done=True), "blocks.1", "gather")
     time.sleep(0.5)
     runs.close()
     assert set(store.asked) == {"check"} and len(store.asked) <= 6
@@ -344,12 +353,14 @@ class SlowWork(FakeWork):
 def test_a_rank_that_compiles_in_the_first_step_is_not_lost_and_one_without_beats_is():
     """Rank 1's heartbeat answers for longer than the deadline of later steps; then it is there no more."""
     store = HashStore()
-    waits, compiles = (Faults(rank, 2, store, timeout_s=1.0, first_step_timeout_s=600.0) for rank in range(2))
-    waits.wait(SlowWork(1.5), "blocks.1", 0, "gather")
+    waits, compiles = (
+        at_step(0, Faults(rank, 2, store, timeout_s=1.0, first_step_timeout_s=600.0)) for rank in range(2)
+    )
+    waits.wait(SlowWork(1.5), "blocks.1", "gather")
     compiles.close()
     began = time.monotonic()
     with pytest.raises(FsdpError, match=r"no sign of life from rank 1 \(no beat for") as caught:
-        waits.wait(FakeWork(), "blocks.2", 0, "gather")
+        waits.wait(FakeWork(), "blocks.2", "gather")
     waits.close()
     assert time.monotonic() - began < 1.0 / 2 + 2.0
     assert (caught.value.unit, caught.value.step, caught.value.ranks) == ("blocks.2", 0, (1,))

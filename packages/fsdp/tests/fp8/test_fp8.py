@@ -204,21 +204,30 @@ class RecordedStream:
 
     def __init__(self, log):
         self.log = log
-        self.inside = False
+        self.entered = False
 
+    @property
     @contextmanager
-    def enter(self):
-        self.inside = True
+    def inside(self):
+        self.entered = True
         yield
-        self.inside = False
+        self.entered = False
+
+    @property
+    @contextmanager
+    def joined(self):
+        with self.inside:
+            yield
+            event = self.mark()
+        self.join(event)
 
     def mark(self):
-        assert self.inside
+        assert self.entered
         self.log.append("mark")
         return len(self.log)
 
     def join(self, event):
-        assert not self.inside
+        assert not self.entered
         self.log.append(f"join {event}")
 
 
@@ -232,7 +241,7 @@ def test_bytes_are_made_and_read_on_the_gather_stream_and_transposed_after_compu
         plain = getattr(owner, name)
 
         def recorded(*args, **kwargs):
-            assert stream.inside is on_stream, text
+            assert stream.entered is on_stream, text
             log.append(text)
             return plain(*args, **kwargs)
 
@@ -245,8 +254,8 @@ def test_bytes_are_made_and_read_on_the_gather_stream_and_transposed_after_compu
     record(torch, "_scaled_mm", "multiply", False)
     model(batch(0, 0, 0)).sum().backward()
     assert log == [
-        "arrive", "mark", "join 2",  # the root unit
-        "scales", "bytes", "bytes", "arrive", "mark", "join 8",  # up and down
+        "mark", "join 1",  # the root unit, which travels as layers read it
+        "scales", "bytes", "bytes", "arrive", "mark", "join 7",  # up and down
         "multiply", "multiply",  # forward
         "transpose", "transpose", "multiply", "multiply",  # backward: the root has none, the block two
     ]  # fmt: skip

@@ -148,8 +148,9 @@ class Recorder:
     def __init__(self):
         self.log = []
 
+    @property
     @contextmanager
-    def enter(self):
+    def inside(self):
         self.log.append("enter")
         yield
 

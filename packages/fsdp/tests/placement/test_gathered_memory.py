@@ -228,11 +228,20 @@ class LoggedStream:
     def __init__(self, log):
         self._log, self._marks = log, 0
 
+    @property
     @contextmanager
-    def enter(self):
+    def inside(self):
         self._log.append("enter")
         yield
         self._log.append("leave")
+
+    @property
+    @contextmanager
+    def joined(self):
+        with self.inside:
+            yield
+            event = self.mark()
+        self.join(event)
 
     def mark(self):
         self._marks += 1

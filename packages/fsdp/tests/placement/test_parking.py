@@ -47,7 +47,7 @@ def test_bytes_that_waited_come_back_as_they_were(seed):
     parking, came = Parking(arena, sizes), 0
     for at, name in enumerate(uses):
         later = {one: uses.index(one, at + 1) if one in uses[at + 1 :] else NEVER for one in names}
-        if not arena.holds(name):
+        if name not in arena.holders:
             for victim in parking.victims(name, (), later.__getitem__):
                 parking.drop(victim)
             copies, here = parking.clear(name, (), lambda one: True)

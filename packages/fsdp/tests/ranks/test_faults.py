@@ -441,7 +441,7 @@ def die(rank, ranks, where, checks, in_step):
     model = wrap(net, checks=checks)
     optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
     if where == "on another machine":
-        model._engine.wait.faults.local_processes = LocalProcesses()
+        model._engine.faults.local_processes = LocalProcesses()
     began = time.monotonic()
 
     def steps():

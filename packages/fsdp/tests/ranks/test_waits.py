@@ -25,7 +25,7 @@ DEADLINE_S = 0.3
 
 def shorten(model) -> None:
     """Deadlines of all steps, after the wrap."""
-    faults = model._engine.wait.faults
+    faults = model._engine.faults
     faults.timeout_s = faults.first_step_timeout_s = DEADLINE_S
 
 
@@ -163,7 +163,7 @@ def meet_in_a_stopped_store(rank, ranks, when):
     if rank == 1:
         stop_me()
     shorten(model)
-    model._engine.wait.faults._store._answer_s = DEADLINE_S
+    model._engine.faults._store._answer_s = DEADLINE_S
     return meet_a_stopped_rank(lambda: stale_forward(model, None, None))
 
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from sixfold.fsdp.buffers.slots import TemporaryBucketAllocator
     from sixfold.fsdp.buffers.unit_buffer import DataParallelBuffer, ParamAndGradBuffer
     from sixfold.fsdp.config import BufferConfig, MixedPrecision
-    from sixfold.fsdp.engine.gather_pipeline import AllGatherPipeline
-    from sixfold.fsdp.engine.reduce_pipeline import GradReducePipeline
+    from sixfold.fsdp.engine.gather import AllGatherPipeline
+    from sixfold.fsdp.engine.reduce import GradReducePipeline
     from sixfold.fsdp.state.records import StateRecord
     from sixfold.fsdp.wrapper.fully_sharded import FullyShardedDataParallel, fully_shard, fully_shard_optimizer
     from sixfold.fsdp.wrapper.pipeline_stage import StageHandle
@@ -40,11 +40,11 @@ __all__ = [
 
 # These need torch, which is loaded when the first of them is asked for: the cost model needs none.
 _NEED_TORCH = {
-    "AllGatherPipeline": "engine.gather_pipeline",
+    "AllGatherPipeline": "engine.gather",
     "BufferConfig": "config",
     "DataParallelBuffer": "buffers.unit_buffer",
     "FullyShardedDataParallel": "wrapper.fully_sharded",
-    "GradReducePipeline": "engine.reduce_pipeline",
+    "GradReducePipeline": "engine.reduce",
     "MixedPrecision": "config",
     "ParamAndGradBuffer": "buffers.unit_buffer",
     "StageHandle": "wrapper.pipeline_stage",

@@ -109,7 +109,7 @@ def get_optimizer_state_dict(
     """
     asked = _asked(options, "get_optimizer_state_dict")
     model._engine.before_save()
-    wait = model._engine.wait.for_control(None, "check")
+    wait = model._engine.faults.for_control(None, "check")
     if not any(row[0] for row in exchange(model._engine.control, [len(optimizer.state)], wait)):
         model.materialize_state(optimizer)
     place = _Place(model)
@@ -249,7 +249,7 @@ def _describe(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer)
         except FsdpError as error:
             what, problem = {}, str(error)
         own[record.name] = {"group": group_of[id(record.main)], "state": what}
-    wait = engine.wait.for_control(None, "check")
+    wait = engine.faults.for_control(None, "check")
     texts = [json.loads(text) for text in exchange_text(engine.control, json.dumps([problem, own]), wait)]
     for rank, (said, _) in enumerate(texts):
         if said:

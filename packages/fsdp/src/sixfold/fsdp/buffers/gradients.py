@@ -7,12 +7,13 @@ main gradients that of what this rank holds.
 
 [Note: states of local gradients]
 
-    IDLE ---- sum_in_own, sum_in ----> SUMMING --+                     flat sums in main_dtype: own memory, or a slot
-      |                                          +-- take --> REDUCING -- landed --> IDLE
-      +------------- hold -----------> HELD -----+                     where autograd made them, in the compute dtype
+    IDLE ---- sum_in_own ----> OWN ---+                     flat sums in main_dtype, in memory of the stream alone
+      +------ sum_in --------> SLOT --+-- take --> REDUCING -- landed --> IDLE
+      +------ hold ----------> HELD --+                     where autograd made them, in the compute dtype
 
-``add`` stays in SUMMING or HELD, ``drop`` leads back to IDLE. Whether main gradients are *alive* is no state of ours:
-``main.grad`` is the user's to set to None at any moment, so it is looked up when a reduction begins and when it lands.
+``add`` stays, ``leave_slot`` leads from SLOT to OWN, ``drop`` back to IDLE. Whether main gradients are *alive* is no
+state of ours: ``main.grad`` is the user's to set to None at any moment, so it is looked up when a reduction begins and
+when it lands.
 """
 
 from __future__ import annotations
@@ -37,20 +38,20 @@ class State(Enum):
 
     IDLE = "idle"
     HELD = "held"
-    SUMMING = "summing"
+    OWN = "summing"
+    SLOT = "summing in a slot"
     REDUCING = "reducing"
 
 
-OPEN = (State.SUMMING, State.HELD)  # gradients may be added
+OPEN = (State.OWN, State.SLOT, State.HELD)  # gradients may be added
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sum:
-    """(full_numel,) local sums and the view of each tensor; ``own``: this stream's alone, else a slot's."""
+    """(full_numel,) local sums and the view of each tensor."""
 
     flat: Tensor
     views: list[Tensor]
-    own: bool
 
 
 @dataclass(slots=True, eq=False)
@@ -58,6 +59,7 @@ class Taken:
     """Local gradients in the hands of a reduction.
 
     Attributes:
+        home: (main_numel,) main gradients.
         whole: (full_numel,) in main_dtype; None: they lie in ``held``, one tensor or None for each record.
         had: which records get a main gradient by this reduction.
         mine: of which this rank had a gradient; the others sent zeros.
@@ -66,6 +68,7 @@ class Taken:
         adds: which main gradients were alive when the first result landed; empty: none.
     """
 
+    home: Tensor
     whole: Tensor | None
     held: list[Tensor | None]
     had: tuple[bool, ...]
@@ -82,6 +85,10 @@ class Gradients:
         main_dtype: of local sums, whatever the compute dtype is.
         grad_dtype: of main gradients at rest; a step finds them in ``main_dtype``. [Note: narrow main gradients]
         shards_grads: main gradients have memory of their own from the start; else they may take the local sum's.
+
+    Attributes:
+        state: of local gradients; whoever reduces them reads it.
+        sum_bytes: of a local sum of the whole stream.
     """
 
     def __init__(
@@ -102,6 +109,7 @@ class Gradients:
         self.dtype = main_dtype
         self.grad_dtype = grad_dtype or main_dtype
         self._device = device
+        self.sum_bytes = cut.full_numel * main_dtype.itemsize
         self._home_in_own = not shards_grads and self.grad_dtype == main_dtype  # as long as nothing else needs it
         self.main = MainGradients(self._records, cut, dtype=main_dtype, grad_dtype=self.grad_dtype, device=device)
         self.state = State.IDLE
@@ -134,34 +142,9 @@ class Gradients:
         return 0 if self._own is not None and self.main.lie_in(self._own.flat) else self.main.nbytes
 
     @property
-    def sum_bytes(self) -> int:
-        """Bytes of a local sum of the whole stream."""
-        return self._cut.full_numel * self.dtype.itemsize
-
-    @property
     def summing_bytes(self) -> int:
         """Bytes of local sums that no reduction has taken; what is held is autograd's."""
         return 0 if self._sum is None else self.sum_bytes
-
-    @property
-    def idle(self) -> bool:
-        """Nothing was delivered, or all of it has landed."""
-        return self.state is State.IDLE
-
-    @property
-    def open(self) -> bool:
-        """Gradients may be added."""
-        return self.state in OPEN
-
-    @property
-    def in_slot(self) -> bool:
-        """Sums lie in a slot that other streams wait for."""
-        return self._sum is not None and not self._sum.own
-
-    @property
-    def summed(self) -> bool:
-        """All records have a local gradient."""
-        return all(self._filled)
 
     def filled(self, record: ParamRecord) -> bool:
         """``record`` has a local gradient that no reduction has taken."""
@@ -193,9 +176,7 @@ class Gradients:
         """Sum in memory of this stream alone."""
         self._move("sum_in_own", State.IDLE)
         if self._own is None:
-            self._own = self._make_sum(
-                torch.zeros(self._cut.full_numel, dtype=self.dtype, device=self._device), own=True
-            )
+            self._own = self._make_sum(torch.zeros(self._cut.full_numel, dtype=self.dtype, device=self._device))
             if not self.main.nbytes and self._home_in_own:
                 # The reduced gradient takes the place of its local sum: no memory of its own.
                 self.main.lie_at(self._cut.part_of(self._own.flat))
@@ -209,30 +190,29 @@ class Gradients:
                 return
             if alive:
                 self.main.leave()
-        self._sum, self.state = self._own, State.SUMMING
+        self._sum, self.state = self._own, State.OWN
 
     def sum_in(self, memory: Tensor) -> None:
         """Sum in ``memory`` (bytes, ``sum_bytes`` or more, at one address for ever), until it is reduced."""
         self._move("sum_in", State.IDLE)
         address = memory.data_ptr()
         if address not in self._slots:
-            self._slots[address] = self._make_sum(memory[: self.sum_bytes].view(self.dtype), own=False)
-        self._sum, self.state = self._slots[address], State.SUMMING
+            self._slots[address] = self._make_sum(memory[: self.sum_bytes].view(self.dtype))
+        self._sum, self.state = self._slots[address], State.SLOT
 
     def leave_slot(self) -> None:
         """Go on summing in own memory: the slot is needed."""
-        self._move("leave_slot", State.SUMMING)
+        self._move("leave_slot", State.SLOT)
         old, filled = self._sum, list(self._filled)
-        assert old is not None and not old.own, f"unit {self._unit!r} leaves a slot that it does not hold"
         self._sum, self.state = None, State.IDLE
         self.sum_in_own()
-        assert self._sum is not None, f"unit {self._unit!r} has no memory for its sums"
+        assert old is not None and self._sum is not None, f"unit {self._unit!r} has no memory for its sums"
         self._sum.flat.copy_(old.flat)
         self._filled = filled
 
-    def _make_sum(self, flat: Tensor, *, own: bool) -> _Sum:
+    def _make_sum(self, flat: Tensor) -> _Sum:
         buffer = self._cut.view_of(flat)
-        return _Sum(flat, [buffer.full(record.name) for record in self._records], own)
+        return _Sum(flat, [buffer.full(record.name) for record in self._records])
 
     def add(self, record: ParamRecord, gradient: Tensor, scratch: Tensor | None = None) -> None:
         """Add what autograd made for ``record``; the first one is copied, or kept.
@@ -266,7 +246,7 @@ class Gradients:
 
     def drop(self) -> None:
         """No local gradient is wanted."""
-        self._move("drop", State.SUMMING, State.HELD)
+        self._move("drop", *OPEN)
         self._leave()
         self.state = State.IDLE
 
@@ -290,25 +270,25 @@ class Gradients:
         ``fill_zeros``: parameters without a gradient contribute zeros, as on every other rank; only those frozen
         after wrapping or left out of ``backward(inputs=)`` (on all ranks alike) have none, as in plain training.
         """
-        self._move("take", State.SUMMING, State.HELD)
-        full, mine = self.summed, tuple(self._filled)
+        self._move("take", *OPEN)
+        summed, held, mine = self._sum, self._held, tuple(self._filled)
+        self._leave()
+        full = all(mine)
         had = mine if full else tuple(
             filled or (fill_zeros and record.wanted and not record.left_out)
             for filled, record in zip(mine, self._records, strict=True)
         )  # fmt: skip
-        if self._sum is not None and fill_zeros and not full:
-            for view, filled in zip(self._sum.views, self._filled, strict=True):
+        if summed is not None and fill_zeros and not full:
+            for view, filled in zip(summed.views, mine, strict=True):
                 if not filled:
                     view.zero_()
-        fresh = not self.main.alive
-        if fresh and not (self._own is not None and self.main.lie_in(self._own.flat)) and self.main.held_by_others():
-            self.main.part_from()
-        taken = Taken(None if self._sum is None else self._sum.flat, self._held, had, mine, fresh=fresh)
-        self._leave()
         for record in self._records:
             record.left_out = False
         self.state = State.REDUCING
-        return taken
+        fresh = not self.main.alive
+        if fresh and not (self._own is not None and self.main.lie_in(self._own.flat)) and self.main.held_by_others():
+            self.main.part_from()
+        return Taken(self.main.memory(), None if summed is None else summed.flat, held, had, mine, fresh=fresh)
 
     def stage(self, taken: Taken, start: int, stop: int, sent: Tensor) -> None:
         """Copy columns ``[start, stop)`` of all shards to ``sent`` (parts * (stop - start),), in its dtype."""
@@ -334,17 +314,16 @@ class Gradients:
 
         The main gradients' own place while none is alive, else this rank's part of the local sums.
         """
-        home = self.main.memory()
-        if taken.fresh and home.dtype == self.dtype:
-            return home[start:stop]
+        if taken.fresh and taken.home.dtype == self.dtype:
+            return taken.home[start:stop]
         return None if taken.whole is None else self._cut.part_of(taken.whole)[start:stop]
 
     def land(self, taken: Taken, total: Tensor, start: int, stop: int, scratch: Tensor | None = None) -> None:
         """Columns ``[start, stop)`` of main gradients become ``total``, or have it added."""
         self._move("land", State.REDUCING)
-        home = self.main.memory()[start:stop]
+        home = taken.home[start:stop]
         if taken.adds is None:
-            taken.adds = self.main.each_alive() if self.main.alive else ()
+            taken.adds = self.main.each_alive()
         in_place = total.data_ptr() == home.data_ptr() and total.dtype == home.dtype
         adds = [taken.adds[at] for at, place in enumerate(self._here) if place is not None] if taken.adds else []
         if all(taken.had) and not any(adds):

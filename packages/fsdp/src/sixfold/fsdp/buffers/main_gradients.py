@@ -85,9 +85,11 @@ class MainGradients:
         return False
 
     def each_alive(self) -> tuple[bool, ...]:
-        """By record: its main parameter has a gradient, which lies in our memory afterwards."""
+        """By record: its main parameter has a gradient, which lies in our memory afterwards; empty: none has."""
+        if not self.alive:
+            return ()
         views = self._views or [None] * len(self._mains)
-        return tuple(self._alive(main, view) for main, view in zip(self._mains, views, strict=True))
+        return tuple([self._alive(main, view) for main, view in zip(self._mains, views, strict=True)])
 
     def _alive(self, main: Tensor | None, view: Tensor | None) -> bool:
         if main is None or main.grad is None:

@@ -21,12 +21,15 @@ class TemporaryBucketAllocator:
     Args:
         slot_bytes: size of each slot.
         fill: a slot that is given back is filled with NaN.
+
+    Attributes:
+        holders: who holds a slot, and its number.
     """
 
     def __init__(self, slot_bytes: Sequence[int], device: torch.device, *, fill: bool = False) -> None:
         self._fill = fill
         self._slots = [torch.zeros(size, dtype=torch.uint8, device=device) for size in slot_bytes]
-        self._holders: list[str | None] = [None] * len(self._slots)
+        self.holders: dict[str, int] = {}
         self._slot_bytes = tuple(slot_bytes)
 
     @property
@@ -36,7 +39,7 @@ class TemporaryBucketAllocator:
 
     def slot_of(self, owner: str) -> int | None:
         """The slot that ``owner`` holds."""
-        return self._holders.index(owner) if owner in self._holders else None
+        return self.holders.get(owner)
 
     def memory(self, slot: int) -> Tensor:
         """The slot's bytes, at an address that never changes."""
@@ -48,22 +51,21 @@ class TemporaryBucketAllocator:
         Raises:
             FsdpError: it holds one already, or needs more than the slot has.
         """
-        if owner in self._holders:
-            raise FsdpError(f"{owner!r} holds slot {self.slot_of(owner)} already; free it first", unit=owner)
-        if None not in self._holders:
+        if owner in self.holders:
+            raise FsdpError(f"{owner!r} holds slot {self.holders[owner]} already; free it first", unit=owner)
+        if len(self.holders) == len(self._slots):
             return None
-        slot = self._holders.index(None)
+        slot = min(set(range(len(self._slots))).difference(self.holders.values()))
         if nbytes > self._slot_bytes[slot]:
             raise FsdpError(f"{owner!r} needs {nbytes} bytes, slot {slot} has {self._slot_bytes[slot]}", unit=owner)
-        self._holders[slot] = owner
+        self.holders[owner] = slot
         return slot
 
     def free(self, owner: str) -> None:
         """Give ``owner``'s slot back."""
-        slot = self.slot_of(owner)
-        if slot is None:
+        if owner not in self.holders:
             raise FsdpError(f"{owner!r} holds no slot; it cannot be freed", unit=owner)
-        self._holders[slot] = None
+        slot = self.holders.pop(owner)
         if self._fill:
             self._slots[slot].fill_(NAN_BYTE)
 

@@ -167,6 +167,7 @@ class Weights:
                 read = self._bytes(memory, at, record.spec.numel, dtype)
                 end = at + read.nbytes
             self._bind_record(record, travelled, read)
+        self.spreads = bool(self._copies[0] or self.quantized)  # some do not travel as layers read them
 
     def _bind_record(self, record: ParamRecord, travelled: Tensor, read: Tensor) -> None:
         tensor = self._of.get(record.name)
@@ -202,10 +203,10 @@ class Weights:
             self.scales.main_changed(self.quantized)
 
     def refresh_source(self, wait: Callable[[Any], None]) -> None:
-        """What a gather sends: main weights as they travel. ``wait`` is for the scales' one all-reduce."""
-        if self.source_stale and self.scales is not None:
+        """What a gather sends, where it is stale: main weights as they travel. ``wait``: of the scales' all-reduce."""
+        if self.scales is not None:
             self.scales.refresh(self.quantized, wait)
-        if self.source_stale and not self.aliased:
+        if not self.aliased:
             if self.dtype != torch.uint8 and not self.quantized:
                 self.source.copy_(self.main.flat)
             elif self._sent[0]:
@@ -215,7 +216,7 @@ class Weights:
         self.source_stale = False
 
     def spread_copies(self) -> None:
-        """After a gather: weights that did not travel as layers read them."""
+        """After a gather, where it ``spreads``: weights that did not travel as layers read them."""
         if self._copies[0]:
             torch._foreach_copy_(*self._copies)
         for tensor in self.quantized:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import torch
@@ -245,7 +246,7 @@ class Ranks:
     shard: Comm
     outer: Comm
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Ranks of both dimensions."""
         return self.shard.size * self.outer.size

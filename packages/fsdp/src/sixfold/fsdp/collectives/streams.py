@@ -8,7 +8,8 @@ these words do nothing. They are chosen once, by the device, so no other file as
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
 from typing import Any, Protocol
 
@@ -18,8 +19,13 @@ import torch
 class SideStream(Protocol):
     """A queue of device work beside the compute queue."""
 
-    def enter(self) -> AbstractContextManager[Any]:
-        """Work launched inside runs here, after all that the compute stream holds so far."""
+    @property
+    def inside(self) -> AbstractContextManager[Any]:
+        """To enter: work launched inside runs here, after all that the compute stream holds so far."""
+
+    @property
+    def joined(self) -> AbstractContextManager[Any]:
+        """The same, and at its end the compute stream waits for what was launched; the host does not."""
 
     def mark(self) -> Any:
         """An event after the work launched here so far (None where work is done at once)."""
@@ -32,11 +38,8 @@ class NullStream:
     """The host is the only queue: everything is done when the call returns."""
 
     def __init__(self) -> None:
-        self._context = RLock()  # which nobody else holds: its enter and exit are C, those of nullcontext() Python
-
-    def enter(self) -> AbstractContextManager[Any]:
-        """Nothing to switch."""
-        return self._context
+        self.inside = RLock()  # which nobody else holds: its enter and exit are C, those of nullcontext() Python
+        self.joined = self.inside
 
     def mark(self) -> None:
         """Nothing to wait for."""
@@ -56,10 +59,20 @@ class CudaStream:
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
-    def enter(self) -> AbstractContextManager[Any]:
+    @property
+    def inside(self) -> AbstractContextManager[Any]:
         """[Note: one code path] Order against compute by events, never by the host."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         return torch.cuda.stream(self._stream)
+
+    @property
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """[Note: one code path]"""
+        with self.inside:
+            yield
+            event = self.mark()
+        self.join(event)
 
     def mark(self) -> torch.cuda.Event:
         """An event at the end of what was launched here."""

@@ -14,7 +14,7 @@ open. What is left closes when backward ends, and ``finish_grad_sync`` relies on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
@@ -29,40 +29,48 @@ class Backward:
     """See above.
 
     Attributes:
+        reduces: numbers of the units whose gradients are reduced as this backward makes them.
         opened: units whose backward has begun and is not done, each with the call that it counts down.
         makes_gradients: False while ``autograd.grad`` of inputs runs, which accumulates nothing.
         inputs: ``id`` of each of the inputs that it was given; None: it was given none.
         joint: it runs through several root calls (loss1 + loss2).
+        task: of autograd, the last one that was asked.
     """
 
+    reduces: Collection[int]
     opened: list[tuple[Unit, CallContext | None]] = field(default_factory=list)
     makes_gradients: bool = True
     inputs: frozenset[int] | None = None
     joint: bool = False
+    task: int = -1
     _call: CallContext | None = None  # the first that it came to
-    _task: int = -1  # of autograd, the last one that was asked
 
     def ask(self, task: int, records: Sequence[ParamRecord], *, driven: bool) -> None:
         """What autograd was asked for, once per task. A driven one's split backward may leave all gradients to W."""
-        if task != self._task:
-            self._task = task
-            self.makes_gradients = driven or accumulates(records)
-            self.inputs = None if driven else backward_inputs()
+        self.task = task
+        self.makes_gradients = driven or accumulates(records)
+        self.inputs = None if driven else backward_inputs()
 
-    def came_to(self, context: CallContext) -> None:
-        """A unit of ``context`` is next."""
-        if self._call is None:
-            self._call = context
-        elif context is not self._call:
-            self.joint = True
+    def open(
+        self, unit: Unit, context: CallContext | None, others: Sequence[int] | None, *, touched: bool
+    ) -> tuple[list[Unit], bool]:
+        """``unit``'s backward begins, in the graph of ``context``'s call.
 
-    def open(self, unit: Unit, context: CallContext | None) -> bool:
-        """``unit``'s backward begins; False where it had."""
-        for opened, _ in self.opened:
-            if opened is unit:
-                return False
-        self.opened.append((unit, context))
-        return True
+        Args:
+            others: by unit, calls that wait for their backward, of all root calls; None: the context's own count.
+            touched: ``unit`` has a sum from before.
+        Returns:
+            (units to reduce, whose backward is done by that; False where ``unit``'s had begun before).
+        """
+        if context is not None:
+            self.joint = self.joint or self._call not in (None, context)
+            self._call = self._call or context
+        done = self._done_before(unit, others) if unit.index else []
+        begins = all(opened is not unit for opened, _ in self.opened)
+        if begins:
+            self.opened.append((unit, context))
+            self._leave_out(unit, touched=touched)
+        return done, begins
 
     def opened_inside(self, unit: Unit) -> list[Unit]:
         """Units inside ``unit`` whose backward is not done.
@@ -76,7 +84,7 @@ class Backward:
                 found.append(opened)
         return found
 
-    def leave_out(self, unit: Unit, *, touched: bool) -> None:
+    def _leave_out(self, unit: Unit, *, touched: bool) -> None:
         """``backward(inputs=some parameters)`` makes no gradients of the others, and zeros are gradients.
 
         ``touched``: ``unit`` has a sum from before.
@@ -87,18 +95,21 @@ class Backward:
             asked = self.inputs is None or id(record.parameter) in self.inputs
             record.left_out = not asked and (record.left_out or not touched)
 
-    def done_before(self, unit: Unit, waits: Callable[[Unit, CallContext], bool]) -> list[Unit]:
-        """Units whose backward is done now that ``unit``'s begins. [Note: when a unit's backward is done]
+    def _done_before(self, unit: Unit, others: Sequence[int] | None) -> list[Unit]:
+        """Units to reduce, whose backward is done now that ``unit``'s begins.
 
-        ``waits``: other calls of the unit are to have their backward with this one.
+        [Note: when a unit's backward is done] Not where one was called again, earlier in the same forward or by another
+        call of a joint backward.
         """
         still: list[tuple[Unit, CallContext | None]] = []
         done: list[Unit] = []
         for opened, context in self.opened:
             beside = opened is unit or not opened.index or opened in unit.around or unit in opened.around
-            if beside or (context is not None and waits(opened, context)):
+            at = opened.index
+            again = context is not None and (context.outstanding[at] > 0 or (others is not None and others[at] > 0))
+            if beside or again:
                 still.append((opened, context))
-            else:
+            elif at in self.reduces:
                 done.append(opened)
         self.opened = still
         return done

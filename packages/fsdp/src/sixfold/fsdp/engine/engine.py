@@ -28,11 +28,11 @@ from sixfold.fsdp.engine.order_check import OrderCheck
 from sixfold.fsdp.engine.reduce import Reduction
 from sixfold.fsdp.engine.reduce_policy import ReducePolicy
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.faults.waiting import Waiting
-from sixfold.fsdp.parameter_access.guard import UnitGuard, guard_of, written_in_place
+from sixfold.fsdp.faults.deadlines import Faults
+from sixfold.fsdp.parameter_access.guard import guard_of, written_in_place
 from sixfold.fsdp.parameter_access.main_parameters import MainParameter, MainParameters
 from sixfold.fsdp.parameter_access.saved_weights import SavedWeights
-from sixfold.fsdp.parameter_access.view_guard import EscapedViews, SavedViews
+from sixfold.fsdp.parameter_access.unit_guard import SavedViews, UnitGuard
 from sixfold.fsdp.torch_private import calling_frame, in_backward
 
 
@@ -48,7 +48,7 @@ class Engine:
         grad_reduce: str,
         gathering: Gathering,
         reduction: Reduction,
-        waiting: Waiting,
+        faults: Faults,
         order_check: OrderCheck,
         control: Control,
         own_meshes: bool = False,
@@ -63,8 +63,8 @@ class Engine:
         self.gathering = gathering
         self._here = gathering.pipeline.ready
         self.reduction = reduction
-        self.wait = waiting
-        self._faults = waiting.faults
+        self.faults = faults
+        self.wait = faults.wait
         self.control = control
         self._order_check = order_check
         self.records: dict[nn.Parameter, ParamRecord] = {
@@ -74,6 +74,7 @@ class Engine:
         self._trained = [stream for unit in units for stream in unit.trained]
         self._trainable = [record for stream in self._trained for record in stream.records]
         self._by_name = {unit.name: unit for unit in units}
+        self._holds_others = {0, *(outer.index for unit in units for outer in unit.around)}
         self.reduce_policy = ReducePolicy(grad_reduce, shards_grads=strategy.shards_grads)
         self._stepped = False
         self._calls: list[CallContext] = []
@@ -91,24 +92,23 @@ class Engine:
         self.main_parameters = MainParameters(self.numbered)
         self.optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()  # whose steps are ours
         self.guards: list[UnitGuard] = []  # by unit, once its start values are there
-        self._saved_views = SavedViews()
-        self._views = [EscapedViews(unit, self._saved_views) for unit in units]
-        self._saved = [SavedWeights(unit, self._saved_needed, self._old_graph, self._saved_views) for unit in units]
+        self.saved_views = SavedViews()
+        self._saved = [SavedWeights(unit, self._saved_needed, self._old_graph, self.saved_views) for unit in units]
         self._saving: list[SavedWeights] = []  # of calls that run, the innermost last
 
     @property
     def step(self) -> int:
         """The step that runs, from 0."""
-        return self.wait.step
+        return self.faults.step
 
     @property
     def failed(self) -> FsdpError | None:
         """What ended this model."""
-        return self._faults.failed
+        return self.faults.failed
 
     def alive(self) -> None:
         """Raise if an earlier fault ended this model."""
-        self.wait.alive()
+        self.faults.check()
 
     # ---- forward
 
@@ -179,28 +179,26 @@ class Engine:
         if not self._calls:
             self.guards[0].hide()
             for unit in self.running:  # interrupted
-                self.guards[unit.index].hide()
+                self.guards[unit.index].interrupted()
             self.running.clear()
             while self._saving:
                 self._saving.pop().pop()
-            for views in self._views:
-                views.clear()
         self._caller.release()
 
     def _next_step(self) -> None:
         self._stepped = False
-        self.wait.step += 1  # before anything below waits: a rank that is lost meanwhile is lost in this step
+        self.faults.step += 1  # before anything below waits: a rank that is lost meanwhile is lost in this step
         self._outstanding = [0] * len(self.units)
         if self.gathering.begin_step(stepped=True):
             self.weights += 1
         for saved in self._saved:
             saved.next_step()
-        self._saved_views.clear()
+        self.saved_views.clear()
         self._order_check.next_step()
 
     def before_forward(self, unit: Unit) -> None:
         """``unit``'s forward is about to run."""
-        if self._faults.failed is not None:
+        if self.faults.failed is not None:
             return
         if in_backward() != -1:  # recompute: it finds its unit gathered, or gathers it
             self._use(unit, True)
@@ -215,39 +213,39 @@ class Engine:
                 op="gather",
             )
         self._use(unit, self._calls[-1].training)
-        self.guards[unit.index].reveal()
         saved = self._saved[unit.index]
-        if unit.shares:
-            self._views[unit.index].begin(saved.learns)
-        if unit.shares and saved.wanted and torch.is_grad_enabled() and saved.push():
+        if saved.push():
             self._saving.append(saved)
+        self.guards[unit.index].begin_call(learns=saved.learns)
 
     def after_forward(self, unit: Unit) -> CallContext | None:
         """``unit``'s forward ended; returns the call to count its backward in (None in a recompute)."""
-        self.guards[unit.index].hide()
+        guard = self.guards[unit.index]
         if in_backward() != -1:
+            guard.hide()
             return None
         if self._saving and self._saving[-1] is self._saved[unit.index]:
             self._saving.pop().pop()
         if self.running and self.running[-1] is unit:
             self.running.pop()
-            if unit.shares:
-                self._views[unit.index].end(self.guards[unit.index].guards)
+            guard.end_call()
+        else:
+            guard.hide()
         return self._calls[-1] if self._calls else None
 
     def _use(self, unit: Unit, record: bool) -> None:
         if record:
             self._order_check.use(unit)
         busy = self.running or unit.around
-        if self._backward is not None and (inside := self._backward.opened_inside(unit)):
-            busy = [*busy, *inside]
+        if self._backward is not None and unit.index in self._holds_others:
+            busy = [*busy, *self._backward.opened_inside(unit)]
         self.gathering.use(unit, busy, record=record)
 
     # ---- backward
 
     def _saved_needed(self, unit: Unit) -> None:
         """Autograd unpacks weights of ``unit``. [Note: ways out]"""
-        if self._faults.failed is not None:
+        if self.faults.failed is not None:
             return
         here = unit.name in self._here
         if not here or self._saved[unit.index].entered != in_backward():
@@ -269,44 +267,37 @@ class Engine:
         Returns whether it was counted down: a backward that accumulates nothing (``autograd.grad`` of inputs) uses
         weights and makes no gradient of them. ``weights`` is what ``self.weights`` was in the forward.
         """
-        if self._faults.failed is not None:
+        if self.faults.failed is not None:
             return False
         if weights != self.weights or torch.is_grad_enabled():
             refuse_graph(unit, self.units, changed=weights != self.weights, step=self.step)
         backward = self._backward or self._begin_backward()
         task = self._saved[unit.index].entered = in_backward()
-        backward.ask(task, self._trainable, driven=self.reduce_policy.driven)
+        if task != backward.task:
+            backward.ask(task, self._trainable, driven=self.reduce_policy.driven)
         self._use(unit, True)
         if not backward.makes_gradients:
             return False
         if context is not None:
-            backward.came_to(context)
             context.outstanding[unit.index] -= 1
             self._outstanding[unit.index] = max(self._outstanding[unit.index] - 1, 0)
-        if unit.index:
-            for done in backward.done_before(unit, self._waits):
-                self._close(done)
-        if backward.open(unit, context):
-            backward.leave_out(unit, touched=unit.index in self._touched)
+        others = self._outstanding if self._joint and not self.reduce_policy.driven else None
+        done, begins = backward.open(unit, context, others, touched=unit.index in self._touched)
+        for one in done:
+            self._put(one)
+        if begins:
             self._touched.add(unit.index)
             self._forgotten.pop(unit.index, None)
         return True
 
     def _begin_backward(self) -> Backward:
-        self._backward = Backward()
+        self._backward = Backward(self.reduce_policy.reducing(self.units))
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
 
-    def _waits(self, unit: Unit, context: CallContext) -> bool:
-        """``unit`` was called again, earlier in the same forward or by another call of a joint backward."""
-        at = unit.index
-        return context.outstanding[at] > 0 or (
-            self._joint and not self.reduce_policy.driven and self._outstanding[at] > 0
-        )
-
     def deliver(self, record: ParamRecord, gradient: Tensor) -> None:
         """Autograd finished ``record``'s gradient."""
-        if self._faults.failed is not None:
+        if self.faults.failed is not None:
             return
         stream = record.buffer
         if stream.unit not in self._here:
@@ -320,10 +311,9 @@ class Engine:
             )
         if stream.gradients.state not in OPEN:
             unit = self._by_name[stream.unit]
-            if self._backward is None:
-                self._begin_backward()
+            backward = self._backward or self._begin_backward()
             self._touched.add(unit.index)
-            self.reduction.acquire(stream, self._shards_grads and self.reduce_policy.reduces(unit))
+            self.reduction.acquire(stream, pooled=self._shards_grads and unit.index in backward.reduces)
         stream.gradients.add(record, gradient, self.reduction.wide)
 
     def deliver_deferred(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -341,30 +331,24 @@ class Engine:
                 op="reduce",
             )
         self._touched.add(self._by_name[record.buffer.unit].index)
-        if not record.buffer.gradients.open:
+        if record.buffer.gradients.state not in OPEN:
             self.reduction.acquire(record.buffer, pooled=False)
         record.buffer.gradients.add(record, gradient, self.reduction.wide)
 
     def _end_backward(self) -> None:
         """Autograd's final callback. [Note: when a unit's backward is done]"""
         backward, self._backward = self._backward, None
-        if self._faults.failed is not None or backward is None:
+        if self.faults.failed is not None or backward is None:
             return
-        opened = backward.opened
-        apart = not backward.joint and any(self._outstanding[unit.index] for unit, _ in opened)
-        for unit, _ in opened:
-            if unit.index:
-                self._close(unit)
-        if self.reduce_policy.driven:
-            if self.reduce_policy.alone and 0 in self._touched:
-                self._close(self.units[0])
-            if self.reduce_policy.each_microbatch:
-                self._put_touched(self.units if self.reduce_policy.alone else self.units[1:])
-        elif self.reduce_policy.reduces(self.units[0]):
-            self._put_touched(self.units)
-        if not self.reduce_policy.driven and opened:
+        policy, opened = self.reduce_policy, [unit for unit, _ in backward.opened]
+        apart = not backward.joint and any(self._outstanding[unit.index] for unit in opened)
+        for unit in opened:
+            if unit.index and unit.index in backward.reduces:
+                self._put(unit)
+        self._put_touched([unit for unit in policy.left_over(self.units) if unit.index in backward.reduces])
+        if not policy.driven and opened:
             self._learn_calls(apart)
-            if self.reduce_policy.final:
+            if policy.final:
                 self._order_check.gradients_done()
                 self.reduction.pipeline.finish()  # main gradients are final: user code may look at them
                 self._order_check.settle()
@@ -381,11 +365,6 @@ class Engine:
         self._joint = not apart
 
     # ---- when to reduce
-
-    def _close(self, unit: Unit) -> None:
-        """All gradients of ``unit`` that this backward makes are in its local sum."""
-        if self.reduce_policy.reduces(unit):
-            self._put(unit)
 
     def _put(self, unit: Unit, *, inside_step: bool = False) -> None:
         self._touched.discard(unit.index)
@@ -414,13 +393,13 @@ class Engine:
 
     def finish_grad_sync(self, *, inside_step: bool = False) -> None:
         """Reduce what is local and wait for all. Inside ``optimizer.step()`` no exchange stands before a reduction."""
-        self.wait.alive()
+        self.alive()
         self._put_touched(self.units, inside_step=inside_step)
         self._order_check.gradients_done(inside_step=inside_step)
         self.reduction.pipeline.finish()
         self.reduce_policy.end_step()
         self._order_check.compare()
-        self.wait.alive()  # [Note: flag before abort]
+        self.alive()  # [Note: flag before abort]
 
     def check(self) -> None:
         """Raise if a fault ended this model, or if ranks did different things."""
@@ -444,7 +423,7 @@ class Engine:
         """An optimizer of this model is about to step; ``widen``: over all main gradients at once."""
         self.finish_grad_sync(inside_step=True)
         self.gathering.settle()
-        self.wait.alive()  # [Note: flag before abort]
+        self.alive()  # [Note: flag before abort]
         for stream in self._trained if widen else ():
             stream.gradients.main.widen()
         self.main_parameters.adopt()

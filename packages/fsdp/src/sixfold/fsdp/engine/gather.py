@@ -1,6 +1,6 @@
 """When a unit's compute weights are gathered, and when they are freed.
 
-    engine.py --> Gathering (this file) --> gather_pipeline.py --> collectives/comm.py
+    engine.py --> Gathering --> AllGatherPipeline (this file) --> collectives/comm.py
 
 A unit is gathered at its use and, along the order that is expected (placement/use_order.py), ahead of it. It stays
 until a unit is gathered whose range overlaps, so a unit whose backward follows its forward is not gathered twice.
@@ -10,7 +10,10 @@ Where units lie is placement/placement.py's; under a byte budget, bytes that are
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from enum import Enum
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,10 +24,9 @@ from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.weights import Weights
 from sixfold.fsdp.collectives.streams import SideStream
-from sixfold.fsdp.engine.gather_pipeline import AllGatherPipeline, GatherState
 from sixfold.fsdp.engine.grouped_gather import GroupedGather
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.faults.waiting import Wait
+from sixfold.fsdp.faults.deadlines import Wait
 from sixfold.fsdp.fp8.scaled_matmul import Transposes
 from sixfold.fsdp.parameter_access.saved_weights import Versions
 from sixfold.fsdp.placement.parking import Parking
@@ -32,6 +34,83 @@ from sixfold.fsdp.placement.placement import Placement
 from sixfold.fsdp.placement.residency import Action
 from sixfold.fsdp.placement.use_order import ExpectedUses
 from sixfold.fsdp.torch_private import in_backward
+
+
+class GatherState(Enum):
+    """What a unit's gathered memory holds."""
+
+    EMPTY = "EMPTY"
+    GATHERING = "GATHERING"
+    READY = "READY"
+
+
+class AllGatherPipeline:
+    """``EMPTY -> GATHERING -> READY -> EMPTY`` for each unit. Knows no module, no memory and no order.
+
+    Args:
+        units: names.
+        start: starts a unit's gather and returns what waits for it.
+        freed: is told of each unit that is freed.
+
+    Attributes:
+        watch: told each move and its unit, or None.
+        states: where each unit is, to look at.
+        ready: those that are READY.
+    """
+
+    def __init__(
+        self,
+        units: Collection[str],
+        start: Callable[[str], Callable[[], None]],
+        freed: Callable[[str], None] | None = None,
+    ) -> None:
+        self.watch: Callable[[str, str], None] | None = None
+        self._start = start
+        self._freed = freed
+        self.states = dict.fromkeys(units, GatherState.EMPTY)
+        self.ready: set[str] = set()
+        self._pending: dict[str, Callable[[], None]] = {}
+        self._histories: dict[str, deque[str]] = {unit: deque(maxlen=12) for unit in units}
+
+    def state(self, unit: str) -> GatherState:
+        """Where ``unit`` is."""
+        return self.states[unit]
+
+    def gather(self, unit: str) -> None:
+        """Start: EMPTY -> GATHERING."""
+        self._move(unit, "gather", GatherState.EMPTY, GatherState.GATHERING)
+        self._pending[unit] = self._start(unit)
+
+    def wait(self, unit: str) -> None:
+        """Finish: GATHERING -> READY."""
+        self._move(unit, "wait", GatherState.GATHERING, GatherState.READY)
+        self._pending.pop(unit)()
+
+    def free(self, unit: str) -> None:
+        """Give up: READY -> EMPTY."""
+        self._move(unit, "free", GatherState.READY, GatherState.EMPTY)
+        if self._freed is not None:
+            self._freed(unit)
+
+    def _move(self, unit: str, move: str, needed: GatherState, then: GatherState) -> None:
+        state = self.states.get(unit)
+        if state is not needed:
+            if state is None:
+                raise FsdpError(f"{move}({unit!r}): there is no such unit", unit=unit, op="gather")
+            history = ", ".join(self._histories[unit]) or "nothing yet"
+            raise FsdpError(
+                f"{move}({unit!r}) in state {state.value}; it is legal in {needed.value}. History: {history}",
+                unit=unit,
+                op="gather",
+            )
+        self.states[unit] = then
+        if then is GatherState.READY:
+            self.ready.add(unit)
+        else:
+            self.ready.discard(unit)
+        self._histories[unit].append(move)
+        if self.watch is not None:
+            self.watch(move, unit)
 
 
 class Gathering:
@@ -87,18 +166,19 @@ class Gathering:
 
         ``record``: a use of a step; else of an evaluation, which leaves the recorded order and a given plan alone.
         """
-        beside: list[Action] = []
+        beside: Sequence[Action] = ()
+        coming: Iterable[int] | None
         if record:
-            before, beside = self.expected.use(unit.index, unit.name if unit.name in self._arena else None)
+            place = unit.name if unit.name in self._sizes else None
+            before, beside, coming = self.expected.use(unit.index, place)
             self._move(before, busy)
         else:
-            self.expected.use_in_evaluation(unit.index)
+            coming = self.expected.use_in_evaluation(unit.index)
         state = self.pipeline.states[unit.name]
         if state is GatherState.EMPTY:
             self._claim(unit, busy)
             self.pipeline.gather(unit.name)
             state = GatherState.GATHERING
-        coming = self.expected.coming(in_step=record)
         if coming is None:
             self._move(beside, [unit, *busy])
         else:
@@ -118,7 +198,7 @@ class Gathering:
     def _claim(self, unit: Unit, busy: Collection[Unit], kept: Collection[str] | None = None) -> None:
         """Make ``unit`` hold its range; those in the way are elsewhere now, but for ``kept`` (``busy`` if None)."""
         name, arena = unit.name, self._arena
-        if name not in self._sizes or arena.holds(name):
+        if name not in self._sizes or name in arena.holders:
             return
         parks = self.placement.parks  # else nothing waits elsewhere
         if parks and self._parks and self._make_room(unit, {one.name for one in busy} if kept is None else kept):
@@ -145,18 +225,18 @@ class Gathering:
         frozen = [  # nobody writes there, so frozen weights are gathered once
             unit.name
             for unit in self._units
-            if unit.name in self._arena
+            if unit.name in self._sizes
             and not self._written_over(unit)
             and any(not one.trainable and one.weights.gathered_once for one in unit.streams)
         ]
-        with self._stream.enter():
+        with self._stream.inside:
             self._arena.fill_free(frozen)
 
     def _drop(self, name: str) -> None:
         """Its bytes are no more here."""
         if self._arena.parked(name):
             self._arena.take_back(name)
-        elif self._arena.holds(name):
+        elif name in self._arena.holders:
             self._release(name)
 
     # ---- bytes that wait elsewhere [Note: parked]
@@ -176,7 +256,7 @@ class Gathering:
         """
         for name in self._parking.victims(unit.name, kept, self._next_use):
             self._drop(name)
-        with self._stream.enter():
+        with self._stream.inside:
             copies, came = self._parking.clear(unit.name, kept, self._leave)
         self.copies += copies
         if came:
@@ -247,7 +327,7 @@ class Gathering:
                 op="gather",
             )
         sizes = {unit.name: unit.turn_bytes for unit in self._units}
-        always = [unit.name for unit in self._units if unit.name not in self._arena]
+        always = [unit.name for unit in self._units if unit.name not in self._sizes]
         self.expected.give(actions, sizes, budget_bytes=budget, always=always)
 
     def _move(self, actions: Sequence[Action], busy: Collection[Unit]) -> None:
@@ -299,7 +379,7 @@ class Gathering:
         if self.expected.given is not None:
             return self.expected.given.uses
         names = [self._units[index].name for index in self.order.recorded]
-        return [name for name in names if name in self._arena]
+        return [name for name in names if name in self._sizes]
 
     def _start(self, name: str) -> Callable[[], None]:
         unit = self._by_name[name]
@@ -307,12 +387,12 @@ class Gathering:
             place = self._returning.pop(name)
             if place is not None:
                 self.copies += 1
-                with self._stream.enter():
+                with self._stream.inside:
                     self._arena.memory(name).copy_(place)
-            return lambda: self._finish(name, [])
+            return partial(self._finish, name, [])
         works: list[tuple[Weights, Any]] = []
         sends = not unit.streams  # [Note: one gather for several]
-        with self._stream.enter():
+        with self._stream.inside:
             for stream in unit.streams:
                 weights = stream.weights
                 if not stream.trainable and weights.gathered_once and not self._written_over(unit):
@@ -323,7 +403,8 @@ class Gathering:
                     works.append((weights, group))
                     continue
                 sends = True
-                weights.refresh_source(lambda work: self._wait(work, name, "gather"))
+                if weights.source_stale:
+                    weights.refresh_source(lambda work: self._wait(work, name, "gather"))
                 weights.gathered_once = True
                 if stream.cut.parts > 1 or weights.shards_params:
                     works.append((weights, stream.ranks.shard.all_gather(weights.gathered, weights.source)))
@@ -331,26 +412,21 @@ class Gathering:
                     works.append((weights, None))
         self.gathers += sends
         self.step_gathers += sends and name in self._sizes
-
-        def finish() -> None:
-            self._finish(name, works)
-
-        return finish
+        return partial(self._finish, name, works)
 
     def _written_over(self, unit: Unit) -> bool:
         """Others use its memory: their ranges overlap it, or under a byte budget they wait there. [Note: parked]"""
-        return unit.shares or (self.placement.budget_bytes is not None and unit.name in self._arena)
+        return unit.shares or (self.placement.budget_bytes is not None and unit.name in self._sizes)
 
     def _finish(self, name: str, works: list[tuple[Weights, Any]]) -> None:
-        with self._stream.enter():
+        with self._stream.joined:
             for weights, work in works:
                 if isinstance(work, GroupedGather):
                     work.bring(weights, lambda work: self._wait(work, name, "gather"))
                 elif work is not None:
                     self._wait(work, name, "gather")
-                weights.spread_copies()
-            event = self._stream.mark()
-        self._stream.join(event)
+                if weights.spreads:
+                    weights.spread_copies()
         if self.versions is not None:
             self.versions.here(name)
 
@@ -374,7 +450,7 @@ class Gathering:
                     stream.weights.main_changed()
             if self.versions is not None:
                 self.versions.changed(unit.name, frozen=frozen)
-            if unit.name in self._arena:
+            if unit.name in self._sizes:
                 self._drop(unit.name)
             elif self.ready(unit):
                 self.pipeline.free(unit.name)

@@ -53,7 +53,8 @@ class GroupedGather:
             return False
         self._arrive(wait)
         for place, weights in zip(self._sent, self._weights, strict=True):
-            weights.refresh_source(wait)
+            if weights.source_stale:
+                weights.refresh_source(wait)
             place.copy_(weights.source.view(torch.uint8))
         self._work = self._comm.all_gather(self._full, self._mine)
         return True

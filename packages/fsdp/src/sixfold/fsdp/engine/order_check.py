@@ -1,6 +1,6 @@
 """Do the ranks use and reduce the same units? Compared before each collective, or once per step.
 
-    engine.py --> OrderCheck (this file) --> faults/disagreement.py, collectives/host_messages.py
+    engine.py --> OrderDigest, OrderCheck (this file) --> collectives/host_messages.py, faults/disagreement.py
 
 Beside it travels, whatever ``checks`` is, which parameters got a gradient. [Note: who had a gradient]
 
@@ -16,11 +16,39 @@ from sixfold.fsdp.collectives.comm import Ranks
 from sixfold.fsdp.collectives.host_messages import Control, Rows, StoreControl, exchange, farewell
 from sixfold.fsdp.engine.used_parameters import UsedParameters
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.faults.disagreement import DRAWN_ALIKE, OrderDigest, odd_ranks
-from sixfold.fsdp.faults.waiting import Waiting
+from sixfold.fsdp.faults.deadlines import Faults
+from sixfold.fsdp.faults.disagreement import DRAWN_ALIKE, odd_ranks
 
 _OPS = ("gather", "reduce")
 _USE, _REDUCE, _EDIT = range(3)
+_MASK = (1 << 63) - 1
+_EMPTY = 7
+
+
+class OrderDigest:
+    """One integer for the order of uses and reductions in a step."""
+
+    def __init__(self) -> None:
+        self._value = _EMPTY
+
+    def add(self, unit: int, op: int) -> None:
+        """The next event."""
+        self._value = (self._value * 1_000_003 + unit * 8 + op + 1) & _MASK
+
+    @property
+    def value(self) -> int:
+        """The digest so far."""
+        return self._value
+
+    @property
+    def empty(self) -> bool:
+        """No event since the last ``take``."""
+        return self._value == _EMPTY
+
+    def take(self) -> int:
+        """The digest so far; the next one begins."""
+        value, self._value = self._value, _EMPTY
+        return value
 
 
 class OrderCheck:
@@ -28,14 +56,14 @@ class OrderCheck:
     collective. [Note: two channels]"""
 
     def __init__(
-        self, checks: str, units: Sequence[Unit], ranks: Ranks, control: Control, waiting: Waiting, used: UsedParameters
+        self, checks: str, units: Sequence[Unit], ranks: Ranks, control: Control, faults: Faults, used: UsedParameters
     ) -> None:
         self._checks = checks if ranks.size > 1 else "off"
         # Of the main mesh: what lies on others may differ between them.
         self._bytes = [sum(one.weights.slot_bytes for one in unit.streams if one.ranks is ranks) for unit in units]
         self._units = units
         self._control = control
-        self._waiting = waiting
+        self._faults = faults
         self._digest = OrderDigest()
         self._alone = ranks.size == 1
         self._may_leave = isinstance(control, StoreControl)  # an answer that tells nothing new unread
@@ -74,21 +102,21 @@ class OrderCheck:
     def next_step(self) -> None:
         """A step begins. ``checks="order"``: send what was not, of a step that has ended without a reduction."""
         if self._checks == "order" and not self._sent:
-            self._send(self._waiting.step - 1)
+            self._send(self._faults.step - 1)
         self._sent = False
 
     def gradients_done(self, *, inside_step: bool = False) -> None:
         """This rank has launched all reductions of a backward: the digest and the bits of what had a gradient travel
         while they do, and ``compare`` stands before the optimizer. ``inside_step``: not for uses alone."""
         if not self._alone and (self._reduced or not (inside_step or self._digest.empty)):
-            self._send(self._waiting.step)
+            self._send(self._faults.step)
             self._sent = True
 
     def _send(self, step: int) -> None:
         self.compare()
         self._reduced = False
         bits, of_round = self._used.take()
-        wait = self._waiting.for_control(None, "check")
+        wait = self._faults.for_control(None, "check")
         finish = self._control.start_with([self._digest.take()], bits, self._used.count, wait)
         self._comparing = step, of_round, finish
 
@@ -105,8 +133,8 @@ class OrderCheck:
         if self._alone:
             return
         self.compare()
-        step = self._waiting.step
-        rows = exchange(self._control, [step, self._digest.value, 0, 0], self._waiting.for_control(None, "save"))
+        step = self._faults.step
+        rows = exchange(self._control, [step, self._digest.value, 0, 0], self._faults.for_control(None, "save"))
         _, odd = odd_ranks(rows)
         if odd:
             raise self._differ(step, "save", odd)
@@ -137,8 +165,8 @@ class OrderCheck:
 
     def _exchange(self, unit: Unit, op: int, *, not_finite: int = -1) -> None:
         """Are all ranks about to do the same?"""
-        row = [self._waiting.step, unit.index, op, self._bytes[unit.index], not_finite]
-        rows = exchange(self._control, row, self._waiting.for_control(unit.name, _OPS[op]))
+        row = [self._faults.step, unit.index, op, self._bytes[unit.index], not_finite]
+        rows = exchange(self._control, row, self._faults.for_control(unit.name, _OPS[op]))
         common, odd = odd_ranks([one[:4] for one in rows])
         if odd:
             does = "; ".join(f"rank {rank} is at {self._at(rows[rank])} in step {rows[rank][0]}" for rank in odd)
@@ -167,8 +195,8 @@ class OrderCheck:
     ) -> FsdpError:
         """The error that all ranks raise, once all have read why; ``step``: of what it tells, if not the one that
         runs."""
-        error = self._waiting.fail(message, unit, op, ranks, step=step)
-        farewell(self._control, self._waiting.for_control(unit, op))
+        error = self._faults.fail(message, unit, op, ranks, step=step)
+        farewell(self._control, self._faults.for_control(unit, op))
         return error
 
     def _at(self, row: Sequence[int]) -> str:

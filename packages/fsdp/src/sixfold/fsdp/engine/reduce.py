@@ -1,6 +1,6 @@
 """The reduction of gradients: when it begins, on which stream, and who waits for it.
 
-    engine.py --> Reduction (this file) --> reduce_pipeline.py --> gradient_sums.py
+    engine.py --> Reduction --> GradReducePipeline (this file) --> gradient_sums.py
 
 Reduction owns the pool of slots; buffers/gradients.py and reduction_paths.py say what lies where.
 
@@ -28,10 +28,10 @@ from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.gradient_sums import Finish, RankOrderSum
 from sixfold.fsdp.collectives.streams import SideStream
 from sixfold.fsdp.config import MixedPrecision
-from sixfold.fsdp.engine.reduce_pipeline import GradReducePipeline
-from sixfold.fsdp.engine.reduction_paths import Kind, ReductionPath, ReductionPaths, Sections
+from sixfold.fsdp.engine.reduction_paths import ReductionPath, ReductionPaths, Sections
 from sixfold.fsdp.engine.used_parameters import UsedParameters
-from sixfold.fsdp.faults.waiting import Wait
+from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.faults.deadlines import Wait
 
 _WIDE_NUMEL = 2**13  # elements of the scratch of mixed additions: 32 KiB of fp32
 _SPARE_BYTES = 2**16  # for a norm where no slot is: parts of 8,192 float64
@@ -75,8 +75,65 @@ class _Flight:
     event: Any = None
 
 
-def _wait_for(wait: Wait, unit: str, work: Any) -> None:
-    wait(work, unit, "reduce")
+class GradReducePipeline:
+    """Reductions in flight, first in first out. Knows no module, no memory and no slot.
+
+    Args:
+        units: names.
+        start: starts a unit's reduction and returns what finishes it.
+
+    Attributes:
+        watch: told each move and its unit, or None: "put" before, "reduce" after it was sent, "drain" when it is done.
+    """
+
+    def __init__(self, units: Collection[str], start: Callable[[str], Callable[[], None]]) -> None:
+        self.watch: Callable[[str, str], None] | None = None
+        self._start = start
+        self._units = frozenset(units)
+        self._flying: dict[str, Callable[[], None]] = {}  # the oldest first
+        self._histories: dict[str, deque[str]] = {unit: deque(maxlen=12) for unit in units}
+
+    def __len__(self) -> int:
+        return len(self._flying)
+
+    def flying(self, unit: str) -> bool:
+        """``unit`` has a reduction that is not finished."""
+        return unit in self._flying
+
+    def put(self, unit: str) -> None:
+        """Start the reduction of ``unit``; illegal while one of it is in flight."""
+        if unit not in self._units:
+            raise FsdpError(f"put({unit!r}): there is no such unit", unit=unit, op="reduce")
+        if unit in self._flying:
+            history = ", ".join(self._histories[unit])
+            raise FsdpError(
+                f"put({unit!r}) while its reduction is in flight; drain it first. History: {history}",
+                unit=unit,
+                op="reduce",
+            )
+        self._histories[unit].append("put")
+        watch = self.watch
+        if watch is not None:
+            watch("put", unit)
+        self._flying[unit] = self._start(unit)
+        if watch is not None:
+            watch("reduce", unit)
+
+    def drain(self, limit: int) -> None:
+        """Finish the oldest until at most ``limit`` (>= 0) are in flight."""
+        if limit < 0:
+            raise FsdpError(f"drain({limit}): the limit is >= 0", op="reduce")
+        while len(self._flying) > limit:
+            unit = next(iter(self._flying))
+            finish = self._flying.pop(unit)
+            self._histories[unit].append("drain")
+            finish()
+            if self.watch is not None:
+                self.watch("drain", unit)
+
+    def finish(self) -> None:
+        """Finish all."""
+        self.drain(0)
 
 
 class Reduction:
@@ -118,12 +175,13 @@ class Reduction:
         main, reduce = precision.main_dtype, precision.reduce_dtype or precision.main_dtype
         self._reduce_is_main = main == reduce
         self.paths, self.pool = paths, pool
+        self._slots = len(pool.slot_bytes)
         self._nothing = torch.zeros(0, dtype=main, device=device)
         self._sections: dict[tuple[ParamAndGradBuffer, bool, int, int], Sections] = {}
         self._flying_bytes = dict.fromkeys(self._by_name, 0)
         self._reads: dict[int, Any] = {}  # slot -> event after what the reduce stream last did there
         self._side = stream
-        self._waits = {name: partial(_wait_for, wait, name) for name in self._by_name}
+        self._waits = {name: partial(wait, unit=name, op="reduce") for name in self._by_name}
         self._at_once = at_once
         self._in_step = in_step
         self._used = used
@@ -159,15 +217,16 @@ class Reduction:
         unit = self._by_name[stream.unit]
         while self.pipeline.flying(unit.name):
             self.pipeline.drain(len(self.pipeline) - 1)
-        kind = self.paths.fused(stream) if pooled else Kind.OWN
-        if kind is Kind.HELD:
+        kind = self.paths.as_made[stream] if pooled else State.OWN
+        if kind is State.HELD:
             stream.gradients.hold()
             return
-        slot = self._free_slot(unit.name) if kind is Kind.SLOT else None
+        slot = self._free_slot(unit.name) if kind is State.SLOT else None
         if slot is None:  # also when units that are not done hold the whole pool
             stream.gradients.sum_in_own()
             return
-        self._side.join(self._reads.pop(slot, None))
+        if slot in self._reads:
+            self._side.join(self._reads.pop(slot))
         stream.gradients.sum_in(self.pool.memory(slot))
 
     def _free_slot(self, owner: str) -> int | None:
@@ -182,13 +241,13 @@ class Reduction:
         """A slot for a piece of a reduction whose earlier pieces are ``mine``."""
         slot = self._free_slot(owner)
         while slot is None and mine:
-            with self._side.enter():
+            with self._side.inside:
                 self._land(mine.popleft())
             slot = self.pool.allocate(owner, 0)
         if slot is None:  # units that are not done sum in all of them: one goes on elsewhere
             for unit in self._by_name.values():
                 for stream in unit.trained:
-                    if slot is None and stream.gradients.in_slot:
+                    if slot is None and stream.gradients.state is State.SLOT:
                         stream.gradients.leave_slot()
                         self.pool.free(unit.name)
                         slot = self.pool.allocate(owner, 0)
@@ -196,7 +255,7 @@ class Reduction:
         return slot
 
     def _free(self, owner: str) -> None:
-        if self.pool.slot_of(owner) is not None:
+        if owner in self.pool.holders:
             self.pool.free(owner)
 
     def not_finite(self, unit: Unit) -> int:
@@ -218,8 +277,8 @@ class Reduction:
     def drop(self, unit: Unit, records: Set[ParamRecord]) -> None:
         """No sum of ``unit`` is wanted of streams whose ``records`` are all forgotten."""
         for stream in unit.trained:
-            if not stream.gradients.idle and records >= set(stream.records):
-                if stream.gradients.in_slot:
+            if stream.gradients.state is not State.IDLE and records >= set(stream.records):
+                if stream.gradients.state is State.SLOT:
                     self.pool.free(unit.name)
                 stream.gradients.drop()
 
@@ -228,7 +287,7 @@ class Reduction:
         self.pipeline.finish()
         for unit in self._by_name.values():
             for stream in unit.trained if unit.index else ():
-                if stream.gradients.idle:
+                if stream.gradients.state is State.IDLE:
                     stream.gradients.release_own()
 
     # ---- reductions
@@ -239,12 +298,12 @@ class Reduction:
             self.pipeline.drain(len(self.pipeline) - 1)
         held = full = False
         for stream in unit.trained:
-            if stream.gradients.idle and stream.ranks.size > 1:
+            if stream.gradients.state is State.IDLE and stream.ranks.size > 1:
                 self.acquire(stream, pooled=True)
             held = held or stream.gradients.state is State.HELD
-            full = full or not stream.gradients.idle
+            full = full or stream.gradients.state is not State.IDLE
         if held:
-            self.pipeline.drain(len(self.pool.slot_bytes) - 1)  # autograd's memory of few units is kept, not of all
+            self.pipeline.drain(self._slots - 1)  # autograd's memory of few units is kept, not of all
         if full:
             self.pipeline.put(unit.name)
 
@@ -253,48 +312,52 @@ class Reduction:
         self._flying_bytes[name] = 0
         flight = _Flight(name)
         for at, stream in enumerate(self._by_name[name].trained):
-            if not stream.gradients.idle:
+            if stream.gradients.state is not State.IDLE:
                 flight.taken.append((stream.gradients, self._start_stream(stream, f"{name} {at}", flight)))
         if self._at_once:
-            flight.event = self._finish_pieces(flight)
+            with self._side.inside:
+                self._finish_pieces(flight)
+                flight.event = self._side.mark()
             self._reads.update(dict.fromkeys(flight.slots, flight.event))
         return partial(self._finish, flight)
 
     def _finish(self, flight: _Flight) -> None:
-        self._side.join(flight.event if self._at_once else self._finish_pieces(flight))
+        if self._at_once:
+            self._side.join(flight.event)
+        else:
+            with self._side.joined:
+                self._finish_pieces(flight)
         if self._reads:
             self._reads = {slot: last for slot, last in self._reads.items() if last is not flight.event}
         for gradients, taken in flight.taken:
             gradients.landed(taken)
         self._free(flight.unit)
 
-    def _finish_pieces(self, flight: _Flight) -> Any:
-        with self._side.enter():
-            while flight.pieces:
-                self._land(flight.pieces.popleft())
-            return self._side.mark()
+    def _finish_pieces(self, flight: _Flight) -> None:
+        while flight.pieces:
+            self._land(flight.pieces.popleft())
 
     def _start_stream(self, stream: ParamAndGradBuffer, owner: str, flight: _Flight) -> Taken:
         """Start one collective for each piece of ``stream``, as far as there are slots."""
         gradients = stream.gradients
-        kind = Kind.HELD if gradients.state is State.HELD else Kind.SLOT if gradients.in_slot else Kind.OWN
-        path = self.paths.of(stream, kind)
+        kind = gradients.state
+        path = self.paths.of[stream, kind]
         taken = gradients.take(fill_zeros=stream.ranks.size > 1)
         taken.round = self._used.round
         self._used.took(stream, taken.mine)
-        pieces = min(len(path.pieces), len(self.pool.slot_bytes))
-        self._flying_bytes[stream.unit] += pieces * path.nbytes[0] if kind is Kind.HELD else gradients.sum_bytes
+        pieces = min(len(path.pieces), self._slots)
+        self._flying_bytes[stream.unit] += pieces * path.nbytes[0] if kind is State.HELD else gradients.sum_bytes
         for at, piece in enumerate(path.pieces):
             slot, holder = None, f"{owner} {at}"
-            if kind is Kind.SLOT:
-                slot = self.pool.slot_of(stream.unit)
+            if kind is State.SLOT:
+                slot = self.pool.holders[stream.unit]
             elif path.slot_bytes:
                 slot = self._slot_for_piece(holder, flight.pieces)
                 flight.slots.append(slot)
-            with self._side.enter():
+            with self._side.inside:
                 flight.pieces.append(self._start_piece(stream, path, taken, piece, slot, holder))
-            if self._in_step and self._takes_two(stream):
-                self._finish_pieces(flight)
+                if self._in_step and self._takes_two(stream):
+                    self._finish_pieces(flight)
         return taken
 
     def _takes_two(self, stream: ParamAndGradBuffer) -> bool:
@@ -305,7 +368,7 @@ class Reduction:
     def _sections_of(
         self, stream: ParamAndGradBuffer, path: ReductionPath, start: int, stop: int, slot: int
     ) -> Sections:
-        key = stream, path.kind is Kind.OWN, start, slot
+        key = stream, path.kind is State.OWN, start, slot
         if key not in self._sections:
             self._sections[key] = self.paths.sections(path, stream, start, stop, self.pool.memory(slot))
         return self._sections[key]
@@ -339,7 +402,7 @@ class Reduction:
         shard_sum = self.paths.sums[ranks.shard]
         start_sum = shard_sum.all_reduce if stream.all_reduced else shard_sum.reduce_scatter
         finish = start_sum(ranks.shard, sent, result, received, self.wide)
-        holder = None if path.kind is Kind.SLOT else owner
+        holder = None if path.kind is State.SLOT else owner
         return _Piece(stream, taken, start, stop, finish, from_replicas, holder)
 
     def _land(self, piece: _Piece) -> None:

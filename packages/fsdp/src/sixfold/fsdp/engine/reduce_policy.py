@@ -7,6 +7,8 @@ Knows what was said; starts nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.engine.call_state import StageState
 from sixfold.fsdp.errors import FsdpError
@@ -45,16 +47,21 @@ class ReducePolicy:
         """A backward that ends now makes main gradients final."""
         return self.last_microbatch and not self.no_sync_depth
 
-    def reduces(self, unit: Unit) -> bool:
-        """Gradients of ``unit`` are to be reduced in the backward that runs now."""
-        if self.driven:
-            if self.each_microbatch:
-                return unit.index != 0 or self.alone
-            stage = unit.stage
-            return isinstance(stage, StageState) and stage.last and stage.fused
-        if self.no_sync_depth:
-            return False
-        return self._shards_grads or self.last_microbatch
+    def reducing(self, units: Sequence[Unit]) -> frozenset[int]:
+        """Numbers of those of ``units`` whose gradients are to be reduced in the backward that begins now."""
+        if not self.driven:
+            now = not self.no_sync_depth and (self._shards_grads or self.last_microbatch)
+            return frozenset(unit.index for unit in units if now)
+        if self.each_microbatch:
+            return frozenset(unit.index for unit in units if unit.index or self.alone)
+        stages = {unit.index: unit.stage for unit in units}
+        return frozenset(at for at, one in stages.items() if isinstance(one, StageState) and one.last and one.fused)
+
+    def left_over(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Those of ``units`` that a backward reduces at its end, if it reduces them and did not see them done."""
+        if self.each_microbatch or not self.driven:
+            return units
+        return units[:1] if self.alone else ()
 
     # ---- driven programs (seams: "The program drives the sharding")
 

@@ -12,12 +12,12 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 from torch import Tensor
 
 from sixfold.fsdp.buffers.column_ranges import columns
+from sixfold.fsdp.buffers.gradients import State
 from sixfold.fsdp.buffers.slots import TemporaryBucketAllocator
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
@@ -27,25 +27,18 @@ from sixfold.fsdp.config import MixedPrecision
 _ALIGN = 128
 
 
-class Kind(Enum):
-    """Where the local gradients of a reduction lie. [Note: states of local gradients]"""
-
-    OWN = "own"  # in sums of the stream's own memory
-    SLOT = "slot"  # in sums in a slot
-    HELD = "held"  # where autograd made them
-
-
 @dataclass(frozen=True, slots=True)
 class ReductionPath:
     """One path of a stream to its main gradients.
 
     Attributes:
+        kind: where its local gradients lie. [Note: states of local gradients]
         pieces: column ranges, one collective each.
         staged: what travels is a copy in a slot, in the dtype that travels.
         nbytes: of sent, received, result, received from replicas, for the widest piece; each is aligned.
     """
 
-    kind: Kind
+    kind: State
     pieces: tuple[tuple[int, int], ...]
     staged: bool
     nbytes: tuple[int, int, int, int]
@@ -73,6 +66,8 @@ class ReductionPaths:
         bucket_bytes: of main_dtype, all ranks' parts together; None: the largest unit whose class occurs twice.
     Attributes:
         sums: how to sum over each Comm.
+        of: the path of each stream when its gradients lie so.
+        as_made: where gradients of each stream go that are reduced in the backward that makes them.
     """
 
     def __init__(
@@ -86,37 +81,23 @@ class ReductionPaths:
         }
         self._main, self._reduce = precision.main_dtype, precision.reduce_dtype or precision.main_dtype
         self.bucket_bytes = largest_repeated(units) if bucket_bytes is None else bucket_bytes
-        self._paths: dict[ParamAndGradBuffer, dict[Kind, ReductionPath]] = {}
-        self._as_made: dict[
-            ParamAndGradBuffer, ReductionPath
-        ] = {}  # of gradients that are reduced in the backward that makes them
+        self.of: dict[tuple[ParamAndGradBuffer, State], ReductionPath] = {}
+        self.as_made: dict[ParamAndGradBuffer, State] = {}
         for unit in units:
             for stream in unit.trained:
-                kinds = {Kind.OWN: self._own(stream)}
-                if shards_grads:
-                    fused = self._fused(unit, stream)
-                    kinds[fused.kind] = fused
-                self._paths[stream] = kinds
-                self._as_made[stream] = next(
-                    (path for path in kinds.values() if path.kind is not Kind.OWN), kinds[Kind.OWN]
-                )
-
-    def of(self, stream: ParamAndGradBuffer, kind: Kind) -> ReductionPath:
-        """The path of ``stream`` when its gradients lie at ``kind``."""
-        path = self._as_made[stream]
-        return path if path.kind is kind else self._paths[stream][kind]
-
-    def fused(self, stream: ParamAndGradBuffer) -> Kind:
-        """Where gradients go that are reduced in the backward that makes them."""
-        return self._as_made[stream].kind
+                for path in [self._own(stream), *([self._fused(unit, stream)] if shards_grads else [])]:
+                    self.of[stream, path.kind] = path
+                    self.as_made[stream] = path.kind
 
     def make_pool(self, slots: int, device: torch.device, *, fill: bool = False) -> TemporaryBucketAllocator:
         """At most ``slots`` slots, each large enough for a piece of any stream; ``fill``: with NaN when given back."""
-        paths = [path for kinds in self._paths.values() for path in kinds.values() if path.slot_bytes]
-        if not paths:
+        largest = max((path.slot_bytes for path in self.of.values()), default=0)
+        if not largest:
             return TemporaryBucketAllocator([], device)
-        count = sum(max(len(path.pieces) for path in kinds.values()) for kinds in self._paths.values())
-        return TemporaryBucketAllocator([max(path.slot_bytes for path in paths)] * min(slots, count), device, fill=fill)
+        pieces: dict[ParamAndGradBuffer, int] = {}
+        for (stream, _), path in self.of.items():
+            pieces[stream] = max(pieces.get(stream, 0), len(path.pieces))
+        return TemporaryBucketAllocator([largest] * min(slots, sum(pieces.values())), device, fill=fill)
 
     def sections(
         self, path: ReductionPath, stream: ParamAndGradBuffer, start: int, stop: int, memory: Tensor
@@ -136,14 +117,14 @@ class ReductionPaths:
         row = stream.cut.main_numel
         direct = self._reduce == self._main and self._scratch(stream, row) == (0, 0)
         pieces = ((0, row),) if direct else self._pieces(stream)
-        return self._path(Kind.OWN, stream, pieces, staged=self._reduce != self._main or len(pieces) > 1)
+        return self._path(State.OWN, stream, pieces, staged=self._reduce != self._main or len(pieces) > 1)
 
     def _fused(self, unit: Unit, stream: ParamAndGradBuffer) -> ReductionPath:
         """Sums in a slot where they fit and travel as they are; the root's gradients come all through a backward."""
         pieces = self._pieces(stream)
         if unit.index and len(unit.trained) == 1 and len(pieces) == 1 and self._reduce == self._main:
-            return self._path(Kind.SLOT, stream, pieces, staged=False)
-        return self._path(Kind.HELD, stream, pieces, staged=True)
+            return self._path(State.SLOT, stream, pieces, staged=False)
+        return self._path(State.HELD, stream, pieces, staged=True)
 
     def _pieces(self, stream: ParamAndGradBuffer) -> tuple[tuple[int, int], ...]:
         cut, ranks = stream.cut, stream.ranks
@@ -162,12 +143,12 @@ class ReductionPaths:
         )
 
     def _path(
-        self, kind: Kind, stream: ParamAndGradBuffer, pieces: Sequence[tuple[int, int]], *, staged: bool
+        self, kind: State, stream: ParamAndGradBuffer, pieces: Sequence[tuple[int, int]], *, staged: bool
     ) -> ReductionPath:
         widths = {stop - start for start, stop in pieces}
         needs = [self._scratch(stream, width) for width in widths]
-        sent = stream.cut.parts * max(widths) if staged or kind is Kind.SLOT else 0
-        result = max(widths) if kind is Kind.HELD and self._reduce != self._main else 0
+        sent = stream.cut.parts * max(widths) if staged or kind is State.SLOT else 0
+        result = max(widths) if kind is State.HELD and self._reduce != self._main else 0
         nbytes = (
             sent * self._reduce.itemsize,
             max(one for one, _ in needs) * self._reduce.itemsize,

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.gradients import State
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 
 
@@ -73,5 +74,5 @@ class UsedParameters:
         """``union`` are the bits of all ranks: what nobody had up to ``of_round`` is None."""
         for stream in list(self._partly):
             stream.gradients.settle(union >> self._first[stream], of_round)
-            if not stream.gradients.unsure and stream.gradients.idle:
+            if not stream.gradients.unsure and stream.gradients.state is State.IDLE:
                 del self._partly[stream]

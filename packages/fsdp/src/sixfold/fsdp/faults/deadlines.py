@@ -1,4 +1,4 @@
-"""Deadlines on every wait, and who is to blame when one ends.
+"""Deadlines on every wait, and who is to blame when one ends: a model that failed once waits for nothing more.
 
     Work, control exchange --> Faults.wait (this file) --> the caller, or FsdpError with the rank
 
@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch._C._distributed_c10d import Store
 
@@ -35,6 +35,12 @@ _BEATS = 12  # in a deadline
 _TOLD_S = 20.0  # for all that will be known of a fault that is noted
 _STORE_S = 3.0  # for one answer of the store during a wait
 _SAID_S = 10.0  # of a wait for a busy rank, before a line tells of it
+
+
+class Wait(Protocol):
+    """Waits for a Work of the step that runs."""
+
+    def __call__(self, work: Any, unit: str | None, op: str) -> None: ...
 
 
 class Found(NamedTuple):
@@ -80,6 +86,7 @@ class Faults:
         self.timeout_s = timeout_s
         self.first_step_timeout_s = first_step_timeout_s
         self.busy_timeout_s = busy_timeout_s
+        self.step = -1  # the one that runs; -1: the model is being wrapped
         self.failed: FsdpError | None = None
         self.waited_s = 0.0  # of the host, for other ranks
         self.local_processes = LocalProcesses()  # known once ranks have met
@@ -131,15 +138,24 @@ class Faults:
                 ranks=first.ranks,
             )
 
-    def fail(self, error: FsdpError) -> FsdpError:
-        """Note that the model ended with ``error``, unless it had ended before; returns ``error``."""
+    def fail(
+        self, message: str, unit: str | None, op: str, ranks: Sequence[int], *, step: int | None = None
+    ) -> FsdpError:
+        """End this model, unless it had ended before; returns what to raise. ``step``: None is the one that runs."""
+        return self._note(FsdpError(message, unit=unit, step=self.step if step is None else step, op=op, ranks=ranks))
+
+    def _note(self, error: FsdpError) -> FsdpError:
         with self._lock:
             if self.failed is None:
                 self.failed = error
                 self._told.set()
             return error
 
-    def wait(self, work: Any, unit: str | None, step: int | None, op: str, *, on_host: bool = False) -> None:
+    def for_control(self, unit: str | None, op: str) -> Callable[[Any], None]:
+        """Waits for the control messages of one exchange."""
+        return lambda work: self.wait(work, unit, op, on_host=True)
+
+    def wait(self, work: Any, unit: str | None, op: str, *, on_host: bool = False) -> None:
         """Wait for ``work``; ``on_host``: it is a control message, which the host waits for on any device.
 
         Raises:
@@ -147,15 +163,15 @@ class Faults:
         """
         if work is None:
             return
+        place = None if self.step < 0 else self.step, unit, op
         if not (self._host_waits or on_host):
-            self._watched.append((work, Place(step, unit, op), time.monotonic()))
+            self._watched.append((work, Place(*place), time.monotonic()))
             if self._heartbeat is None:
                 self._heartbeat = self._start(None)
             work.wait()
             if self.failed is not None:  # [Note: flag before abort]
                 self.check()
             return
-        place = step, unit, op
         began = time.monotonic()
         self._at = place, began
         try:
@@ -279,7 +295,7 @@ class Faults:
     def _lost(self, place: Place, cause: Cause, text: str, ranks: Sequence[int]) -> FsdpError:
         """The error to raise, also noted; ``ranks``: whom the heartbeat found lost."""
         said, guilty = self._blame(place, cause, ranks)
-        return self.fail(
+        return self._note(
             FsdpError(
                 f"{said} ({text}). Restart the job from its last checkpoint [see errors/fsdp.html#a-lost-rank]",
                 unit=place.unit,

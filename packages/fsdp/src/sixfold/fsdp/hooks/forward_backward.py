@@ -19,7 +19,7 @@ from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.engine.call_state import CallContext, StageState
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.parameter_access.guard import take_gradient
+from sixfold.fsdp.parameter_access.guard import MARK, GuardedParameter
 from sixfold.fsdp.parameter_access.saved_weights import own_outputs, tensors_in
 from sixfold.fsdp.torch_private import in_backward
 
@@ -110,7 +110,7 @@ class _UnitCall(Hook):
             context = self.engine.after_forward(self._unit)
         if output is not None:
             self.engine.guards[self._unit.index].refuse_written()
-        if torch.is_grad_enabled() and self.engine.failed is None:
+        if torch.is_grad_enabled() and self.engine.faults.failed is None:
             watch_outputs(self.engine, self._unit, own, context)
         return None if own is output else own
 
@@ -120,12 +120,22 @@ def _grad_hook(engine: Engine, number: int) -> Callable[[Tensor], None]:
     watched = weakref.ref(engine)
 
     def delivered(parameter: Tensor) -> None:
-        gradient = take_gradient(parameter)
+        gradient = _take_gradient(parameter)
         alive = watched()
         if gradient is not None and alive is not None:
             alive.deliver(alive.numbered[number], gradient)
 
     return delivered
+
+
+def _take_gradient(parameter: Any) -> Tensor | None:
+    """``parameter.grad``, which is None afterwards; without asking its guard."""
+    shown = parameter.__class__
+    parameter.__class__ = nn.Parameter if shown is GuardedParameter else parameter.__dict__[MARK].own_class
+    gradient: Tensor | None = parameter.grad
+    parameter.grad = None
+    parameter.__class__ = shown
+    return gradient
 
 
 def run_root(

@@ -113,7 +113,7 @@ class HostState:
 
     def keep_all(self) -> None:
         """All state goes to host memory, and is there when this returns."""
-        with self._stream.enter():
+        with self._stream.inside:
             self.keep([main for chunk in self._chunks for main in chunk])
         self._settle()
 
@@ -130,7 +130,7 @@ class HostState:
 
     def after(self, chunk: int) -> None:
         """Its state goes back."""
-        with self._stream.enter():
+        with self._stream.inside:
             self.keep(self._chunks[chunk])
 
     def end(self) -> None:
@@ -155,7 +155,7 @@ class HostState:
         """
         slot, at, state = self._slots[self._turn], 0, self._state()
         self._turn = 1 - self._turn
-        with self._stream.enter():
+        with self._stream.inside:
             for (main, key), home in self._large(self._chunks[number]).items():
                 place = slot[at : at + home.nbytes].view(home.dtype).view(home.shape)
                 place.copy_(home, non_blocking=True)

@@ -33,7 +33,7 @@ from sixfold.fsdp.parameter_access.uncompiled import uncompiled
 
 _data: Any = torch._C.TensorBase.data
 _set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
-_MARK = "_sixfold_fsdp_guard"  # in the Parameter's own __dict__
+MARK = "_sixfold_fsdp_guard"  # in the Parameter's own __dict__
 
 # What tells of a tensor without reading an element, by name of the method, function or property.
 _READS_NOTHING = frozenset({
@@ -105,6 +105,18 @@ class Guard:
             raise self.error(f"{name}() writes to it, and the next gather would undo that", WRITE)
         elif self.gone or not self.readable():
             raise self.error(f"{name}() reads its values outside a call of its unit, and they may not be here", READ)
+
+    def mark(self) -> None:
+        """The parameter finds its guard."""
+        self.record.parameter.__dict__[MARK] = self
+
+    def refuse_written(self) -> None:
+        """Raise if the parameter is another than when its ``.data`` was taken. [Note: .data in a call]"""
+        assert self.taken is not None, f"{self.record.name}: nobody took its .data"
+        (version, taken), self.taken = self.taken, None
+        if _digest(self.record.parameter) != taken:
+            _set_versions((self.record.parameter,), (version,))  # told here, and not once more
+            raise self.error("it was written to through .data in a call of its unit", IN_CALL)
 
     def ask_view(self, name: str) -> None:
         """Raise unless a view of the parameter may be read now by ``name``."""
@@ -180,7 +192,7 @@ def _named(func: Any) -> tuple[str, bool]:
 def _guards(values: Any) -> Iterator[Guard]:
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, GuardedParameter):
-            yield leaf.__dict__[_MARK]
+            yield leaf.__dict__[MARK]
 
 
 class GuardedParameter(nn.Parameter):
@@ -198,12 +210,12 @@ class GuardedParameter(nn.Parameter):
         return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]  # its own class's
 
     def as_subclass(self, cls: type) -> Any:  # torch asks no class for it
-        self.__dict__[_MARK].ask("as_subclass", False, (self,), {})
+        self.__dict__[MARK].ask("as_subclass", False, (self,), {})
         with torch._C.DisableTorchFunctionSubclass():
             return super().as_subclass(cls)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        record = self.__dict__[_MARK].record
+        record = self.__dict__[MARK].record
         return f"Parameter {record.name} {tuple(self.shape)} {self.dtype} of unit {record.buffer.unit or '(root)'}"
 
     def __format__(self, spec: str) -> str:
@@ -220,9 +232,9 @@ class LentView(Tensor):
         if name not in _READS_NOTHING and name not in ("grad", "requires_grad"):
             for leaf in pytree.tree_leaves((args, kwargs)):
                 if isinstance(leaf, LentView):
-                    leaf.__dict__[_MARK].ask_view(name)
+                    leaf.__dict__[MARK].ask_view(name)
                 elif isinstance(leaf, GuardedParameter):
-                    leaf.__dict__[_MARK].ask(name, sets, args, kwargs)
+                    leaf.__dict__[MARK].ask(name, sets, args, kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
@@ -235,7 +247,7 @@ def lend(tensor: Tensor, guards: Sequence[Guard]) -> None:
             low = guard.record.parameter.data_ptr()
         if low <= at < low + guard.record.parameter.nbytes:
             tensor.__class__ = LentView  # as torch's lazy parameters do
-            tensor.__dict__[_MARK] = guard
+            tensor.__dict__[MARK] = guard
             return
 
 
@@ -245,7 +257,7 @@ class PlacedParameter(nn.Parameter):
     def as_strided(self, *args: Any, **kwargs: Any) -> Tensor:
         """A view of it, that begins where it does."""
         if _offset((self, *args), kwargs) is not None:
-            raise self.__dict__[_MARK].error("as_strided() is given a storage_offset", OFFSET)
+            raise self.__dict__[MARK].error("as_strided() is given a storage_offset", OFFSET)
         return super().as_strided(*args, **kwargs)
 
 
@@ -269,7 +281,7 @@ class ShownParameter(PlacedParameter):
 
 @uncompiled
 def _note_taken(parameter: Tensor) -> None:
-    guard = parameter.__dict__[_MARK]
+    guard = parameter.__dict__[MARK]
     if guard.taken is None:
         guard.taken = parameter._version, _digest(parameter)
 
@@ -288,87 +300,34 @@ class _Asking:
         kwargs = kwargs or {}
         strided = getattr(func, "__name__", "") in _STRIDED and _offset(args, kwargs) is not None
         if strided and args and isinstance(args[0], cls):
-            raise args[0].__dict__[_MARK].error(f"{func.__name__}() is given a storage_offset", OFFSET)
+            raise args[0].__dict__[MARK].error(f"{func.__name__}() is given a storage_offset", OFFSET)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
 
 @cache
-def _shown_class(own: type, shown: type[nn.Parameter]) -> type[nn.Parameter]:
-    return shown if own is nn.Parameter else type(own.__name__, (shown, own), {})
+def shown_class(own: type, *, placed: bool, strides: bool) -> type:
+    """What a parameter of class ``own`` is while layers read it.
+
+    Args:
+        placed: they read its main weight.
+        strides: it asks, unless a class of the user's or of fp8 has its own rule. [Note: offsets in a storage]
+    """
+    base: type[nn.Parameter] = PlacedParameter if placed else ShownParameter
+    shown: type[nn.Parameter] = base if own is nn.Parameter else type(own.__name__, (base, own), {})
+    asks = strides and shown.__torch_function__ is nn.Parameter.__torch_function__
+    return type(shown.__name__, (_Asking, shown), {}) if asks else shown
 
 
 @cache
-def _asking_class(shown: type[nn.Parameter]) -> type:
-    """``shown`` that asks; itself, where a class of the user's or of fp8 has its own rule."""
-    if shown.__torch_function__ is not nn.Parameter.__torch_function__:
-        return shown
-    return type(shown.__name__, (_Asking, shown), {})
-
-
-@cache
-def _guarded_class(own: type) -> type:
+def guarded_class(own: type) -> type:
+    """What it is between calls."""
     return GuardedParameter if own is nn.Parameter else type(own.__name__, (GuardedParameter, own), {})
-
-
-class UnitGuard:
-    """The parameters of one unit, shown to its layers and hidden from everyone else."""
-
-    def __init__(self, guards: Sequence[Guard], *, as_sharded: bool = False, strides: bool = False) -> None:
-        self.guards = tuple(guards)
-        self._swaps = []
-        for one in guards:
-            whole = one.record.buffer.weights.whole_here and not as_sharded
-            shown = _shown_class(one.own_class, PlacedParameter if whole else ShownParameter)
-            shown = _asking_class(shown) if strides else shown
-            self._swaps.append((one.record.parameter, shown, _guarded_class(one.own_class)))
-        for guard in guards:
-            guard.record.parameter.__dict__[_MARK] = guard
-        self.hide()
-
-    def reveal(self) -> None:
-        """The unit's call begins."""
-        for parameter, shown, _ in self._swaps:
-            parameter.__class__ = shown
-
-    def hide(self) -> None:
-        """The unit's call is over."""
-        for parameter, _, guarded in self._swaps:
-            parameter.__class__ = guarded
-
-    def refuse_written(self) -> None:
-        """The unit's call is over, without an error.
-
-        Raises:
-            FsdpError: a parameter was written to through ``.data``. [Note: .data in a call]
-        """
-        for guard in self.guards:
-            if guard.taken is not None:
-                (version, taken), guard.taken = guard.taken, None
-                if _digest(guard.record.parameter) != taken:
-                    _set_versions((guard.record.parameter,), (version,))  # told here, and not once more
-                    raise guard.error("it was written to through .data in a call of its unit", IN_CALL)
-
-    def close(self) -> None:
-        """The model is gone: its parameters hold nothing any more."""
-        for guard in self.guards:
-            guard.gone = True
-        self.hide()
-
-
-def take_gradient(parameter: Any) -> Tensor | None:
-    """``parameter.grad``, which is None afterwards; without asking."""
-    shown = parameter.__class__
-    parameter.__class__ = nn.Parameter if shown is GuardedParameter else parameter.__dict__[_MARK].own_class
-    gradient: Tensor | None = parameter.grad
-    parameter.grad = None
-    parameter.__class__ = shown
-    return gradient
 
 
 def guard_of(parameter: Tensor) -> Guard | None:
     """The guard of a parameter that is wrapped (or was), else None."""
-    return parameter.__dict__.get(_MARK)
+    return parameter.__dict__.get(MARK)
 
 
 def written_in_place(guard: Guard, model: nn.Module) -> FsdpError:

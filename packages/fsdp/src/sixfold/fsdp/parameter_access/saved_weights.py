@@ -31,7 +31,7 @@ from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.parameter_access.uncompiled import uncompiled
-from sixfold.fsdp.parameter_access.view_guard import SavedViews
+from sixfold.fsdp.parameter_access.unit_guard import SavedViews
 
 _DEEP = 6  # objects inside objects of an output that are looked at
 _PLAIN = (int, float, str, bytes, type, FunctionType, BuiltinFunctionType, nn.Module, torch.dtype, torch.device)
@@ -164,15 +164,6 @@ class SavedWeights:
         self._inside = [part._forward_hooks for module in unit.modules for part in module.modules() if part not in own]
         self._first: int | None = None  # hooks inside that are ours: of units inside
 
-    @property
-    @uncompiled
-    def wanted(self) -> bool:
-        """A call that begins now goes through here."""
-        hooks = sum(map(len, self._inside))
-        if self._first is None:
-            self._first = hooks
-        return self.learns or self.found or hooks != self._first
-
     @uncompiled
     def next_step(self) -> None:
         """A step ended: what a unit's first one did not show is not looked for."""
@@ -180,7 +171,17 @@ class SavedWeights:
 
     @uncompiled
     def push(self) -> bool:
-        """A call begins; False where somebody else's hooks hold what it saves (a checkpoint, ``save_on_cpu``)."""
+        """A call begins; returns whether what it saves goes through here. [Note: ways out]
+
+        Not where somebody else's hooks hold it (a checkpoint, ``save_on_cpu``).
+        """
+        if not self._unit.shares:
+            return False
+        hooks = sum(map(len, self._inside))
+        if self._first is None:
+            self._first = hooks
+        if not ((self.learns or self.found or hooks != self._first) and torch.is_grad_enabled()):
+            return False
         top: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if top is not None and not isinstance(getattr(top[0], "__self__", None), SavedWeights):
             return False

@@ -26,6 +26,9 @@ class Arena:
         ranges: owner -> (first byte, bytes).
         apart: each owner has memory of its own, and takes turns as if it had not: for ``fill_free``. Nothing is parked.
 
+    Attributes:
+        holders: who holds its range.
+
     [Note: one range per unit] F.linear saves the view ``weight.t()`` for its backward, so a unit gathered again must
     come back to the same address as long as a graph may point at it: two micro-batches in flight share it, and no
     other place is taken silently. (Megatron-FSDP takes another one, with an INFO log.) Ranges change between steps
@@ -38,7 +41,7 @@ class Arena:
         self._memory = torch.zeros(nbytes, dtype=torch.uint8, device=device)
         self._ranges: dict[str, tuple[int, int]] = {}
         self._overlapping: dict[str, frozenset[str]] = {}
-        self._holders: set[str] = set()
+        self.holders: set[str] = set()
         self._parked: dict[str, tuple[int, int]] = {}
         self._scratch: Tensor | None = None
         self.held_bytes = 0
@@ -64,7 +67,7 @@ class Arena:
         Raises:
             FsdpError: a range is not inside the memory.
         """
-        assert not self._holders and not self._parked, f"ranges move while {self.here} are here"
+        assert not self.holders and not self._parked, f"ranges move while {self.here} are here"
         for owner, (start, size) in ranges.items():
             if start < 0 or size < 0 or start + size > self.nbytes:
                 raise FsdpError(
@@ -98,15 +101,11 @@ class Arena:
         """Another range overlaps ``owner``'s."""
         return bool(self._overlapping[owner])
 
-    def holds(self, owner: str) -> bool:
-        """``owner`` holds its range."""
-        return owner in self._holders
-
     def in_the_way(self, owner: str) -> list[str]:
         """Holders whose ranges overlap ``owner``'s, by name: every rank frees them in one order."""
         if owner not in self._ranges:
             self.range_of(owner)
-        found = self._overlapping[owner] & self._holders
+        found = self._overlapping[owner] & self.holders
         if self._parked:
             mine = self._ranges[owner]
             found |= {other for other, place in self._parked.items() if other != owner and _meet(place, mine)}
@@ -118,12 +117,12 @@ class Arena:
         Raises:
             FsdpError: it does already, or an overlapping one does.
         """
-        if owner in self._holders:
+        if owner in self.holders:
             raise FsdpError(f"{owner!r} holds its range already; free it first", unit=owner)
         others = self.in_the_way(owner)
         if others:
             raise FsdpError(f"{owner!r} overlaps {others}, which hold theirs; free them first", unit=owner)
-        self._holders.add(owner)
+        self.holders.add(owner)
         self.held_bytes += self._ranges[owner][1]
         if self.held_bytes > self.peak_bytes:
             self.peak_bytes = self.held_bytes
@@ -131,9 +130,9 @@ class Arena:
 
     def fill_free(self, stay: Collection[str]) -> None:
         """Whatever no owner holds becomes NaN, but for ranges of those that ``stay``."""
-        for owner in self._own.keys() - self._holders - set(stay):
+        for owner in self._own.keys() - self.holders - set(stay):
             self._own[owner].fill_(NAN_BYTE)
-        held = map(self.range_of, self._holders.union(stay))
+        held = map(self.range_of, self.holders.union(stay))
         at = 0
         for start, size in sorted([*held, *self._parked.values(), (self.nbytes, 0)]):
             self._memory[at : max(at, start)].fill_(NAN_BYTE)
@@ -141,9 +140,9 @@ class Arena:
 
     def free(self, owner: str) -> None:
         """``owner`` gives its range back."""
-        if owner not in self._holders:
+        if owner not in self.holders:
             raise FsdpError(f"{owner!r} does not hold its range; it cannot be freed", unit=owner)
-        self._holders.remove(owner)
+        self.holders.remove(owner)
         self.held_bytes -= self._ranges[owner][1]
 
     # ---- bytes that wait elsewhere
@@ -151,7 +150,7 @@ class Arena:
     @property
     def here(self) -> list[str]:
         """Owners whose bytes are in the memory, in their range or parked, by name."""
-        return sorted([*self._holders, *self._parked])
+        return sorted([*self.holders, *self._parked])
 
     @property
     def scratch_bytes(self) -> int:
@@ -165,7 +164,7 @@ class Arena:
     def gap(self, owner: str, coming: str) -> int | None:
         """Where ``owner``'s bytes can wait: its own range, or where none of it is; nothing of ``coming``'s range."""
         home, nbytes = self._ranges[owner]
-        others = [self._ranges[one] for one in (*self._holders, coming) if one != owner]
+        others = [self._ranges[one] for one in (*self.holders, coming) if one != owner]
         others += [place for one, place in self._parked.items() if one != owner]
         if not any(_meet((home, nbytes), one) for one in others):
             return home
@@ -181,7 +180,7 @@ class Arena:
         """Copy ``owner``'s bytes to ``start``; its range, or where they waited, is free."""
         begin, size = self._place(owner)
         self._memory[start : start + size].copy_(self._memory[begin : begin + size])
-        self._holders.discard(owner)
+        self.holders.discard(owner)
         self._parked[owner] = start, size
 
     def take_back(self, owner: str) -> Tensor | None:
@@ -205,9 +204,9 @@ class Arena:
             kept = self._scratch[: there.numel()].copy_(there)
             there.copy_(home)
             home.copy_(kept)
-        self._holders.discard(other)
+        self.holders.discard(other)
         self._parked[other] = self._parked.pop(owner)
-        self._holders.add(owner)
+        self.holders.add(owner)
 
     def _place(self, owner: str) -> tuple[int, int]:
         return self._parked[owner] if owner in self._parked else self._ranges[owner]

@@ -78,7 +78,7 @@ class Parking:
         """Its bytes are no more here."""
         if self._arena.parked(name):
             self._arena.take_back(name)
-        elif self._arena.holds(name):
+        elif name in self._arena.holders:
             self._arena.free(name)
 
 
@@ -110,7 +110,7 @@ def simulate(uses: Sequence[str], sizes: Mapping[str, int], offsets: Mapping[str
     gathers = nbytes = copies = 0
     for at, name in enumerate(uses):
         upcoming[name] = later[at]
-        if arena.holds(name):
+        if name in arena.holders:
             continue
         for victim in parking.victims(name, (), lambda one: upcoming[one]):
             parking.drop(victim)

@@ -8,7 +8,7 @@ Numbers of units and names only; knows no memory and starts nothing.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from sixfold.fsdp.errors import FsdpError
@@ -234,20 +234,21 @@ class ExpectedUses:
         """What comes in this step is known."""
         return self._planned or self.order.followed
 
-    def use(self, unit: int, name: str | None) -> tuple[list[Action], list[Action]]:
-        """A use in a step: a given plan's moves before it, and those beside it; ``name``: None outside the arena."""
+    def use(self, unit: int, name: str | None) -> tuple[Sequence[Action], Sequence[Action], Sequence[int] | None]:
+        """A use in a step; ``name``: None outside the arena.
+
+        Returns:
+            (a given plan's moves before it, those beside it, uses that are expected, the next one first). With None for
+            the uses the plan says what is gathered.
+        """
         self.order.use(unit)
-        return self.given.use(name) if self.given is not None and name is not None else ([], [])
+        before, beside = self.given.use(name) if self.given is not None and name is not None else ((), ())
+        return before, beside, None if self._planned else self.order.coming()
 
-    def use_in_evaluation(self, unit: int) -> None:
-        """A use that leaves the recorded order and a given plan alone."""
+    def use_in_evaluation(self, unit: int) -> Iterator[int]:
+        """A use that leaves the recorded order and a given plan alone; uses that are expected, the next one first."""
         self._evaluation.use(unit)
-
-    def coming(self, *, in_step: bool) -> Iterable[int] | None:
-        """Uses that are expected, the next one first; None: a given plan says what is gathered."""
-        if not in_step:
-            return self._evaluation.coming()
-        return None if self._planned else self.order.coming()
+        return self._evaluation.coming()
 
     def give(
         self, actions: Sequence[Action], unit_bytes: Mapping[str, int], *, budget_bytes: int, always: Collection[str]

@@ -21,6 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from sixfold.fsdp.buffers.gradients import OPEN
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.report.memory_picture import draw_svg
@@ -226,7 +227,7 @@ def look_at(engine: Engine) -> Callable[[str], UnitBytes]:
         unit = units[name]
         flying = engine.reduction.pipeline.flying(name)
         summed = sum(stream.gradients.summing_bytes for stream in unit.trained)
-        idle = not any(stream.gradients.open for stream in unit.trained)
+        idle = not any(stream.gradients.state in OPEN for stream in unit.trained)
         return UnitBytes(
             weights=engine.gathering.pipeline.state(name).value.lower(),
             sums="reducing" if flying else "idle" if idle else "summing",

@@ -37,7 +37,6 @@ from sixfold.fsdp.faults.deadlines import Faults
 from sixfold.fsdp.faults.heartbeat import Launched
 from sixfold.fsdp.faults.local_processes import LocalProcesses, this_process
 from sixfold.fsdp.faults.model_store import ModelStores, open_model_stores, tidy
-from sixfold.fsdp.faults.waiting import Waiting
 from sixfold.fsdp.fp8.quantized import Fp8Scales
 from sixfold.fsdp.fp8.scaled_matmul import Fp8Matmul, Transposes
 from sixfold.fsdp.placement.placement import placement_of
@@ -84,9 +83,7 @@ def build(module: nn.Module, options: Options) -> Built:
     with contextlib.ExitStack() as given_up:
         given_up.callback(faults.close)  # a wrap that raises leaves no thread and no communicator
 
-        def wait(work: Any) -> None:  # of no step and no unit
-            faults.wait(work, None, None, "check", on_host=True)
-
+        wait = faults.for_control(None, "check")
         faults.local_processes = _local_processes(control, stores.rank, wait)
         problem, specs, meshes = look_at(module, options, device)
         # What one rank finds wrong is raised on all: nobody waits for a rank that gave up.
@@ -121,13 +118,12 @@ def build(module: nn.Module, options: Options) -> Built:
             pool = paths.make_pool(buffers.reduce_buffers, device, fill=buffers.fill_freed)
         memory.register(lambda mine: all(row[0] for row in exchange(control, [int(mine)], wait)))
         fp8 = _fp8_of(units, options, device)
-        waiting = Waiting(faults)
         used = _used(units, ranks, meshes if own_meshes else None, control, wait)
         gathering = Gathering(
             units,
             placement=placement,
             stream=make_stream(device),
-            wait=waiting,
+            wait=faults.wait,
             prefetch_bytes=buffers.prefetch_bytes,
             transposes=fp8.transposes,
             fill_freed=buffers.fill_freed,
@@ -139,7 +135,7 @@ def build(module: nn.Module, options: Options) -> Built:
             paths=paths,
             pool=pool,
             stream=make_stream(device),
-            wait=waiting,
+            wait=faults.wait,
             at_once=device.type == "cuda",
             in_step=own_meshes,
             divisor=float(ranks.size if options.grad_divisor is None else options.grad_divisor),
@@ -153,8 +149,8 @@ def build(module: nn.Module, options: Options) -> Built:
             grad_reduce=options.grad_reduce,
             gathering=gathering,
             reduction=reduction,
-            waiting=waiting,
-            order_check=OrderCheck(options.checks, units, ranks, control, waiting, used),
+            faults=faults,
+            order_check=OrderCheck(options.checks, units, ranks, control, faults, used),
             control=control,
             own_meshes=own_meshes,
             as_sharded=chosen.sharding.shards_params and not options.sharding.shards_params,
@@ -174,6 +170,7 @@ def build(module: nn.Module, options: Options) -> Built:
         if ranks.size > 1:
             warn_of_statistics(module)
         guard_parameters(engine)
+        faults.step = 0
         given_up.pop_all()
     return Built(engine, fp8, communicators)
 
@@ -378,7 +375,7 @@ def _streams(
 
 def end_with(module: nn.Module, engine: Engine, handles: Sequence[Any]) -> None:
     """For a module that ``fully_shard`` wrapped: when it is gone, with the hooks that it held itself, the rest goes."""
-    weakref.finalize(module, _close_rest, engine.wait.faults, handles)
+    weakref.finalize(module, _close_rest, engine.faults, handles)
     tidy_with(module, engine)
 
 
@@ -390,7 +387,7 @@ def _close_rest(faults: Faults, handles: Sequence[Any]) -> None:
 
 def tidy_with(owner: object, engine: Engine) -> weakref.finalize[..., object]:
     """When ``owner`` is dropped, keys are deleted; not at the end of the process, where stores go too."""
-    end: weakref.finalize[..., object] = weakref.finalize(owner, engine.wait.faults.tidy)
+    end: weakref.finalize[..., object] = weakref.finalize(owner, engine.faults.tidy)
     end.atexit = False
     return end
 
@@ -399,6 +396,6 @@ def close(engine: Engine, handles: Sequence[Any]) -> None:
     """The model is gone: its hooks and its watchdog go too."""
     for handle in handles:
         handle.remove()
-    engine.wait.faults.close()
+    engine.faults.close()
     for guard in engine.guards:
         guard.close()

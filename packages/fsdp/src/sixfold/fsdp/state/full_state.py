@@ -85,7 +85,7 @@ def stream(module: nn.Module, engine: Engine, consume: Consumer | None) -> None:
     visit_whole(engine, give_all)
     for name, value in rest:
         give(name, value.detach() if isinstance(value, Tensor) else value)
-    wait = engine.wait.for_control(None, "load")
+    wait = engine.faults.for_control(None, "load")
     rows = exchange(engine.control, [int(error is not None)], wait)
     if error is not None:
         raise error

@@ -133,7 +133,7 @@ def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool, st
     source = _pairs_of_file(source)
     if engine.in_call or engine.stepping:
         raise FsdpError("a state is loaded inside a forward or optimizer.step(); load it between steps", op="load")
-    wait = engine.wait.for_control(None, "load")
+    wait = engine.faults.for_control(None, "load")
     targets = targets_of(module, engine)
     expected = {name: (at, target) for at, target in enumerate(targets) for name in target.names}
     givers = [rank for rank, row in enumerate(exchange(engine.control, [int(source is not None)], wait)) if row[0]]

@@ -220,7 +220,7 @@ class FullyShardedDataParallel(nn.Module):
     @property
     def waited_s(self) -> float:
         """Seconds for which this host has waited for other ranks so far; none of what a device waits for."""
-        return self._engine.wait.faults.waited_s
+        return self._engine.faults.waited_s
 
     def finish_grad_sync(self) -> None:
         """Reduce what is local and wait; ``main.grad`` is final after it."""
@@ -275,7 +275,7 @@ class FullyShardedDataParallel(nn.Module):
         before an evaluation or a checkpoint costs less.
         """
         self._engine.alive()
-        wait = self._engine.wait.for_control(None, "load")
+        wait = self._engine.faults.for_control(None, "load")
         start_values.broadcast_buffers(self.module, self._engine.ranks, wait)
 
     # ---- main weights and state

@@ -1,6 +1,6 @@
-"""Views of weights that a unit's call leaves behind: in an attribute, a list, a closure.
+"""A unit's parameters in its calls: shown to its layers, hidden from everyone else; and views that a call leaves.
 
-    engine.py begins and ends calls --> EscapedViews (this file) --> guard.py's LentView, which asks before it is read
+    engine.py begins and ends calls --> UnitGuard, EscapedViews (this file) --> guard.py's classes, which ask
 
 [Note: views left behind] A view of a parameter is a plain tensor: nobody asks it whose weights it shows, and after the
 call they may be another unit's. Every tensor object counts in its storage. So in a unit's first calls, with a graph and
@@ -13,14 +13,14 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sixfold.fsdp.buffers.unit import Unit
-from sixfold.fsdp.parameter_access.guard import Guard, lend
+from sixfold.fsdp.parameter_access.guard import Guard, guarded_class, lend, shown_class
 from sixfold.fsdp.parameter_access.uncompiled import uncompiled
 
 _CALLS = 2  # without a graph, that are looked at
@@ -66,6 +66,8 @@ class EscapedViews:
     @uncompiled
     def begin(self, learns: bool) -> None:
         """A call begins, its unit is gathered; ``learns``: it is of the first step."""
+        if not self._unit.shares:
+            return
         wanted = learns
         if not torch.is_grad_enabled():
             wanted = self._left > 0
@@ -118,3 +120,61 @@ def _version(tensor: Any) -> int:
         return int(tensor._version)
     except RuntimeError:  # of inference mode
         return 0
+
+
+class UnitGuard:
+    """The parameters of one unit, shown to its layers and hidden from everyone else."""
+
+    def __init__(
+        self, guards: Sequence[Guard], views: EscapedViews, *, as_sharded: bool = False, strides: bool = False
+    ) -> None:
+        self.guards = tuple(guards)
+        self._views = views
+        self._swaps = []
+        for one in guards:
+            whole = one.record.buffer.weights.whole_here and not as_sharded
+            shown = shown_class(one.own_class, placed=whole, strides=strides)
+            self._swaps.append((one.record.parameter, shown, guarded_class(one.own_class)))
+            one.mark()
+        self.hide()
+
+    def begin_call(self, *, learns: bool) -> None:
+        """The unit's call begins, gathered; ``learns``: it is of the first step."""
+        self.reveal()
+        self._views.begin(learns)
+
+    def end_call(self) -> None:
+        """Its call that began last is over."""
+        self.hide()
+        self._views.end(self.guards)
+
+    def interrupted(self) -> None:
+        """Calls that began are over, and nobody told of their ends."""
+        self.hide()
+        self._views.clear()
+
+    def reveal(self) -> None:
+        """Layers read its parameters: in a call, and in a recompute."""
+        for parameter, shown, _ in self._swaps:
+            parameter.__class__ = shown
+
+    def hide(self) -> None:
+        """They do no more."""
+        for parameter, _, guarded in self._swaps:
+            parameter.__class__ = guarded
+
+    def refuse_written(self) -> None:
+        """The unit's call is over, without an error.
+
+        Raises:
+            FsdpError: a parameter was written to through ``.data``. [Note: .data in a call]
+        """
+        for guard in self.guards:
+            if guard.taken is not None:
+                guard.refuse_written()
+
+    def close(self) -> None:
+        """The model is gone: its parameters hold nothing any more."""
+        for guard in self.guards:
+            guard.gone = True
+        self.hide()

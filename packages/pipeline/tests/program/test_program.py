@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +63,13 @@ def test_csv_is_pytorchs_own():
 def test_idle_cells_blank_lines_and_comments_are_no_actions():
     assert Program.from_csv("0F0,,,0B0\n,1F0,1B0,\n") == gpipe(2, 1)
     assert Program.parse("# two ranks\n\n1: 1F0 1B0  # the last\n0: 0F0 0B0\n") == gpipe(2, 1)
+
+
+def test_quoted_cells_are_read_as_pytorchs_reader_reads_them():
+    text = '"0F0","","0B0"\r\n"1F0",1B0\r\n'
+    torchs = [[cell for cell in row if cell] for row in csv.reader(text.splitlines())]
+    assert [[str(action) for action in row] for row in Program.from_csv(text).ranks] == torchs
+    assert Program.from_csv(text) == gpipe(2, 1)
 
 
 def test_the_number_of_microbatches_is_read_or_given():

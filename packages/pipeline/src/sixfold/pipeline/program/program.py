@@ -133,11 +133,12 @@ class Program:
     def from_csv(cls, text: str) -> Program:
         r"""Read PyTorch's form: row r is rank r, cells joined by ``,``, rows ended by ``\r\n`` or ``\n``.
 
+        Cells may stand in quotation marks, and a row without cells is a rank without stages, as for torch's reader.
         An empty cell is an idle slot that torch writes for alignment; it is dropped. The program's weights are
         flushed: this form has no place for another word.
         """
         rows = text.replace("\r\n", "\n").removesuffix("\n").split("\n")
-        cells = [_cells((cell.strip() for cell in row.split(",")), rank) for rank, row in enumerate(rows)]
+        cells = [_cells((_unquoted(cell) for cell in row.split(",")), rank) for rank, row in enumerate(rows)]
         return cls._from_rows(cells, None)
 
     def to_csv(self) -> str:
@@ -201,6 +202,12 @@ def _weights(value: str) -> Weights:
 
 def _not_exported(rank: int, position: int, action: Action, rule: str) -> ScheduleError:
     return ScheduleError(f"rank {rank} [{position}] {action}: {rule}", rank=rank, position=position, action=action)
+
+
+def _unquoted(cell: str) -> str:
+    """A cell as a table program may quote it; none holds a comma or a quotation mark of its own."""
+    cell = cell.strip()
+    return cell[1:-1].strip() if len(cell) > 1 and cell[0] == cell[-1] == '"' else cell
 
 
 def _cells(cells: Iterable[str], rank: int) -> tuple[Action, ...]:

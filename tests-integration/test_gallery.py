@@ -1,4 +1,4 @@
-"""The pictures of schedules, of a pair and of a blend show what the packages compute."""
+"""The pictures of schedules, data, gathers, shards and a step show what the packages compute."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ TOOLS = Path(__file__).parents[1] / "tools"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tool", ["pipeline_gallery.py", "data_pictures.py"])
+@pytest.mark.parametrize("tool", ["pipeline_gallery.py", "data_pictures.py", "training_pictures.py"])
 def test_the_pictures_are_current(tool):
     done = subprocess.run([sys.executable, str(TOOLS / tool)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

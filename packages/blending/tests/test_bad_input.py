@@ -77,8 +77,8 @@ WEIGHTS = {
     "negative": ([1, -0.5], ["weight 1", "-0.5", "finite numbers >= 0"]),
     "negative infinity": ([1, -INF], ["weight 1", "-inf", "finite numbers >= 0"]),
     "all zero": ([0, 0.0], ["all 2 weights are 0", "at least one is positive"]),
-    "too few": ([1], ["2 prefixes and 1 weights", "equally many"]),
-    "too many": ([1, 2, 3], ["2 prefixes and 3 weights", "equally many"]),
+    "too few": ([1], ["2 prefixes and 1 weights", "one weight for each"]),
+    "too many": ([1, 2, 3], ["2 prefixes and 3 weights", "one weight for each"]),
 }
 
 
@@ -176,8 +176,8 @@ def test_the_stateless_order_takes_more_datasets_than_int16_counts():
         ({"blend_per_split": [AB, None, None]}, ["blend and blend_per_split", "give one"]),
         ({"split": None}, ["blend", "without split", '"98,2,0"']),
         ({"changes": [BlendChange(-1, AB)]}, ["changes[0].at", "-1", ">= 0"]),
-        ({"changes": [BlendChange(5, AB), BlendChange(4, AB)]}, ["changes", "5 and 4", "ascends"]),
-        ({"changes": [BlendChange(5, AB), BlendChange(5, AB)]}, ["changes", "5 and 5", "ascends"]),
+        ({"changes": [BlendChange(5, AB), BlendChange(4, AB)]}, ["changes", "5 and 4", "sort changes"]),
+        ({"changes": [BlendChange(5, AB), BlendChange(5, AB)]}, ["changes", "5 and 5", "sort changes"]),
         ({"changes": [BlendChange(5, sequence_length=0)]}, ["changes[0].sequence_length", "0", ">= 1"]),
         ({"changes": [BlendChange(5, AB)], "order": "megatron"}, ["changes", '"megatron"', 'order="stateless"']),
         ({"changes": [BlendChange(5, AB)], "order": "apportioned"}, ["changes", '"apportioned"', 'order="stateless"']),
@@ -293,7 +293,7 @@ def test_documents_beyond_int32_are_refused_in_the_orders_whose_document_index_i
     def problem():
         return GPTDataset(Endless(BEYOND.stop), "a", BEYOND, 100, Split.train, made).document_index
 
-    refused(problem, "2147484647", "up to 2147483647", 'order="stateless"', "cut the dataset")
+    refused(problem, "2147484647", "up to 2147483647", 'order="stateless"', "split the dataset")
 
 
 @in_every_order

@@ -148,9 +148,9 @@ def test_a_state_behind_which_too_few_samples_are_left_is_refused_on_every_rank(
     for rank in range(4):
         one = sampler(0, 2, rank, 4, end=16)
         one.load_state_dict({"position": 13})
-        with pytest.raises(BlendingError, match="the last step from 13 on has 3 samples for 4 ranks"):
+        with pytest.raises(BlendingError, match="the last step, from 13 on, has 3 samples for 4 ranks"):
             iter(one)
-        with pytest.raises(BlendingError, match="the last step from 13 on has 3 samples for 4 ranks"):
+        with pytest.raises(BlendingError, match="the last step, from 13 on, has 3 samples for 4 ranks"):
             iter(sampler(0, 2, rank, 4, end=16)).load_state_dict({"position": 13})
 
 

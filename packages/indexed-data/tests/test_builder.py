@@ -366,6 +366,6 @@ def test_a_forked_child_that_writes_into_the_same_file_makes_no_pair(tmp_path):
         builder.add_document(np.zeros(2**20, np.uint16))  # more than the buffer: it goes to the file that both have
         os._exit(0)
     os.waitpid(child, 0)
-    with pytest.raises(IndexedDataError, match=r"6 are accounted for: another process .* wrote into the same file"):
+    with pytest.raises(IndexedDataError, match=r"6 were expected: another process .* wrote into it"):
         builder.finalize()
     assert os.listdir(tmp_path) == []

@@ -115,5 +115,5 @@ def test_nothing_to_merge_and_nowhere_to_put_it_are_refused(tmp_path, prefixes):
         merge([], tmp_path / "both")
     with pytest.raises(IndexedDataError, match="it is a list of path prefixes"):
         merge("part0", tmp_path / "both")
-    with pytest.raises(IndexedDataError, match="ends in no name"):
+    with pytest.raises(IndexedDataError, match="has no name at its end"):
         merge([tmp_path / "part0"], f"{tmp_path}/")

@@ -151,7 +151,7 @@ def test_what_is_no_path_is_the_typed_error(folder, path, call):
 def test_an_output_that_ends_in_no_name_is_refused(folder, path):
     (folder / "sub" / "a.txt").write_text("ab")
     for call in ("merge to", "write", "finalize", "build to"):
-        with pytest.raises(IndexedDataError, match="ends in no name"):
+        with pytest.raises(IndexedDataError, match="name at its end"):
             calls(path)[call]()
     for call in ("open", "merge from"):
         with pytest.raises(IndexedDataError, match="A path prefix has no extension"):

@@ -341,10 +341,10 @@ def test_threads_read_the_same_batches_at_once(level, order):
 def test_out_must_be_writable_contiguous_arrays(level):
     data, _ = data_of("stateless")
     for out, problem in (
-        ({"tokens": np.zeros((13, 6), np.int64).T}, "one behind the other"),
-        ({"labels": np.zeros((6, 26), np.int64)[:, ::2]}, "one behind the other"),
+        ({"tokens": np.zeros((13, 6), np.int64).T}, "not C-contiguous"),
+        ({"labels": np.zeros((6, 26), np.int64)[:, ::2]}, "not C-contiguous"),
         ({"loss_mask": np.broadcast_to(np.float32(0), (6, 13))}, "not writable"),
-        ({"tokens": np.zeros(6 * 13 * 8 + 1, np.uint8)[1:].view(np.int64).reshape(6, 13)}, "one behind the other"),
+        ({"tokens": np.zeros(6 * 13 * 8 + 1, np.uint8)[1:].view(np.int64).reshape(6, 13)}, "not C-contiguous"),
         ({"position_ids": [[0] * 13] * 6}, "is a list; it is a numpy array"),
         ({"dataset_id": np.zeros(6, np.int32)}, r"int32 \(6,\); this batch needs int64 \(6,\)"),
     ):

@@ -38,7 +38,7 @@ def test_the_error_of_the_first_item_is_raised_when_all_under_way_have_ended():
 def test_threads_that_end_nothing_are_an_error_that_names_what_they_are_at():
     go_on = threading.Event()
     begin = time.monotonic()
-    with pytest.raises(BlendingError, match=r"ended nothing for 0\.1 s, at work on wiki, code"):
+    with pytest.raises(BlendingError, match=r"finished nothing for 0\.1 s; they work on wiki, code"):
         on_threads(lambda name: go_on.wait(60), ["wiki", "code", "math"], 2, 0.1)
     assert time.monotonic() - begin < 30
     go_on.set()

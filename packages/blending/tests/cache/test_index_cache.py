@@ -272,7 +272,7 @@ def test_a_built_blend_is_located_found_counted_saved_and_pickled(prefixes, tmp_
     assert {name: array.tolist() for name, array in again.items()} == {k: v.tolist() for k, v in batch.items()}
     state = data.state_dict(30)
     assert build(prefixes, None).load_state_dict(state) == 30
-    with pytest.raises(BlendingError, match=r"index\.size was 60 and is 62.*; restore it \[see [^ ]*\]$"):
+    with pytest.raises(BlendingError, match=r"index\.size was 60 and is 62.*; restore it$"):
         build(prefixes, None, size=61).load_state_dict(state)
     alone = build(prefixes[:1], None, blend=(prefixes[:1], None))
     assert alone.load_state_dict(alone.state_dict(3)) == 3
@@ -345,7 +345,7 @@ def test_a_prefix_twice_is_allowed_with_a_warning_as_the_peer_allows_it(prefixes
 def test_a_tokenizer_without_identifiers_is_named(prefixes, tmp_path):
     fields = fields_of(prefixes, tmp_path / "cache")
     config = GPTDatasetConfig(order="megatron", tokenizer=object(), **fields)
-    with pytest.raises(BlendingError, match="unique_identifiers, a dict of JSON values"):
+    with pytest.raises(BlendingError, match="unique_identifiers: a dict of JSON values"):
         BlendedMegatronDatasetBuilder(GPTDataset, [60, 0, 0], lambda: True, config).build()
 
 

@@ -180,7 +180,7 @@ def test_a_shuffle_index_is_uint32_up_to_2_to_the_32_less_3_samples():
 
 def test_documents_beyond_int32_are_refused():
     plan = EpochPlan(epochs=1, tokens=5, sequence_length=4, extra=1, samples=1, before_last=None)
-    with pytest.raises(BlendingError, match="document 2147483648 is asked"):
+    with pytest.raises(BlendingError, match="has a document 2147483648"):
         document_index(np.array([5, 2**31]), plan, np.random.RandomState(0))
 
 

@@ -65,8 +65,8 @@ nothing to evaluate     | eval.every=1 data.split=100,0,0       | 2 | eval.every
 memory of a planet      | model.ffn_hidden_size=10000000000000  | 1 | rank 0: memory ran out: ... bytes could not be allocated. The model has ... parameters; more ranks, ...
 --- data
 no such data            | data.blend=["wiki","cod"]             | 1 | cod.idx: found No such file or directory, expected a file ... PREFIX.bin and PREFIX.idx are read
-a pair cut short        | data.blend=["cut","code"]             | 1 | cut.bin: found ... bytes, expected ... bytes, as cut.idx says ... write the pair again [see errors/indexed-data.html#a-damaged-pair]
-an index cut short      | data.blend=["short","code"]           | 1 | short.idx: found ... bytes, expected at least ... bytes ...: write the pair again [see errors/indexed-data.html#an-idx-that-is-cut-or-of-another-kind]
+a pair cut short        | data.blend=["cut","code"]             | 1 | cut.bin: found ... bytes, expected ... bytes, as cut.idx says ... write the pair again
+an index cut short      | data.blend=["short","code"]           | 1 | short.idx: found ... bytes, expected at least ... bytes ...: write the pair again
 not an index            | data.blend=["other","code"]           | 1 | other.idx: found b'XMIDIDX\x00\x00', expected b'MMIDIDX\x00\x00' ... Write the pair again from its source
 another tokenizer       | data.blend=["foreign","code"]         | 2 | data at foreign was made by tokenizer 'gpt2.json' (sha256 abababababab), but data.tokenizer is 'bytes' ...; all data of a run has one tokenizer
 a torn PREFIX.json      | data.blend=["torn","code"]            | 2 | torn.json is not JSON (...); it names the tokenizer of the pair: prepare the data again
@@ -89,7 +89,7 @@ nothing to go on from   | checkpoint.resume=must                | 2 | checkpoint
 a run is there          | run.dir=done checkpoint.resume=never  | 2 | checkpoint.resume is "never" and done/checkpoints/step-00000001 is there; choose another run.dir
 another seed            | run.dir=done train.seed=5             | 2 | a resumed run cannot change train.seed (was 1234, is 5); put back what was, or start a new run.dir ...
 another model           | run.dir=done model.num_layers=5       | 2 | a resumed run cannot change model.num_layers (was 4, is 5); put back what was, or start a new run.dir ...
-other data of that name | run.dir=done data.blend=["new/wiki","code"] | 1 | the saved stream does not continue here: datasets.0.tokens was ... and is ..., and it fixed the 8 positions already given; restore it, ...
+other data of that name | run.dir=done data.blend=["new/wiki","code"] | 1 | the saved state does not fit: datasets.0.tokens was ... and is ..., and the 8 positions already read depend on it; restore it, ...
 ranks that do not fit   | run.dir=done --ranks 3                | 2 | train.global_batch_size is 8 and train.micro_batch_size * parallel.dp is 2 * 3 = 6; ... 6 or 12 works
 only damaged checkpoints | run.dir=torn                         | 1 | torn/checkpoints holds no whole checkpoint; the newest is damaged: ...common.pt: ... Restore one, or move step-00000001 away to start anew [see errors/gpt.html#all-checkpoints-are-damaged]
 learning rate too large | run.dir=burst optimizer.lr=1e30       | 1 | step 1, rank 0: loss ..., gradient norm nan: not finite; the first such value is the ... of layers.... Weights are those before it [see errors/gpt.html#a-value-is-not-finite]

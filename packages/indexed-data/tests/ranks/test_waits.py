@@ -48,7 +48,7 @@ def test_a_build_whose_worker_is_stopped_ends_keeps_its_parts_and_leaves_no_proc
         build(["a.jsonl"], "out", tokenizer="stops:Stops", workers=2, part_bytes=200, timeout_s=1, progress=progress)
     assert time.monotonic() - began < 60
     if ends_with is IndexedDataError:
-        assert "has done anything for 1 s" in str(caught.value)
+        assert "made progress for 1 s" in str(caught.value)
     assert multiprocessing.active_children() == []
     assert not IndexedDataset.exists("out")
     assert os.path.exists("out.building/part-00000.json")

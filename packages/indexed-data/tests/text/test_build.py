@@ -248,7 +248,7 @@ REFUSALS = {
     "no inputs": ({"inputs": []}, "no inputs"),
     "a missing input": ({"inputs": ["nope.txt"]}, r"nope\.txt: No such file"),
     "a folder": ({"inputs": ["."]}, "is a folder"),
-    "an output without a name": ({"output": "./"}, "'./' ends in no name"),
+    "an output without a name": ({"output": "./"}, "'./' has no name at its end"),
     "a missing folder": ({"output": "nowhere/out"}, r"nowhere/out\.building: cannot be made"),
     "format": ({"format": "xml"}, "format is 'xml'"),
     "text_documents": ({"text_documents": "page"}, "text_documents is 'page'"),

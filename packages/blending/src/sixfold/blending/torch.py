@@ -167,8 +167,8 @@ class PositionSampler(Sampler[list[int]]):
         left = self.end - wholes[-1][0]
         if left < self.ranks and (len(wholes) == 1 or wholes[-2][1] == self.ranks):
             raise BlendingError(
-                f"end is {self.end}: the last step from {begin} on has {left} samples for {self.ranks} ranks, and one "
-                f"without any would have no batch; drop_last=True leaves them out, and so does end={self.end - left}"
+                f"end is {self.end}: the last step, from {begin} on, has {left} samples for {self.ranks} ranks, so a "
+                f"rank would get an empty batch. Pass drop_last=True, or end={self.end - left}"
             )
 
     def _refuse_changes_inside_a_step(self, begin: int) -> None:

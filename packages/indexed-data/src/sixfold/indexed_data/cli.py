@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt as stop:
         at = f" at {stop}" if stop.args else ""
-        more = "; the same command goes on from the finished parts" if options.command == "build" else ""
+        more = "; run the same command again to continue from the finished parts" if options.command == "build" else ""
         print(f"sixfold-data: interrupted{at}{more}", file=sys.stderr)
         return 130
 

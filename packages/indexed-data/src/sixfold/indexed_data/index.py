@@ -18,7 +18,7 @@ import numpy.typing as npt
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.format import HEADER, Header
 
-DAMAGED = "Run `sixfold-data verify`, then write the pair again [see errors/indexed-data.html#a-damaged-pair]"
+DAMAGED = "Run `sixfold-data verify`, then write the pair again"
 BLOCK = 1 << 18  # sequences per step of a full check: temporaries stay in the cache and small beside the index
 
 Bytes = npt.NDArray[np.uint8]
@@ -60,8 +60,7 @@ class Index:
             )
             raise IndexedDataError.broken(
                 problem,
-                "The file was cut or its header damaged: write the pair again "
-                "[see errors/indexed-data.html#an-idx-that-is-cut-or-of-another-kind]",
+                "The file was cut or its header damaged: write the pair again",
             )
         lengths, pointers, boundaries, modes = header.offsets
         self.lengths_S = raw[lengths:pointers].view("<i4")

@@ -45,7 +45,7 @@ def output_file(what: str, path: Any) -> str:
     """``path`` as the path of a file to write; IndexedDataError if it is no local path or ends in no name."""
     name = local_path(what, path, "write the pair here, then copy both files")
     if os.path.basename(name) in ("", ".", ".."):
-        raise IndexedDataError(f"{what} is {name!r}, which ends in no name; it is the path of a file")
+        raise IndexedDataError(f"{what} is {name!r}, which has no file name at its end; give the path of a file")
     return name
 
 
@@ -81,7 +81,7 @@ def output_prefix(path: Any) -> str:
     """
     prefix = local_path("output", path, "write the pair here, then copy both files")
     if os.path.basename(prefix) in ("", ".", ".."):
-        raise IndexedDataError(f"{prefix!r} ends in no name; an output is a path prefix, such as folder/wiki")
+        raise IndexedDataError(f"{prefix!r} has no name at its end; an output is a path prefix, such as folder/wiki")
     if prefix.endswith((".bin", ".idx")):
         raise IndexedDataError(
             f"output is {prefix!r}; an output is a path prefix without extension: {prefix[:-4]!r} names "

@@ -79,10 +79,7 @@ class IndexedDataset:
                 source = FileBytes(prefix + ".bin")
             # A writer removes the old .idx before it touches .bin: the same .idx after opening .bin means one pair.
             if file_identity(prefix + ".idx") != before:
-                raise IndexedDataError(
-                    f"{prefix}: the pair was replaced while it was being opened; open it again "
-                    "[see errors/indexed-data.html#a-pair-was-replaced-while-it-was-in-use]"
-                )
+                raise IndexedDataError(f"{prefix}: the pair was replaced while it was being opened; open it again")
         index = Index(raw, prefix, data.size if source is None else source.size, multimodal)
         for problem in open_problems(index):
             raise IndexedDataError.broken(problem, DAMAGED)
@@ -210,7 +207,7 @@ class IndexedDataset:
     def check(self) -> None:
         """Check every rule of the index, O(S); IndexedDataError for the first one broken."""
         for problem in all_problems(self._opened()[0]):
-            raise IndexedDataError.broken(problem, "Write the pair again [see errors/indexed-data.html#a-damaged-pair]")
+            raise IndexedDataError.broken(problem, "Write the pair again")
 
     # lifetime
 
@@ -253,7 +250,7 @@ class IndexedDataset:
             raise IndexedDataError(
                 f"{whole_prefix}: the pair was replaced since it was pickled: it had {facts[0]} sequences in "
                 f"{facts[3]} bytes, and has {found[0]} in {found[3]}, or other ids. Open it again, or give new "
-                "data a new name [see errors/indexed-data.html#a-pair-was-replaced-while-it-was-in-use]"
+                "data a new name"
             )
         if document_indices is not None:
             self._document_indices = document_indices

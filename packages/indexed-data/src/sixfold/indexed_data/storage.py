@@ -186,8 +186,7 @@ class FileBytes:
             os.close(descriptor)
             raise IndexedDataError(
                 f"{self.path}: this is another file than the one that was opened; a pair read without mmap must not "
-                "be replaced while it is in use. Open the dataset again "
-                "[see errors/indexed-data.html#a-pair-was-replaced-while-it-was-in-use]"
+                "be replaced while it is in use. Open the dataset again"
             )
         return descriptor
 

@@ -145,7 +145,7 @@ def _from_list(ids: list[Any] | tuple[Any, ...] | range, allowed: IdRange) -> np
         for position in np.flatnonzero(unsigned <= 1).tolist():
             if type(ids[position]) is bool:
                 raise IndexedDataError(
-                    f"position {position} is {ids[position]!r}: of a mask, and no id; {allowed}. Convert them to "
+                    f"position {position} is {ids[position]!r}: a bool, not an id; {allowed}. Convert them to "
                     "integers first"
                 )
     return flat if allowed.vocab_size is None else _narrowed(flat, allowed.checks[flat.dtype], allowed)

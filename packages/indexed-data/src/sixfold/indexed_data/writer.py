@@ -282,9 +282,8 @@ class IndexedDatasetBuilder:
                 self._file.seek(end)
             if not same:
                 raise IndexedDataError(
-                    f"{path}: the pair was replaced or written to while it was joined, and its index is of what was "
-                    "there before. Join it again when nobody writes to it "
-                    "[see errors/indexed-data.html#a-pair-was-replaced-while-it-was-in-use]"
+                    f"{path}: the pair was replaced or written to while it was joined, and its index describes the old "
+                    "one. Join it again when nobody writes to it"
                 )
             if copied != nbytes:
                 raise IndexedDataError(f"{path}: {copied} bytes, expected {nbytes}; it was cut while it was read")
@@ -334,8 +333,8 @@ class IndexedDatasetBuilder:
         found = os.fstat(self._file.fileno()).st_size
         if found != expected:
             raise IndexedDataError(
-                f"{self._bin_path}: {found} bytes were written, {expected} are accounted for: another process (a fork "
-                "of this one) wrote into the same file, or a call was interrupted. Use a builder in one process alone"
+                f"{self._bin_path}: {found} bytes are in the file, {expected} were expected: another process (a "
+                "fork of this one) wrote into it, or a call was interrupted. Use a builder in one process only"
             )
 
     def _check_open(self) -> None:

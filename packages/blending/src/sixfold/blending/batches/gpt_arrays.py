@@ -138,7 +138,7 @@ class SampleLayout:
         row, column = np.argwhere(whole.view(unsigned) >= self.ids)[0].tolist()
         raise BlendingError(
             f"sample {row} of the batch has the id {whole[row, column]} at token {column}, and tokenizer.vocab_size is "
-            f"{self.ids}; the data is of another tokenizer, or vocab_size leaves out tokens that were added to it: "
+            f"{self.ids}; the data comes from another tokenizer, or vocab_size does not count added tokens. "
             "len(tokenizer) of a Hugging Face tokenizer counts them"
         )
 
@@ -240,8 +240,5 @@ def output_array(out: Batch | None, name: str, shape: tuple[int, ...], dtype: np
         raise BlendingError(f"out[{name!r}] is {array.dtype} {array.shape}; this batch needs {dtype} {shape}")
     flags = array.flags
     if not (flags.c_contiguous and flags.writeable and flags.aligned):
-        raise BlendingError(
-            f"out[{name!r}] is not writable, or its items do not lie one behind the other; "
-            "give an array as np.empty makes it"
-        )
+        raise BlendingError(f"out[{name!r}] is not writable or not C-contiguous; give an array as np.empty makes it")
     return array

@@ -161,8 +161,7 @@ class _Queue:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0 or not thread.is_alive():
                     raise BlendingError(
-                        f"no batch came in {timeout_s} s; {self.doing}: look at its storage, or raise timeout_s "
-                        "[see errors/blending.html#no-batch-came-in]"
+                        f"no batch came in {timeout_s} s; {self.doing}: check its storage, or raise timeout_s"
                     )
                 self._changed.wait(min(left_s, 1.0))
             batch, out = self._ready.popleft()

@@ -24,8 +24,7 @@ def _gathered(mine: object, group: "ProcessGroup", what: str) -> list[Any]:
         all_gather_object(every, mine, group=group)
     except RuntimeError as error:  # torch's DistError is one
         raise BlendingError(
-            f"rank {get_rank(group)} of {len(every)} waited for the others, {what}, and one did not come: {error} "
-            "[see errors/blending.html#a-rank-did-not-come]"
+            f"rank {get_rank(group)} of {len(every)} waited for the others, {what}, and one did not come: {error}"
         ) from error
     return every
 
@@ -82,8 +81,8 @@ def refuse_differences(facts: Sequence[Mapping[str, Any] | None]) -> None:
             if model.get(name) != mine.get(name):
                 raise BlendingError(
                     f"{name} differs between ranks: rank {first} has {model.get(name)} and rank {rank} has "
-                    f"{mine.get(name)}, so that their samples would differ; give all ranks one configuration, and "
-                    "copies of the same files [see errors/blending.html#ranks-that-differ]"
+                    f"{mine.get(name)}, so their samples would differ; give all ranks one configuration, and copies "
+                    "of the same files"
                 )
 
 

@@ -72,9 +72,8 @@ class _SharedWork(Generic[S, T]):
                     self._left.clear()
                     what = ", ".join(str(self.items[number]) for number in sorted(self._under_way)[:8])
                     raise BlendingError(
-                        f"builder threads have ended nothing for {deadline_s} s, at work on {what}: look at the "
-                        "storage that this data and its cache are on "
-                        "[see errors/blending.html#builder-threads-stand-still]"
+                        f"builder threads finished nothing for {deadline_s} s; they work on {what}: check the storage "
+                        "of this data and of its cache"
                     )
             if self._errors:
                 raise self._errors[min(self._errors)]

@@ -194,7 +194,7 @@ class BlendedMegatronDatasetConfig:
             )
         if not 0 <= self.random_seed < _SEEDS_OF_INDICES:
             raise BlendingError(
-                f'random_seed is {self.random_seed}; order "{self.order}" has seeds of numpy.random.RandomState: '
+                f'random_seed is {self.random_seed}; order "{self.order}" takes the seeds of numpy.random.RandomState: '
                 "0 to 2^32 - 1"
             )
         if self.changes:
@@ -232,7 +232,7 @@ class BlendedMegatronDatasetConfig:
                 whole_number(f"changes[{number}].sequence_length", change.sequence_length, 1)
         for earlier, later in pairwise(self.changes):
             if earlier.at >= later.at:
-                raise BlendingError(f"changes at {earlier.at} and {later.at} are out of order; at ascends")
+                raise BlendingError(f"changes at {earlier.at} and {later.at} are out of order; sort changes by at")
 
     def _check_names(self) -> None:
         names = dict((self.dataset_names or {}).items())
@@ -415,10 +415,10 @@ def special_token(tokenizer: Any, name: str) -> int | None:
     except TypeError:
         if callable(token):  # the pad() of a Hugging Face tokenizer, whose repr is a page
             raise BlendingError(
-                f"tokenizer.{name} is a method; it is the number of a token, an int. Of a Hugging Face tokenizer give "
-                "types.SimpleNamespace(eod=tokenizer.eos_token_id, vocab_size=len(tokenizer)), the ids alone"
+                f"tokenizer.{name} is a method; it must be an int, the id of a token. For a Hugging Face tokenizer "
+                "pass types.SimpleNamespace(eod=tokenizer.eos_token_id, vocab_size=len(tokenizer))"
             ) from None
-        raise BlendingError(f"tokenizer.{name} is {token!r}; it is the number of a token, an int") from None
+        raise BlendingError(f"tokenizer.{name} is {token!r}; it must be an int, the id of a token") from None
 
 
 def _copied(blend: Blend) -> Blend:
@@ -450,7 +450,7 @@ def check_blend(what: str, blend: Blend, place_of: Callable[[Prefix], str], *, a
     if weights is None:
         return
     if len(weights) != len(prefixes):
-        raise BlendingError(f"{what} has {len(prefixes)} prefixes and {len(weights)} weights; there are equally many")
+        raise BlendingError(f"{what} has {len(prefixes)} prefixes and {len(weights)} weights; give one weight for each")
     try:
         refuse_weights(weights) if as_peer else exact_weights(weights)
     except BlendingError as error:

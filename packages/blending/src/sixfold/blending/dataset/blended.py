@@ -82,7 +82,9 @@ class BlendedDataset(Samples):
             raise BlendingError("there are no datasets to blend; give at least one")
         kinds = {(type(dataset).__name__, dataset.index_split.name) for dataset in datasets}
         if len(kinds) > 1:
-            raise BlendingError(f"the datasets are of several kinds, {sorted(kinds)}; a blend has one class and part")
+            raise BlendingError(
+                f"the datasets are of several kinds, {sorted(kinds)}; all datasets of a blend have one class and part"
+            )
         split = datasets[0].index_split
         changes = config.changes_of(split)
         if size is None and changes:
@@ -316,7 +318,7 @@ def _refuse_another_number_of_weights(
     added = [config.place_of(dataset.dataset_path or "") for dataset in datasets[weights:]]
     if weights > len(datasets) or not later.issuperset(added):
         raise BlendingError(
-            f"there are {weights} weights for {len(datasets)} datasets; there are equally many, but for datasets "
+            f"there are {weights} weights for {len(datasets)} datasets; give one for each dataset, except those "
             "that only changes name"
         )
 
@@ -351,8 +353,8 @@ def _refuse_more_than_an_epoch(datasets: Sequence[MegatronDataset], asked: Seque
             more = f"{count} samples" if len(dataset.lengths) == 1 else "a second sequence length"
             raise BlendingError(
                 f"the blend needs {more} of dataset {number} ({dataset.name}), which was made for one epoch of "
-                f"{dataset.samples_per_epoch} samples; make it with num_samples=0 in place of None: a blend of a size "
-                "then reads it as often as it needs"
+                f"{dataset.samples_per_epoch} samples; make it with num_samples=0, not None: a blend with a size then "
+                "reads it as often as it needs"
             )
 
 

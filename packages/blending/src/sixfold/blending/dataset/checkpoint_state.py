@@ -149,9 +149,8 @@ def refuse_other_past(saved: State, current: State, datasets: "Sequence[Megatron
     if difference is not None:
         where, was, now = difference
         raise BlendingError(
-            f"the saved stream does not continue here: {where} was {was} and is {now}, and it fixed the "
-            f"{current['position']} positions already given; {_remedy(where, saved, current, datasets)} "
-            "[see errors/blending.html#the-saved-stream-does-not-continue-here]"
+            f"the saved state does not fit: {where} was {was} and is {now}, and the {current['position']} positions "
+            f"already read depend on it; {_remedy(where, saved, current, datasets)}"
         )
 
 

@@ -34,7 +34,7 @@ def open_prefix(prefix: str, *, mmap: bool = True) -> DocumentSource:
         ) from None
     if len(dataset.sequence_lengths) and getattr(dataset, "trailing_bytes", 0) == len(dataset.sequence_lengths):
         raise BlendingError(
-            f"{prefix} is a multimodal pair (a mode for each sequence follows its index), and would be read as text; a "
-            "class whose build_low_level_dataset returns IndexedDataset(prefix) reads it so all the same"
+            f"{prefix} is a multimodal pair: a mode for each sequence follows its index. To read it as text all the "
+            "same, return IndexedDataset(prefix) from build_low_level_dataset of your own class"
         )
     return dataset

@@ -75,8 +75,7 @@ class Part:
         if last >= len(self._lengths) or self.short_fingerprint != short_fingerprint:
             raise BlendingError(
                 f"{self.label}: the data was replaced since this dataset was pickled, and its samples would be others; "
-                "build the datasets again, or give new data a new name "
-                "[see errors/blending.html#the-data-changed-under-the-index]"
+                "build the datasets again, or give new data a new name"
             )
 
     def __len__(self) -> int:
@@ -199,9 +198,8 @@ class Part:
         except Exception as error:
             return error
         return BlendingError(
-            f"{self.label}: {problem}; the index is damaged, build it again. (A source with gaps between its "
-            "sequences, such as one that was filtered, has no sequence_pointers: leave them out, and lengths are used) "
-            "[see errors/blending.html#the-data-changed-under-the-index]"
+            f"{self.label}: {problem}; the index is damaged, build it again. If your source leaves gaps between "
+            "sequences, as after a filter, give it no sequence_pointers: its lengths are then used"
         )
 
     def first_token(self, ids: I64) -> I64 | None:

@@ -83,7 +83,7 @@ class AbsentSource:
         """The error for whoever needs it."""
         return BlendingError(
             f"{self.path_prefix}.idx and .bin are not there, and positions before the change that removes the dataset "
-            "read it; bring the pair back, or go on from a position behind the change"
+            "read it; bring the pair back, or resume from a position after the change"
         )
 
 

@@ -57,8 +57,8 @@ def describe(identifiers: Identifiers) -> str:
         return json.dumps(identifiers, indent=4, default=lambda value: value.unique_identifiers)
     except (AttributeError, TypeError) as error:
         raise BlendingError(
-            f"the cache files of this order are named after JSON, which fails: {error}; a tokenizer and other objects "
-            "in key fields have unique_identifiers, a dict of JSON values"
+            f"cache files of this order are named after a JSON text, which cannot be made: {error}. Give the "
+            "tokenizer, and other objects in key fields, unique_identifiers: a dict of JSON values"
         ) from error
 
 

@@ -109,8 +109,8 @@ def refuse_document(largest: int) -> None:
     """BlendingError for documents whose numbers a document index cannot hold."""
     if largest > _LARGEST_DOCUMENT:
         raise BlendingError(
-            f"document {largest} is asked; orders with an index number documents up to {_LARGEST_DOCUMENT}: "
-            'use order="stateless", or cut the dataset'
+            f"the dataset has a document {largest}; orders with an index number documents up to {_LARGEST_DOCUMENT}: "
+            'use order="stateless", or split the dataset'
         )
 
 

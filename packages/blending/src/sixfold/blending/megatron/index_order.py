@@ -157,8 +157,7 @@ class IndexOrder:
             at = short[0]
             raise BlendingError(
                 f"{self.part.label}: sample {sample_P[at]} of the index has fewer than its {length_P[at]} tokens; the "
-                "data changed under the index: build it again "
-                "[see errors/blending.html#the-data-changed-under-the-index]"
+                "data changed under the index: build it again"
             )
         some = np.flatnonzero(length_K)
         none = np.full(some.size, -1, dtype=np.int64)

@@ -207,7 +207,7 @@ class SampleOrder:
         if self.chunks is not None and samples.size and int(samples.max()) >= self.chunks:
             raise BlendingError(
                 f"sample {samples.max()} of {self.line.names[1]!r} is asked, which was made for one epoch of "
-                f"{self.chunks} samples; make it with a number in place of num_samples=None"
+                f"{self.chunks} samples; make it with a number as num_samples, not None"
             )
         numbers = np.searchsorted(self._begins, samples, side="right") - 1
         parts = []

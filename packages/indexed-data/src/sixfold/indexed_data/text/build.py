@@ -216,7 +216,7 @@ def _join(folder: str, count: int, job: Job, prefix: str) -> None:
                 for number in range(count):
                     builder.add_index(part_prefix(folder, number))
         except IndexedDataError as error:
-            kept = "all parts are kept, the same command goes on from them"
+            kept = "all parts are kept: run the same command again"
             raise IndexedDataError(f"{prefix}: the parts cannot be joined: {error}; {kept}") from error
     try:
         publish(whole + ".bin", prefix + ".bin", whole + ".idx", prefix + ".idx")

@@ -58,7 +58,9 @@ def building_folder(
             _sweep(folder, keeps_parts=not differing)
             _write_plan(folder, plan)
         except OSError as error:
-            raise IndexedDataError(f"{error.filename or folder}: {error.strerror}; it is in a build's way") from error
+            raise IndexedDataError(
+                f"{error.filename or folder}: {error.strerror}; the build needs this path: move it away"
+            ) from error
         try:
             yield folder, dropped
         except BaseException as error:

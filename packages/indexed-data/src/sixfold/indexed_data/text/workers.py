@@ -34,8 +34,8 @@ def refuse_bootstrap(workers: int) -> None:
 
     if workers > 1 and getattr(current_process(), "_inheriting", False):
         raise IndexedDataError(
-            "build with workers is called while a worker loads the script: put the call below if __name__ == "
-            '"__main__": [see errors/indexed-data.html#a-script-without-its-main-guard]'
+            "build with workers is called while a worker loads the script: put the call below "
+            'if __name__ == "__main__":'
         )
 
 
@@ -83,13 +83,12 @@ def _run_side_by_side(
                     if processes.ended_by_themselves():
                         raise IndexedDataError(
                             f"a worker ended by itself before {part_name(slices)} was done; its own error is printed "
-                            "above. Each worker runs the calling script once more: what calls build stands below "
-                            'if __name__ == "__main__": there, or say workers=1 '
-                            "[see errors/indexed-data.html#a-script-without-its-main-guard]"
+                            "above. Each worker runs your script again: put the call of build below "
+                            'if __name__ == "__main__":, or pass workers=1'
                         ) from error
                     raise IndexedDataError(
                         f"a worker died before {part_name(slices)} was done (out of memory, or killed); finished parts "
-                        "are kept, the same command goes on from them [see errors/indexed-data.html#a-worker-died]"
+                        "are kept: run the same command again"
                     ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -138,9 +137,9 @@ class _WorkerProcesses:
             pids = ", ".join(str(worker.pid) for worker in self._workers())
             self._kill()
             raise IndexedDataError(
-                f"no worker (processes {pids}) has done anything for {self._timeout_s:g} s, and {part} is not done: "
-                "they were stopped, or wait for a file system. They were ended; finished parts are kept, the same "
-                "command goes on from them [see errors/indexed-data.html#workers-stand-still]"
+                f"no worker (processes {pids}) made progress for {self._timeout_s:g} s, and {part} is not done. "
+                "They were stopped, or wait for a file system. All were killed; finished parts are kept: run the same "
+                "command again"
             )
 
     def ended_by_themselves(self) -> bool:
@@ -212,9 +211,9 @@ def _loaded(job: Job) -> Tokenizer:
     found = fingerprint(loaded)
     if found != encoding:
         raise IndexedDataError(
-            f"tokenizer {name} is another one in a worker process ({', '.join(differences(found, encoding))} differ): "
-            "it was edited after the build's process had loaded it, or depends on that process. Start the build in a "
-            "new process, or with workers=1"
+            f"tokenizer {name} differs in a worker process ({', '.join(differences(found, encoding))}): its files were "
+            "edited after the build loaded them, or it depends on the process. Start the build in a new process, or "
+            "with workers=1"
         )
     return loaded
 

@@ -67,9 +67,7 @@ def build(size, **fields):
 @pytest.mark.parametrize("order", ["megatron", "apportioned"])
 def test_more_documents_than_int32_numbers_are_refused_before_memory_is_asked_for(order):
     tracemalloc.start()
-    with pytest.raises(
-        BlendingError, match=r"has a document 2147483655; .* up to 2147483647: use order=\"stateless\""
-    ):
+    with pytest.raises(BlendingError, match=r"has a document 2147483655; .* up to 2147483647: use order=\"stateless\""):
         build(10, order=order)
     assert tracemalloc.get_traced_memory()[1] < 2**24
     tracemalloc.stop()

@@ -221,6 +221,8 @@ def test_ctrl_c_exits_130_without_a_traceback(folder):
     process.send_signal(signal.SIGINT)
     _, error = process.communicate()
     assert process.returncode == 130
-    assert error.startswith("sixfold-data: interrupted at input part a.jsonl[0:50]; run the same command again to continue from ")
+    assert error.startswith(
+        "sixfold-data: interrupted at input part a.jsonl[0:50]; run the same command again to continue from "
+    )
     assert error.count("\n") == 1
     assert not [name for name in os.listdir() if name.startswith("x")]

@@ -48,7 +48,7 @@ def test_clipping_behind_steps_that_ran_the_optimizers_is_refused(program):
 
 
 def hooked(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW with a warmup, and gradients of the stage clipped: the remedy of the error, and what the README says."""
+    """AdamW with a warmup, and gradients of the stage clipped: the remedy of the error and of the guide."""
     optimizer = torch.optim.AdamW(parameters, lr=0.1)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: (t + 1) / STEPS)
     optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(parameters, 1e-2) and None)

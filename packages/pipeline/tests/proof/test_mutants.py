@@ -73,7 +73,7 @@ def test_pytorchs_checks_accept_some_of_the_mutants_that_are_refused_here(pytest
     rng = random.Random(0)
     names = [name for name in FLUSH if name != "dualpipe_v"]  # PyTorch's simulator does not know OVERLAP_F_B
     wrong = accepted = 0
-    while wrong < 10 * pytestconfig.getoption("--mutants", 8):  # README's figure is that of --mutants 80
+    while wrong < 10 * pytestconfig.getoption("--mutants", 8):  # pipeline-schedules.md quotes --mutants 80
         _, mutant = mutate(lower(FLUSH[rng.choice(names)](rng.randint(1, 4), rng.randint(1, 6))), rng)
         if not is_right(mutant):
             assert refusal(mutant) is not None, f"\n{mutant}"

@@ -37,7 +37,7 @@ def of_one_process(steps: int) -> list[nn.Module]:
 
 
 def seeded_by_rank(rank: int, ranks: int) -> list[Any]:
-    """As README has it: one generator per rank, whatever the schedule."""
+    """As docs/guide/pipeline-several-ranks.md says: one generator per rank, whatever the schedule."""
     found = []
     for program in PROGRAMS:
         module = parts()[rank]

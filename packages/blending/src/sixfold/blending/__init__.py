@@ -1,10 +1,10 @@
-"""An exact, endless, elastic sample order over many token datasets, with nothing to build.
+"""The order in which a training run reads samples from many token datasets, computed instead of built.
 
     token files + weights --> config --> builder --> position --> (dataset, sample) --> ranges --> arrays
 
-Any process computes any position from the configuration alone. Start at ``builder/builder.py`` and read along the
-arrow: ``blend/schedule.py`` and ``blend/quota_tree.py`` say which dataset, ``samples/chunk_grid.py`` and
-``samples/token_line.py`` which tokens, ``batches/gpt_arrays.py`` which arrays. docs/design/blending.md has the rooms.
+Any process computes the sample of any position from the configuration alone. Start at ``builder/builder.py`` and read
+along the arrow. ``blend/schedule.py`` and ``blend/quota_tree.py`` say which dataset, ``samples/chunk_grid.py`` and
+``samples/token_line.py`` which tokens, ``batches/gpt_arrays.py`` which arrays. docs/design/blending.md has the folders.
 """
 
 from sixfold.blending.batches.prefetch import Prefetcher

@@ -57,18 +57,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m sixfold.blending", description="The order of a blend, explained.")
+    parser = argparse.ArgumentParser(
+        prog="python -m sixfold.blending", description="Show where the samples of a blend come from."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    why = commands.add_parser("why", help="which documents and bytes a sample is made of")
-    why.add_argument("config", metavar="CONFIG.json", help="config fields, sizes and tokenizer")
-    why.add_argument("position", type=int, metavar="POSITION")
-    why.add_argument("--token", type=int, metavar="K", help="only the range and the byte of token K of the sample")
-    why.add_argument("--split", choices=[split.name for split in Split], default="train")
-    why.add_argument("--json", action="store_true", help="the fields of Why")
-    drawing = commands.add_parser("draw", help="which dataset and sample each position of training is")
-    drawing.add_argument("config", metavar="CONFIG.json", help="config fields, sizes and tokenizer")
+    why = commands.add_parser("why", help="documents and bytes of one sample")
+    why.add_argument("config", metavar="CONFIG.json", help="fields of GPTDatasetConfig, sizes and tokenizer")
+    why.add_argument("position", type=int, metavar="POSITION", help="number of the sample, from 0 on")
+    why.add_argument("--token", type=int, metavar="K", help="only the range and the byte of its token K")
+    why.add_argument("--split", choices=[split.name for split in Split], default="train", help="default: train")
+    why.add_argument("--json", action="store_true", help="one JSON object")
+    drawing = commands.add_parser("draw", help="dataset and sample of each position of training")
+    drawing.add_argument("config", metavar="CONFIG.json", help="fields of GPTDatasetConfig, sizes and tokenizer")
     drawing.add_argument("--begin", type=int, default=0, metavar="N", help="first position (default: 0)")
-    drawing.add_argument("--count", type=int, default=64, metavar="N", help="positions (default: 64)")
+    drawing.add_argument("--count", type=int, default=64, metavar="N", help="how many positions (default: 64)")
     return parser
 
 

@@ -2,8 +2,8 @@
 
     position, rank --> PositionSampler (this file) --> DataLoader --> dataset[[positions]]
 
-Its whole state is the position of the next step: after a restart with any number of ranks or workers the sampler
-begins at the position that the checkpoint holds.
+The only state is the position of the next step. After a restart, with any number of ranks or workers, the sampler
+begins at the position of the checkpoint.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,10 +19,9 @@ from sixfold.blending.numbers.checks import Positions, whole_number
 
 
 class LoaderDataset(Dataset[dict[str, Any]]):
-    """A dataset or blend for a loader that keeps states (torchdata's ``StatefulDataLoader``), without a ``state_dict``.
+    """A dataset or blend without a ``state_dict``, for torchdata's ``StatefulDataLoader``.
 
-    Such a loader asks everything it holds for a state of its own. The one of a stream has a position, which only the
-    sampler knows.
+    Such a loader asks each of its parts for a state. The state of a blend has a position, which only the sampler knows.
     """
 
     def __init__(self, data: Samples) -> None:
@@ -39,19 +38,22 @@ class LoaderDataset(Dataset[dict[str, Any]]):
 class PositionSampler(Sampler[list[int]]):
     """Batches of positions for one rank, up to an end or without one.
 
-    The step that begins at position p gives rank r ``p + r * batch_size`` and the next ``batch_size - 1`` positions;
-    the next step begins at ``p + ranks * batch_size``. What is left before the end is shared evenly among the ranks:
-    all have as many steps, and none an empty batch, whose mean is NaN and which a loader cannot stack. Where fewer
-    samples than ranks would be left, the step before leaves one for each; if it cannot, the end is refused. With
-    ``DataLoader(dataset, sampler=PositionSampler(...), batch_size=None)`` each batch is one ``get_batch``; as
-    ``batch_sampler=`` the loader stacks the samples of one batch itself.
+    In the step that begins at position p, rank r gets ``batch_size`` positions from ``p + r * batch_size`` on. The next
+    step begins at ``p + ranks * batch_size``.
 
-    ``state_dict`` of the sampler, and of its iterator, has the position of the next step. A loader with workers asks
-    for batches ahead of those that were trained on: torchdata's ``StatefulDataLoader`` (over a ``LoaderDataset``) takes
-    that into account, with a plain one a trainer counts the positions it has trained on itself.
+    With an end, every rank has the same number of steps, and at least one sample in each. The ranks share evenly what
+    is left before the end. If fewer samples than ranks would be left, the step before leaves one for each rank. If it
+    cannot, the end is refused.
 
-    accelerate's ``prepare`` drops a ``sampler=`` of a loader without a batch size, and shares the batches of a
-    ``batch_sampler=`` out itself: give it one without rank, ranks and ramp.
+    ``DataLoader(dataset, sampler=PositionSampler(...), batch_size=None)`` makes each batch one ``get_batch``. Given as
+    ``batch_sampler=``, the loader stacks the samples of a batch itself.
+
+    ``state_dict`` of the sampler, and of its iterator, has the position of the next step. A loader with workers reads
+    batches in advance, before they are trained on. torchdata's ``StatefulDataLoader`` over a ``LoaderDataset`` accounts
+    for that. With a plain loader, count the positions that you have trained on.
+
+    For accelerate's ``prepare``, pass it as ``batch_sampler=``, without rank, ranks and ramp: ``prepare`` shares the
+    batches out itself, and it drops a ``sampler=`` of a loader without a batch size.
     """
 
     def __init__(
@@ -69,15 +71,15 @@ class PositionSampler(Sampler[list[int]]):
         """Args: see the class; ``batch_size`` is samples per rank and step.
 
         Args:
-            end: behind the last position: ``len(dataset)`` for one epoch. None goes on for ever.
+            end: one more than the last position: ``len(dataset)`` for one epoch. None never ends.
             drop_last: leave out what does not fill a step of all ranks.
-            ramp: (position, batch_size), ascending: steps that begin there or behind have that batch size.
-            data: what is read at these positions. A change of its sequence length inside a step is then refused here,
-                by every rank; without it the one rank whose batch it would cut raises, and the others wait for it.
+            ramp: (position, batch_size), ascending: the batch size of steps that begin at that position or later.
+            data: the dataset or blend that is read. Every rank then refuses a change of its sequence length inside a
+                step. Without ``data`` only the rank whose batch is cut raises, and the others wait for it.
         Raises:
-            BlendingError: no whole numbers, a change of the sequence length inside a step, begin < 0, batch_size < 1,
-                rank not in 0..ranks-1, an end before the begin or none to drop the last of or with too few samples
-                before it, a ramp out of order.
+            BlendingError: an argument is no whole number or out of its range, the ramp is out of order, the end comes
+                before the begin or leaves a rank without samples, ``drop_last`` has no end, or a sequence length
+                changes inside a step.
         """
         self.begin, self.batch_size = whole_number("begin", begin, 0), whole_number("batch_size", batch_size, 1)
         self.rank, self.ranks = whole_number("rank", rank, 0), whole_number("ranks", ranks, 1)

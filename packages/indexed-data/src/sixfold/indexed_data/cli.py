@@ -54,47 +54,64 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     command = commands.add_parser("build", help="tokenize text or jsonl files into a pair")
-    command.add_argument("inputs", nargs="+", metavar="INPUT", help="text or jsonl files, plain or .gz")
-    command.add_argument("--output", required=True, metavar="PREFIX", help="path of the pair, without extension")
+    command.add_argument("inputs", nargs="+", metavar="INPUT", help="text or JSON-lines files, plain or .gz")
+    command.add_argument(
+        "--output", required=True, metavar="PREFIX", help="path of the pair to write, without extension"
+    )
     command.add_argument("--tokenizer", default="bytes", help="bytes (default), FILE.json or MODULE:CALLABLE")
     command.add_argument("--eod-token", metavar="TEXT", help="for FILE.json: the token that ends a document")
-    command.add_argument("--format", choices=FORMATS, default="auto")
-    command.add_argument("--json-key", default="text", help="where an object has its text (default: text)")
-    command.add_argument("--text-documents", choices=TEXT_DOCUMENTS, default="file", help="a document of a text file")
+    command.add_argument(
+        "--format", choices=FORMATS, default="auto", help="of the inputs; auto (default) goes by the file name"
+    )
+    command.add_argument("--json-key", default="text", help="field that holds the text of a JSON line (default: text)")
+    command.add_argument(
+        "--text-documents",
+        choices=TEXT_DOCUMENTS,
+        default="file",
+        help="what one document of a text file is (default: file)",
+    )
     command.add_argument(
         "--special-tokens", choices=SPECIAL_TOKENS, default="text",
-        help="what a text becomes that spells a special token: text, as any other (default), or the token's id",
+        help="how a text that spells a special token is stored: as text (default), or as the token's id",
     )  # fmt: skip
-    command.add_argument("--template", action="store_true", help="with what FILE.json's template adds, such as a BOS")
-    command.add_argument("--append-eod", action=argparse.BooleanOptionalAction, default=True)
-    command.add_argument("--dtype", choices=("auto", "uint16", "int32"), default="auto")
-    command.add_argument("--workers", type=_positive, default=1, metavar="N")
-    command.add_argument("--on-error", choices=("fail", "skip"), default="fail", help="at a bad line")
-    command.add_argument("--overwrite", action="store_true", help="replace a pair that is there")
+    command.add_argument(
+        "--template", action="store_true", help="add what FILE.json's template adds, such as a BOS token"
+    )
+    command.add_argument(
+        "--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end each document (default: yes)"
+    )
+    command.add_argument(
+        "--dtype", choices=("auto", "uint16", "int32"), default="auto", help="of the ids; auto: by the vocabulary"
+    )
+    command.add_argument("--workers", type=_positive, default=1, metavar="N", help="processes (default: 1)")
+    command.add_argument(
+        "--on-error", choices=("fail", "skip"), default="fail", help="stop at a bad line (default), or skip it"
+    )
+    command.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     command.add_argument("--quiet", action="store_true", help="no progress bar, no summary")
     _add_common(command)
 
     command = commands.add_parser("info", help="counts and sizes of a pair")
-    command.add_argument("prefix", metavar="PREFIX")
+    command.add_argument("prefix", metavar="PREFIX", help="path of the pair, without extension")
     _add_common(command, multimodal=True)
 
     command = commands.add_parser("show", help="ids, and text, of one sequence")
-    command.add_argument("prefix", metavar="PREFIX")
-    command.add_argument("index", type=int, metavar="INDEX")
-    command.add_argument("--offset", type=int, default=0)
-    command.add_argument("--length", type=int)
+    command.add_argument("prefix", metavar="PREFIX", help="path of the pair, without extension")
+    command.add_argument("index", type=int, metavar="INDEX", help="number of the sequence, from 0 on")
+    command.add_argument("--offset", type=int, default=0, help="first token to show (default: 0)")
+    command.add_argument("--length", type=int, help="tokens to show (default: all that follow)")
     command.add_argument("--tokenizer", help="decode with it: bytes, FILE.json or MODULE:CALLABLE")
     _add_common(command)
 
     command = commands.add_parser("verify", help="check the rules of a pair's index, and its size")
-    command.add_argument("prefix", metavar="PREFIX")
+    command.add_argument("prefix", metavar="PREFIX", help="path of the pair, without extension")
     command.add_argument("--vocab-size", type=_positive, metavar="N", help="also check that every id is below N")
     _add_common(command, multimodal=True)
 
     command = commands.add_parser("merge", help="join pairs end to end")
-    command.add_argument("inputs", nargs="+", metavar="PREFIX")
+    command.add_argument("inputs", nargs="+", metavar="PREFIX", help="pairs, in the order of the output")
     command.add_argument("--output", required=True, metavar="PREFIX")
-    command.add_argument("--overwrite", action="store_true", help="replace a pair that is there")
+    command.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     _add_common(command, multimodal=True)
     return parser
 
@@ -102,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_common(command: argparse.ArgumentParser, multimodal: bool = False) -> None:
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
     if multimodal:
-        command.add_argument("--multimodal", action="store_true", help="the pair has modes")
+        command.add_argument("--multimodal", action="store_true", help="the pair stores a mode with each sequence")
 
 
 def _positive(text: str) -> int:

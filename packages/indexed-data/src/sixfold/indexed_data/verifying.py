@@ -1,4 +1,4 @@
-"""Checking every rule of a pair, and saying all that is wrong with it.
+"""Check every rule of a pair, and list all that is wrong with it.
 
 index.py rules, .bin --> verify (this file) --> VerifyReport
 """
@@ -36,10 +36,10 @@ class VerifyReport:
 def verify(path_prefix: AnyPath, *, multimodal: bool = False, vocab_size: int | None = None) -> VerifyReport:
     """Check every rule of the index and the size of .bin; with ``vocab_size`` also that every id lies in it.
 
-    The files hold no checksum: other ids in a .bin of the same size, the .bin of another pair with as many bytes, a
-    dtype of the same width and a moved document boundary keep all rules. Compare copies with their source.
+    The files hold no checksum. Some damage keeps all rules: other ids in a .bin of the same size, the .bin of another
+    pair of that size, a dtype of the same width, a moved document boundary. Compare copies with their source.
 
-    Never raises for a bad pair: a missing or cut file is a problem in the report like any other.
+    A bad pair raises nothing: a missing or cut file is a problem in the report, as any other.
 
     Raises:
         IndexedDataError: ``vocab_size`` is no whole number >= 1, ``path_prefix`` no local path.

@@ -2,7 +2,7 @@
 
     token_ids.py --> IndexedDatasetBuilder (this file) --> atomic_files.py --> PREFIX.bin, PREFIX.idx
 
-What a crash leaves is told by two notes in atomic_files.py: whole or absent, and a killed writer.
+Two notes in atomic_files.py say what a crash leaves: whole or absent, and a killed writer.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _INDEX_BLOCK = 1 << 16  # sequences per step of ``finalize``
 
 
 class IndexedDatasetBuilder:
-    """Writes one pair, document by document; the pair appears when it is finalized, whole.
+    """Writes one pair, document by document. The pair appears when it is finalized, complete.
 
-    As a context manager it finalizes at the end of the block, or aborts if an error leaves it. A refused call
-    changes nothing, so the builder can go on with the next document. Keeps about 14 bytes per sequence.
+    As a context manager it finalizes at the end of the block, or aborts if the block raises. A refused call changes
+    nothing, so you can add the next document. It keeps about 14 bytes per sequence in memory.
 
     Args:
-        bin_path: the .bin to write; ``finalize`` puts the .idx beside it.
+        bin_path: the .bin to write. ``finalize`` puts the .idx next to it.
         dtype: dtype of the stored ids, one that ``DType`` has.
         multimodal: store a mode with every sequence.
-        vocab_size: also refuse ids from it on, and negative ones.
+        vocab_size: also refuse ids that are negative or not below it.
     Raises:
         IndexedDataError: the dtype has no code, or the folder is not there.
     """

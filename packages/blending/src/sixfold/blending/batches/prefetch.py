@@ -2,12 +2,12 @@
 
     positions of each batch --> Prefetcher (this file): get_batch on a thread --> next(), in order
 
-The compiled kernels release the GIL, so reading a batch does not hold up the training loop. There is no state: after a
-restart the position of the first batch not yet trained on says where to go on, and what was read ahead is read again.
+The compiled kernels release the GIL, so reading a batch does not stop the training loop. There is no state. After a
+restart, begin at the position of the first batch that was not trained on: what was read ahead is read again.
 
-[Note: arrays in a ring] With ``make_out`` every batch is written into one of ``depth + 1`` dicts of arrays: up to
-``depth`` wait or are being filled, one is with the caller. It is the caller's until the next batch is taken, and then
-filled anew: a copy to a device that is still under way has to be waited for first.
+[Note: arrays in a ring] With ``make_out`` every batch is written into one of ``depth + 1`` dicts of arrays. Up to
+``depth`` of them wait or are being filled, and one is with the caller. The caller has it until it takes the next batch;
+then it is filled again. So wait for a copy to a device before you take the next batch.
 """
 
 import os

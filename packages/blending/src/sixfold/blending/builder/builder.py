@@ -75,9 +75,9 @@ class BlendedMegatronDatasetBuilder:
 
         Args:
             cls: ``GPTDataset`` or another ``MegatronDataset``.
-            sizes: samples of train, valid, test; None is one epoch.
-            is_built_on_rank: false gives Nones on this rank; ignored without a group.
-            group: all its ranks build together, and an error of one is raised on all.
+            sizes: samples of train, valid, test. None is one epoch.
+            is_built_on_rank: returns whether this rank builds. If not, its parts are None. Ignored without a group.
+            group: all ranks of it build together. An error on one rank is raised on all.
         Raises:
             BlendingError: sizes that are not three counts, no blend, or weights without a size.
         """
@@ -123,9 +123,9 @@ class BlendedMegatronDatasetBuilder:
     def build(self) -> list[Built]:
         """[train, valid, test], None where a part is absent.
 
-        One prefix without weights and without changes, or one in ``blend_per_split``, is a
-        dataset of ``cls``; else a ``BlendedDataset``; with ``multiple_validation_sets`` valid is
-        a list of datasets.
+        A part with one prefix, without weights and changes, is a dataset of ``cls``; so is one with one
+        prefix in ``blend_per_split``. Any other part is a ``BlendedDataset``. With
+        ``multiple_validation_sets`` valid is a list of datasets.
 
         Raises:
             BlendingError, or the error of the source that does not open; with a group a

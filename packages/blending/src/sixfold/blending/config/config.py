@@ -58,8 +58,8 @@ class OrderTraits:
     """What sets one order apart from another.
 
     Attributes:
-        indexed: it is made of arrays: they are built for one blend and one size, and kept in files.
-        by_name: the names of the datasets are in its keys, so each dataset has one of its own.
+        indexed: it is made of arrays. They are built for one blend and one size, and kept in files.
+        by_name: the names of the datasets are in its keys, so no two datasets have one name.
     """
 
     indexed: bool
@@ -75,11 +75,11 @@ ORDERS = {
 
 @dataclass(frozen=True)
 class BlendChange:
-    """From position ``at`` of the training stream on, another blend or another sequence length.
+    """Another blend, or another sequence length, from position ``at`` of training on.
 
     Attributes:
         at: a position, >= 0.
-        blend: (prefixes, weights or None); weight 0 or absence removes a dataset. None keeps the blend.
+        blend: (prefixes, weights or None). A dataset with weight 0, or not named, leaves. None keeps the blend.
         sequence_length: tokens per sample from here on. None keeps it.
     """
 
@@ -112,8 +112,8 @@ class BlendedMegatronDatasetConfig:
     allow_ambiguous_pad_tokens: bool = False
     order: str = "stateless"
     document_shuffle: str = "auto"  # of the stateless order: "global", "block" or, by size, one of them
-    max_epochs: float | None = 4  # of training: a dataset that is read more often is told of; None: no limit
-    max_epochs_error: bool = False  # it is a BlendingError then
+    max_epochs: float | None = 4  # of training: a dataset read more often is warned about; None: no limit
+    max_epochs_error: bool = False  # raise BlendingError instead of the warning
     changes: Sequence[BlendChange] = ()
     dataset_names: Mapping[Prefix, str] | None = None  # prefix --> name in the keys; default: its base name
     prefix_folder: str | None = None  # of relative paths; None: the current folder when the config is made

@@ -2,9 +2,9 @@
 
     Schedule, BlendIndex or ApportionedBlend --> batches/reader.py --> BlendedDataset (this file)
 
-In the stateless order nothing is built or stored: every process computes any position, so the number of ranks, the
-batch size, the weights and the datasets can change at any step. In the others two arrays say it. Samples of all
-datasets are read into one set of rows, and the arrays are made of the whole batch at once.
+In the stateless order nothing is built or stored, and every process computes any position. So the number of ranks, the
+batch size, the weights and the datasets can change at any step. In the others two arrays hold the order. Samples of
+all datasets are read into one set of rows, and the arrays are made of the whole batch at once.
 """
 
 import os
@@ -68,15 +68,15 @@ class BlendedDataset(Samples):
         """Blend ``datasets`` under ``config.changes``.
 
         Args:
-            datasets: D datasets of one class and part; ``dataset_path`` is how changes name them.
-            weights: of the first ``len(weights)`` datasets; the rest come in by changes. None: their tokens.
-            size: the length; None for every sample once: one epoch of each dataset, or of dataset i the first
-                ``weights[i]`` samples, whole numbers (as megatron-core).
+            datasets: D datasets of one class and part. Changes name them by their ``dataset_path``.
+            weights: of the first ``len(weights)`` datasets; the others come in by changes. None: their tokens.
+            size: the length. None gives every sample once: one epoch of each dataset, or the first ``weights[i]``
+                samples of dataset i, whole numbers (as megatron-core).
             shuffle: of ``size`` positions, already begun, for ``order="apportioned"``.
         Raises:
-            BlendingError: no dataset, unfit weights or another number of them, changes without a size, weights
-                without one that are no counts of samples there are, datasets of two classes or parts or of one name,
-                samples asked of a dataset without tokens, or more than its epoch of one made with ``num_samples=None``.
+            BlendingError: no dataset; weights that do not fit; changes without a size; datasets of two classes, of two
+                parts or of one name; a dataset without tokens that must give samples; more than one epoch of a dataset
+                made with ``num_samples=None``.
         """
         if not datasets:
             raise BlendingError("there are no datasets to blend; give at least one")
@@ -265,7 +265,7 @@ class BlendedDataset(Samples):
         return None if self.size is None else epoch_limit_of(self.config, self.index_split, self.datasets)
 
     def watch_epochs(self, end: int) -> None:
-        """Tell once which datasets the positions below ``end`` read more often than ``config.max_epochs``.
+        """Warn once of each dataset that the positions below ``end`` read more often than ``config.max_epochs``.
 
         Raises:
             BlendingError: there are some, and ``config.max_epochs_error``.

@@ -1,8 +1,8 @@
-"""How often a stream reads its data, and the word about a dataset that is read too often.
+"""How often a blend reads its data, and the warning about a dataset that is read too often.
 
     samples given, tokens --> tokens_given, samples_within --> EpochLimit (this file) --> base.py, blended.py
 
-A small dataset with a large weight repeats, and a stream that never ends does not show it.
+A small dataset with a large weight repeats, and an order without an end does not show it.
 """
 
 import warnings
@@ -36,13 +36,13 @@ def samples_within(tokens: int, lengths: Lengths) -> int:
 
 @dataclass
 class EpochLimit:
-    """Says once of each dataset that it is read more often than ``max_epochs``.
+    """Warns once of each dataset that is read more often than ``max_epochs``.
 
     Attributes:
         names: (D,) of the datasets.
         within: (D,) samples of each that lie within ``max_epochs``.
         error: raise it instead, whenever it is asked for.
-        next: the first position that may have something to tell.
+        next: the first position that may cause a warning.
     """
 
     names: Sequence[str]
@@ -91,7 +91,7 @@ class EpochLimit:
         warnings.warn(message, stacklevel=2)
 
     def skip_to_limit(self, find: Callable[[int, int], int]) -> None:
-        """Set ``next`` to the first position at which a dataset that was not told of passes the limit."""
+        """Set ``next`` to the first position at which a dataset without a warning yet passes the limit."""
         ahead = [ENDLESS]
         for number, within in enumerate(self.within):
             if number not in self._warned and within < ENDLESS:

@@ -37,7 +37,7 @@ Parts = list[tuple[Slice, ...]]
 
 
 class BuildNote(UserWarning):
-    """``build`` did something otherwise than it was asked to, and says so; also in ``BuildReport.notes``."""
+    """``build`` did not do exactly what was asked, and says so. Also in ``BuildReport.notes``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class BuildReport:
     bad_lines: int
     empty_documents: int
     errors: tuple[str, ...]  # the first ten bad lines, as FILE:LINE: reason
-    notes: tuple[str, ...]  # what was done otherwise than asked for: the warnings of the build
+    notes: tuple[str, ...]  # what was not done as asked: the warnings of the build
     seconds: float
 
 
@@ -77,23 +77,23 @@ def build(
     timeout_s: float = TIMEOUT_S,
     progress: Callable[[int, int], None] | None = None,
 ) -> BuildReport:
-    """Tokenize text files into the pair ``output``; documents in the order of the files and of their lines.
+    """Tokenize text files into the pair ``output``. Documents keep the order of the files and of their lines.
 
     Args:
         inputs: text or jsonl files, plain or .gz.
         output: path prefix of the pair, without extension.
         tokenizer, eod_token, special_tokens, template: see ``load_tokenizer``.
-        format: ``auto`` (by extension: .jsonl, .ndjson, .jsonlines and .json hold one object per line, others text),
-            ``jsonl``, ``text``.
+        format: ``jsonl`` (one object per line), ``text``, or ``auto``: by extension, where .jsonl, .ndjson, .jsonlines
+            and .json are jsonl and others text.
         json_key: where an object has its text.
         text_documents: what is a document of a text file: the ``file``, a ``paragraph`` or a ``line``.
         append_eod: end every document with the tokenizer's EOD, if it does not end so.
         dtype: ``auto`` (``DType.optimal_dtype`` of the vocabulary), ``uint16`` or ``int32``.
-        workers: processes that tokenize; with more than one, the calling script needs its ``__main__`` guard.
+        workers: processes that tokenize. With more than one, the calling script needs ``if __name__ == "__main__":``.
         on_error: a bad line ends the build (``fail``) or is counted (``skip``).
-        overwrite: replace a pair that is there.
+        overwrite: replace an existing pair.
         part_bytes: text per part of the work.
-        timeout_s: how long all workers may use no processor time before the build ends with an error.
+        timeout_s: if no worker uses the processor for so long, the build ends with an error.
         progress: called with (parts done, parts in all).
     Raises:
         IndexedDataError: bad options, inputs or lines; a pair is there already; a worker died. No pair is left then.

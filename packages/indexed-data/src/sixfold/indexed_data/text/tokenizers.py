@@ -1,4 +1,4 @@
-"""Tokenizers by name: the built-in bytes, a Hugging Face file, or anybody's own.
+"""Tokenizers by name: the built-in bytes, a Hugging Face file, or your own.
 
 "bytes" | FILE.json | MODULE:CALLABLE --> load_tokenizer (this file) --> parts.py, cli.py
 """
@@ -48,14 +48,14 @@ def load_tokenizer(
     """The tokenizer called ``name``.
 
     Args:
-        name: ``bytes``; the path of a Hugging Face tokenizer file, ending in .json, whose truncation, padding and
-            dropout are switched off, since a document is stored whole; or ``MODULE:CALLABLE``, a factory without
-            arguments, looked for in the current folder too, that returns an object with ``encode(text) -> ids``,
+        name: ``bytes``, FILE.json or MODULE:CALLABLE. FILE.json is a Hugging Face tokenizer file. Its truncation,
+            padding and dropout are switched off, since a document is stored whole. MODULE:CALLABLE is a function
+            without arguments; the current folder is searched too. It returns an object with ``encode(text) -> ids``,
             ``vocab_size`` and optionally ``eod`` and ``decode(ids)``.
         eod_token: for a .json file, the text of the token that ends a document.
-        special_tokens: for a .json file, what a text becomes that spells one of them, such as <|endoftext|>: ``text``
-            like any other, or ``ids``, the token's own.
-        template: for a .json file, whether each text gets what the file's own template adds, such as a BOS.
+        special_tokens: for a .json file, how a text that spells a special token such as <|endoftext|> is stored:
+            ``text``, as other text, or ``ids``, as the token.
+        template: for a .json file, whether to add what the file's template adds, such as a BOS token.
     Raises:
         IndexedDataError: there is no such tokenizer, or it lacks something.
     """

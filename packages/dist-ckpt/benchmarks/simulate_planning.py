@@ -96,7 +96,7 @@ def save_sixfold(written, folder):
     """The first rank's part; what it writes opens as a checkpoint."""
     saving.check_reports([saving._Report(part.table.digest, part.table, [], 0, 0, "") for part in written], None)
     digests = {name: digest for part in written for name, digest in part.files.items()}
-    small = {"common.pt": weights_only.dump({}, "common data"), "metadata.json": metadata.encode_config()}
+    small = {"common.pt": weights_only.dump({}, "common data"), "metadata.json": metadata.CONFIG_JSON}
     for name, content in (saving.index_of(written, SAVE_ID, None) | small).items():
         digests[name] = local.write_file(folder, name, content)
     content = integrity.Integrity(save_id=SAVE_ID, files=digests).encode()
@@ -221,7 +221,7 @@ def keys_task(tensors, chunks, folder):
         spent.append(time.process_time() - start)
         return found
 
-    small = {"common.pt": weights_only.dump({}, "common data"), "metadata.json": metadata.encode_config()}
+    small = {"common.pt": weights_only.dump({}, "common data"), "metadata.json": metadata.CONFIG_JSON}
     small[compact_manifest.FILE_NAME] = timed(lambda: b"".join(compact_manifest.encode(index)))
     small[".metadata"] = timed(lambda: b"".join(metadata.encode_parts(index)))
     blocks = ("00000000",) * -(-tensors * FRAME_BYTES // integrity.BLOCK_BYTES)

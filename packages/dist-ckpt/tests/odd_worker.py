@@ -56,7 +56,7 @@ if kind == "moving":
 
     _worker.saving.LocalStore.publish = publish_as_an_orphan
 if kind == "orphan":
-    write, trainer = _worker.saving.write, os.getppid()
+    write, trainer = _worker.writer.write, os.getppid()
     path, kind, what = what, "slow", "0"
 
     def write_as_an_orphan(*arguments):
@@ -65,7 +65,7 @@ if kind == "orphan":
         time.sleep(0.3 if os.path.exists(path) else 0.0)
         return write(*arguments)
 
-    _worker.saving.write = write_as_an_orphan
+    _worker.writer.write = write_as_an_orphan
 place, _, count = (what if kind in ("dies", "stops") else f"storage.frame_file._write_at:{what}").partition(":")
 module_name, _, name = place.rpartition(".")
 module = importlib.import_module(f"sixfold.dist_ckpt.{module_name}")

@@ -16,7 +16,7 @@ from sixfold.dist_ckpt import ShardedTensor, StorageError, retention
 from sixfold.dist_ckpt.checkpoint import opening
 from sixfold.dist_ckpt.checkpoint.opening import Mapped
 from sixfold.dist_ckpt.errors import typed
-from sixfold.dist_ckpt.formats.metadata import encode_config
+from sixfold.dist_ckpt.formats.metadata import CONFIG_JSON
 from sixfold.dist_ckpt.plans.plan import plan_save
 from sixfold.dist_ckpt.plans.shard_table import tabulate
 from sixfold.dist_ckpt.save_load import writer
@@ -82,7 +82,7 @@ def of_ranks(tmp_path_factory):
             content = writer.RankContent(store, [record], writes, [], {}, b"", 0, table.encode())
             written.append(writer.write(content, save, rank, check_finite=False))
         torch.save({"it": 1}, path / "common.pt")
-        small = {"common.pt": (path / "common.pt").read_bytes(), "metadata.json": encode_config()}
+        small = {"common.pt": (path / "common.pt").read_bytes(), "metadata.json": CONFIG_JSON}
         (path / "common.pt").unlink()
         parts = {name: digest for part in written for name, digest in part.files.items()}
         write_small(store, save, parts, index_of(written, save.save_id, None) | small)

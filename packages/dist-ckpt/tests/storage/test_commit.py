@@ -15,7 +15,7 @@ from dist_ckpt_helpers import one
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import MismatchError, StorageError, tools
-from sixfold.dist_ckpt.save_load import saving
+from sixfold.dist_ckpt.save_load import saving, writer
 from sixfold.dist_ckpt.save_load.reader import Reader
 from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.storage import local as storage
@@ -178,7 +178,7 @@ def test_a_save_that_ends_anywhere_is_no_step_for_who_looks_for_names_and_metada
         tools.convert(runs / "step-1", runs / "step-2", to="torch_dist")
     else:
         agreed = saving.agree_on(SaveRequest(state(2), runs / "step-2", group=None, timeout_s=9.0))
-        written = saving.write(agreed.content, agreed.ticket, 0, False)  # as a worker does
+        written = writer.write(agreed.content, agreed.ticket.save, 0, False)  # as a worker does
         saving.commit([written], agreed.content, agreed.ticket)
     moved = seen.index(2)  # the parent is put on disk after the move
     assert moved >= 5, "files and folder before"

@@ -25,7 +25,7 @@ from sixfold.dist_ckpt.background.arena import MappedArena, ProgressCounter
 from sixfold.dist_ckpt.background.lost_workers import Job
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import StorageError, typed
-from sixfold.dist_ckpt.save_load import saving
+from sixfold.dist_ckpt.save_load import writer
 
 _LOOK_S, _LAST_WORD_S = 0.2, 10.0
 
@@ -52,7 +52,7 @@ def _write(job: Job, arena: MappedArena, counter: ProgressCounter) -> object:
     counter.add(0)
     for index, tensor in zip(job.places, arena.tensors(job.places.values()), strict=True):
         job.content.records[index].data = tensor
-    return saving.write(job.content, job.ticket, job.rank, job.check_finite, counter.add)
+    return writer.write(job.content, job.ticket.save, job.rank, job.check_finite, counter.add)
 
 
 def _end_with(trainer: int, jobs: list[Job]) -> None:

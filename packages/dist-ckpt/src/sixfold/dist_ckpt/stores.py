@@ -4,10 +4,10 @@ place --> store_at --> Store; they lie in storage/, and ``ByPointer`` is what a 
 """
 
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
+from sixfold.dist_ckpt.storage.frame_file import PartFile, Sink
 from sixfold.dist_ckpt.storage.local import LocalStore, store_at
 from sixfold.dist_ckpt.storage.memory import MemoryStore
 from sixfold.dist_ckpt.storage.store import Part, Save, Store
-from sixfold.dist_ckpt.storage.stream import PartFile, Sink
 from sixfold.dist_ckpt.storage.url import UrlStore
 
 __all__ = [

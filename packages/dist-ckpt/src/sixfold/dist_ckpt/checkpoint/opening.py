@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import sha256
 from itertools import count
 from pathlib import Path
 from threading import Lock
@@ -113,6 +114,7 @@ class Checkpoint:
     integrity: Integrity | None
     verify: str
     identity: tuple[int, ...]
+    common: tuple[str, int] | None = None  # backend and version of common data; None: there is no metadata.json
     unread: tuple[ByteRange, ...] = ()  # large files that say what others say too: a load hashes them as it does data
     arrives: Callable[[Path], Arrives] | None = None
     takes: Callable[[Path, int, memoryview], bool] | None = None
@@ -130,9 +132,17 @@ class Checkpoint:
         return found
 
     @property
-    def is_arriving(self) -> bool:
-        """Whether bytes arrive while the checkpoint is read."""
-        return self.arrives is not None
+    def block_bytes(self) -> int:
+        """The blocks in which a checkpoint is fetched are those that it has digests of."""
+        return checks.BLOCK_BYTES if self.integrity is None else self.integrity.block_bytes
+
+    @property
+    def content(self) -> tuple[str | None, str]:
+        """Equal for equal keys of one save. Cost: all keys, unless a save id names the checkpoint."""
+        tensors, objects = self.manifest.tensors, self.manifest.objects
+        if self.manifest.save_id is not None:
+            return self.manifest.save_id, f"{len(tensors)} {len(objects)}"
+        return None, sha256("\0".join(sorted([*tensors, *objects])).encode("utf-8", "surrogatepass")).hexdigest()
 
     def await_bytes(self, name: str, start: int, stop: int) -> None:
         """Until bytes [start, stop) of a file are there."""
@@ -186,7 +196,7 @@ class Checkpoint:
         """A whole small file, its digest checked unless verify is "off"; None if there is none."""
         path = self.folder / name
         with _or_replaced(self.folder, self.identity, self.integrity):
-            if self.is_arriving and path.exists():
+            if self.arrives is not None and path.exists():
                 self.await_bytes(name, 0, path.stat().st_size)
             data = _read(path)
             if data is not None and self.integrity is not None and self.verify != "off":
@@ -256,17 +266,17 @@ def _tail(path: Path) -> bytes:
 
 
 def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoint:
-    config = _read(folder / "metadata.json")
+    config, common = _read(folder / "metadata.json"), None
     integrity = _open_integrity(folder)
     if config is not None:
         # The digest first: a flipped digit of a version is damage and no unknown backend.
         if integrity is not None and verify != "off":
             integrity.check_file_bytes(folder / "metadata.json", config)
-        backend = at(folder / "metadata.json", lambda: metadata.check_config(config))
+        backend, common = at(folder / "metadata.json", lambda: metadata.check_config(config))
         if backend == "zarr":
             _refuse_foreign_metadata(folder, "metadata.json", None)
-            return Checkpoint(folder, zarr_folder.read_manifest(folder), None, verify, identity)
-    if safetensors_folder.is_one(folder):
+            return Checkpoint(folder, zarr_folder.read_manifest(folder), None, verify, identity, common)
+    elif safetensors_folder.is_one(folder):
         return Checkpoint(folder, safetensors_folder.read_manifest(folder), None, verify, identity)
     unread = tuple[ByteRange, ...]()
     if integrity is not None and compact_manifest.FILE_NAME in integrity.files:
@@ -282,7 +292,7 @@ def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoi
     files = _files_of(manifest)
     _check_identity(folder, manifest, integrity, files)
     _check_ranges(folder, files)
-    return Checkpoint(folder, manifest, integrity, verify, identity, unread)
+    return Checkpoint(folder, manifest, integrity, verify, identity, common, unread)
 
 
 @contextmanager

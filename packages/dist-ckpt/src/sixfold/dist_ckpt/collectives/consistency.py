@@ -20,18 +20,19 @@ import pickle
 import sys
 import warnings
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from heapq import nsmallest
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import torch
 
 from sixfold.dist_ckpt.collectives.exchange import Exchange
 from sixfold.dist_ckpt.errors import ShardingError
-from sixfold.dist_ckpt.formats.integrity import crc32
+from sixfold.dist_ckpt.formats.integrity import crc32_at
 from sixfold.dist_ckpt.state import plain_types, tree
 from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId, is_main_replica
-from sixfold.dist_ckpt.state.tensor_memory import has_values, is_freed, tensor_bytes
+from sixfold.dist_ckpt.state.tensor_memory import has_values, is_freed
 
 _MOST_SHOWN, _MOST_INNER = 20, 4
 _DEPTH = 4  # within a value: what refers to itself has no end
@@ -64,15 +65,15 @@ Inner = dict[Place, dict[str, int]]  # of values that hold others: strict digest
 Samples = dict[tuple[ShardId, tuple[int, ...]], int]  # by shard and local shape
 
 
-def digests(common: dict[Any, Any], preprocess: Callable[..., Any] | None) -> Found:
-    """The digest of each leaf, by its path."""
-    compared = preprocess(common) if preprocess else common
+def digests(compared: Any) -> Found:
+    """The digest of each leaf of common data, by its path."""
     return {Place(tree.path_text(path), repr(path)): digest_of(leaf) for path, leaf in tree.leaves(compared)}
 
 
-def summary(found: Found) -> int:
+def summary(compared: Any) -> int:
     """One number for all of them."""
-    return crc32(repr(sorted((*path, digest.value) for path, digest in found.items())).encode("utf-8", "surrogatepass"))
+    found = sorted((repr(path), digest_of(leaf).value) for path, leaf in tree.leaves(compared))
+    return crc32(repr(found).encode("utf-8", "surrogatepass"))
 
 
 def digest_of(leaf: Any) -> Digest:
@@ -114,7 +115,8 @@ def _of_tensor(tensor: torch.Tensor) -> int:
     if tensor.is_meta or is_freed(tensor):  # the first rank's dump refuses it
         return kind
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return crc32(tensor_bytes(values), kind)
+    nbytes = values.numel() * values.element_size()
+    return crc32_at(values.data_ptr(), nbytes, kind) if nbytes else kind
 
 
 class _Pickler(pickle.Pickler):
@@ -139,9 +141,8 @@ def _of_object(leaf: Any) -> Digest:
     return Digest(value, pickler.has_data, value)
 
 
-def inner(common: dict[Any, Any], preprocess: Callable[..., Any] | None) -> Inner:
+def inner(compared: Any) -> Inner:
     """The digests of what lies within leaves: fields of namespaces and of objects, parts of tuples."""
-    compared = preprocess(common) if preprocess else common
     found = (
         (path, dict(_within(leaf, "", _DEPTH))) for path, leaf in tree.leaves(compared) if type(leaf) not in _ATOMS
     )

@@ -37,6 +37,10 @@ _LZMA_WITH_CLMUL = 50060000
 _Function = Callable[[int, int, int], int]  # value so far, address, bytes --> value
 
 
+#: The content of a file: its bytes, or what gives them piece by piece, each time that it is called.
+Content = bytes | Callable[[], Iterable[bytes]]
+
+
 class FileDigest(NamedTuple):
     """Size of a file and a digest of each of its blocks, the last one shorter."""
 
@@ -206,11 +210,19 @@ def digest(algorithm: str, data: bytes | memoryview) -> str:
     return f"{crc32(data):08x}" if algorithm == "crc32" else hashlib.sha256(data).hexdigest()
 
 
-def digest_of(data: bytes) -> FileDigest:
-    """The entry of a file with this content."""
+def digest_of(data: Content, write: Callable[[bytes], object] | None = None) -> FileDigest:
+    """The entry of a file with this content, whose pieces are given to ``write`` on the way."""
     hasher = BlockHasher()
-    hasher.update(data)
+    for piece in pieces_of(data):
+        if write is not None:
+            write(piece)
+        hasher.update(piece)
     return hasher.finish()
+
+
+def pieces_of(data: Content) -> Iterable[bytes]:
+    """The bytes of a file, piece by piece."""
+    return (data,) if isinstance(data, bytes) else data()
 
 
 def decode(path: Path, data: bytes) -> Integrity:

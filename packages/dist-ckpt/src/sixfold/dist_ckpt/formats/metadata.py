@@ -24,20 +24,13 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Run, Stored
 from sixfold.dist_ckpt.interpreter import collection_paused
 
 #: metadata.json, to the letter: megatron-core refuses any further key.
-CONFIG = {
-    "sharded_backend": "torch_dist",
-    "sharded_backend_version": 1,
-    "common_backend": "torch",
-    "common_backend_version": 1,
-}
+CONFIG_JSON = (
+    b'{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
+    b'"common_backend_version": 1}'
+)
 # What torch writes as CURRENT_DCP_VERSION. A test compares; importing it here would take every first save, and each
 # worker, a second or two: it brings DTensor and sympy along.
 _DCP_VERSION = "1.0.0"
-
-
-def encode_config() -> bytes:
-    """The bytes of metadata.json."""
-    return json.dumps(CONFIG).encode()
 
 
 def read_config(data: bytes) -> tuple[tuple[str, int], tuple[str, int]]:
@@ -57,25 +50,18 @@ def read_config(data: bytes) -> tuple[tuple[str, int], tuple[str, int]]:
     return sharded, common
 
 
-def check_config(data: bytes) -> str:
-    """The sharded backend of a metadata.json: "torch_dist" or "zarr".
+def check_config(data: bytes) -> tuple[str, tuple[str, int]]:
+    """The sharded backend of a metadata.json, "torch_dist" or "zarr", and the common (backend, version).
 
     Raises:
         CorruptError: it is damaged. MismatchError: it names a backend that the built-in engine does not read.
     """
-    sharded, _ = read_config(data)
+    sharded, common = read_config(data)
     if sharded not in (("torch_dist", 1), ("zarr", 1)):
         raise MismatchError(
             f"unknown backend {sharded}; ('torch_dist', 1) and ('zarr', 1) are read here; strategies.register adds more"
         )
-    return str(sharded[0])
-
-
-def check_common_config(data: bytes) -> None:
-    """MismatchError if a metadata.json names another backend for common data than ("torch", 1)."""
-    _, common = read_config(data)
-    if common != ("torch", 1):
-        raise MismatchError(f"unknown backend {common} of common data; ('torch', 1) is read here")
+    return sharded[0], common
 
 
 def encode_parts(index: Index) -> Iterator[bytes]:

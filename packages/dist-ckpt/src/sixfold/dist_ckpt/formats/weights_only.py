@@ -12,7 +12,7 @@ import io
 import pickle
 import re
 from collections.abc import Sequence
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -79,6 +79,8 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, torch.Tensor):
             own = _own(value)
             return NotImplemented if own is value else own.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+        if isinstance(value, type | FunctionType):  # which is written by its name
+            return NotImplemented
         if isinstance(value, ShardedBase | LocalNonpersistentObject):
             raise plain_types.NotPlain("records stand in dicts and lists")
         return plain_types.reduce(value)

@@ -9,7 +9,6 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -147,11 +146,3 @@ class Manifest:
             for chunk in tensor.chunks:
                 yield key, chunk.frame
         yield from self.objects.items()
-
-    @property
-    def keys_digest(self) -> str:
-        """Equal for equal keys. Cost: all keys, unless a save id names the checkpoint."""
-        if self.save_id is not None:
-            return f"{len(self.tensors)} {len(self.objects)}"
-        names = "\0".join(sorted([*self.tensors, *self.objects]))
-        return sha256(names.encode("utf-8", "surrogatepass")).hexdigest()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.collectives.exchange import Exchange
 from sixfold.dist_ckpt.errors import CheckpointError
-from sixfold.dist_ckpt.formats.integrity import BLOCK_BYTES, Span, spans_of
+from sixfold.dist_ckpt.formats.integrity import Span, spans_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.plans.plan import assign
 from sixfold.dist_ckpt.storage.store import Store
@@ -68,11 +68,11 @@ class HostView:
         if self.mirror is None and (integrity is None or verify == "off"):
             return []
         if integrity is None or verify != "full":
-            return spans_of(frames, block_bytes(checkpoint))
+            return spans_of(frames, checkpoint.block_bytes)
         if self.mirror is None:
             return integrity.all_spans()
         whole = [ByteRange(name, 0, file.size) for name, file in sorted(integrity.files.items())]
-        return spans_of([*frames, *whole[self.rank :: ranks]], block_bytes(checkpoint))
+        return spans_of([*frames, *whole[self.rank :: ranks]], checkpoint.block_bytes)
 
     def shares(self, touched: Sequence[Sequence[Span]]) -> list[list[Span]]:
         """The blocks that ranks touch, by rank, each given to one of those on a host that touch it."""
@@ -124,11 +124,6 @@ class HostView:
         """StorageError if another save has taken the place, in a store that is no local folder."""
         if self.mirror is not None:
             self.mirror.check_unchanged()
-
-
-def block_bytes(checkpoint: Checkpoint) -> int:
-    """The blocks in which a checkpoint is fetched are those that it has digests of."""
-    return BLOCK_BYTES if checkpoint.integrity is None else checkpoint.integrity.block_bytes
 
 
 @contextmanager

@@ -24,7 +24,7 @@ import torch
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError, StorageError, typed
-from sixfold.dist_ckpt.formats import metadata, weights_only
+from sixfold.dist_ckpt.formats import weights_only
 from sixfold.dist_ckpt.formats.integrity import Span
 from sixfold.dist_ckpt.geometry.box import intersect, whole
 from sixfold.dist_ckpt.geometry.manifest import Manifest, Stored
@@ -40,7 +40,7 @@ from sixfold.dist_ckpt.plans.shard_table import (
 )
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.save_load import requested_keys
-from sixfold.dist_ckpt.save_load.host_view import HostView, Shares, block_bytes, open_host_view
+from sixfold.dist_ckpt.save_load.host_view import HostView, Shares, open_host_view
 from sixfold.dist_ckpt.save_load.reader import WINDOW_BYTES, Reader, copy_values
 from sixfold.dist_ckpt.save_load.requested_keys import StrictHandling
 from sixfold.dist_ckpt.state import dcp_names, factory, in_place, tree
@@ -114,7 +114,9 @@ class RankLoad:
 
     view: HostView
     checkpoint: Checkpoint
+    asked: in_place.Leaves  # of the caller's state dict
     expanded: Any
+    leaves: in_place.Leaves  # of ``expanded``
     merges: list[factory.Merge]
     parts: tree.Split
     tensors: list[ShardedTensor]
@@ -159,7 +161,7 @@ class Load:
             exchange.run_on_all(lambda: _hand_over(found))
         else:
             result, _ = _assembled(rank_load, values)
-        in_place.fill_plain(asked.state, result, exchange.rank == 0)
+        in_place.fill_plain(asked.state, rank_load.asked, result, exchange.rank == 0)
         missing = decision.missing if mode.minds_missing else set()
         if mode.logs:
             _warn_of_keys(missing, decision.unexpected)
@@ -191,7 +193,7 @@ class Load:
                     meter = Meter(self.asked.progress, lambda: rank_load.reads.nbytes)
                     window_bytes = WINDOW_BYTES if relay is None else _RELAY_WINDOW_BYTES
                     reader = Reader(checkpoint, self.asked.dtype_policy, threads, window_bytes, meter.add)
-                    view.start(shares, block_bytes(checkpoint))
+                    view.start(shares, checkpoint.block_bytes)
                     has_digests = checkpoint.integrity is not None and checkpoint.verify != "off"
                     own = shares[self.exchange.rank] if has_digests else ()
                     blocks = [block for span in own for block in span.blocks()]
@@ -211,7 +213,7 @@ class Load:
                 return typed(lambda: self._filled(rank_load, threads, shares))
             finally:
                 records = (record for _, record in rank_load.parts.records)
-                in_place.raise_versions(in_place.written_by(records, self.asked.state))
+                in_place.raise_versions(in_place.written_by(records, rank_load.asked))
 
     def _filled(self, rank_load: RankLoad, threads: int, shares: Shares) -> tuple[Values, set[str]]:
         values, casts = self.values(rank_load, threads, shares)
@@ -261,10 +263,11 @@ class Load:
         checkpoint, common, is_bare = self.opened(view)
         expanded, merges = factory.expand(tree.checked(self.asked.state))
         stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
-        expanded = dcp_names.ask(expanded, common, dcp_names.Names(stored, objects, is_bare, self.exchange.rank))
-        parts = tree.split(expanded)
+        if stored or objects or is_bare:
+            expanded = dcp_names.ask(expanded, common, dcp_names.Names(stored, objects, is_bare, self.exchange.rank))
+        parts, leaves = tree.split(expanded), tree.leaves(expanded)
         tensors, replicated = list[ShardedTensor](), list[tuple[ShardedTensor, torch.Tensor]]()
-        policy, unlike, tied = self.asked.dtype_policy, in_place.unlike_plain(expanded, common), in_place.Tied()
+        policy, unlike, tied = self.asked.dtype_policy, in_place.unlike_plain(expanded, leaves, common), in_place.Tied()
         for number, (place, record) in enumerate(parts.records):
             if not isinstance(record, ShardedTensor):
                 continue
@@ -297,7 +300,9 @@ class Load:
         return RankLoad(
             view,
             checkpoint,
+            tree.leaves(self.asked.state),
             expanded,
+            leaves,
             merges,
             parts,
             tensors,
@@ -348,9 +353,9 @@ def _report(
     mismatches, unknown = _object_mismatches(objects, manifest, strict.raises_unexpected)
     plain_missing, plain_unexpected = set[str](), set[str]()
     if strict.minds_missing and with_common:
-        plain_missing, plain_unexpected = requested_keys.plain_keys(wanted.expanded, wanted.common)
+        plain_missing, plain_unexpected = requested_keys.plain_keys(wanted.expanded, wanted.leaves, wanted.common)
     elif with_common:
-        plain_unexpected = requested_keys.tensors_not_stored(wanted.expanded, wanted.common)
+        plain_unexpected = requested_keys.tensors_not_stored(wanted.leaves, wanted.common)
     unexpected = {wanted.tensors[index].key for index in wanted.reads.unexpected} | unknown
     empty = factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
     below = tuple(f"{name}." for name in empty)
@@ -364,7 +369,7 @@ def _report(
         [*wanted.reads.mismatches, *mismatches],
         rank_load.view.touched(checkpoint, frames, exchange.ranks),
         (socket.gethostname(), len(os.sched_getaffinity(0))),
-        (manifest.save_id, manifest.keys_digest),
+        checkpoint.content,
         checkpoint if exchange.rank == 0 else None,
         any(step.owner is not None for step in wanted.merges),
         rank_load.view.room(),
@@ -431,7 +436,7 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
         problems += object_problems([report.objects for report in reports], "asked for")
         raise_problems(problems, "asked for", ShardingError)
     shares = view.shares([report.touched for report in reports])
-    view.check_room(shares, [report.room for report in reports], block_bytes(checkpoint))
+    view.check_room(shares, [report.room for report in reports], checkpoint.block_bytes)
     threads = threads_of([report.cpus for report in reports])
     decision = _Decision(missing, unexpected, threads, any(report.has_stateful for report in reports))
     return decision, view.parts(shares)
@@ -517,13 +522,12 @@ def _warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
 
 def common_data(checkpoint: Checkpoint, safe_globals: Sequence[Any]) -> dict[Any, Any]:
     """What a checkpoint holds besides tensors and objects; {} for a plain DCP folder."""
-    config = checkpoint.small_file("metadata.json")
-    if config is not None:
-        metadata.check_common_config(config)
+    if checkpoint.common not in (None, ("torch", 1)):
+        raise MismatchError(f"unknown backend {checkpoint.common} of common data; ('torch', 1) is read here")
     data = checkpoint.small_file("common.pt")
     path = checkpoint.folder / "common.pt"
     if data is None:
-        if config is not None:
+        if checkpoint.common is not None:
             raise CorruptError(f"{path} is missing; every checkpoint with a metadata.json has one")
         return {}
     common = weights_only.load(data, str(path), safe_globals)

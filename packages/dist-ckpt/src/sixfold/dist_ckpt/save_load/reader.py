@@ -43,7 +43,6 @@ from sixfold.dist_ckpt.geometry.box import Box, cuts, describe
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, StoredChunk
 from sixfold.dist_ckpt.interpreter import Pool, collection_paused
 from sixfold.dist_ckpt.plans.plan import LoadPlan, Read
-from sixfold.dist_ckpt.save_load.host_view import block_bytes
 from sixfold.dist_ckpt.state.dcp_names import is_plain as is_plain_object
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import comparable, is_plain
@@ -140,7 +139,7 @@ class Sources:
 
     def _is_ours(self, frame: ByteRange, template: frames.Template) -> bool:
         """See [Note: taken for ours]."""
-        if not self._checkpoint.is_arriving:
+        if self._checkpoint.arrives is None:
             return self._has_head(frame, template)
         if self._first_is_ours is None:
             self._first_is_ours = self._has_head(frame, template)
@@ -203,7 +202,7 @@ class Reader:
         self._checkpoint = checkpoint
         self._policy = dtype_policy
         self._threads = threads
-        self._window_bytes, self._block_bytes = window_bytes, block_bytes(checkpoint)
+        self._window_bytes, self._block_bytes = window_bytes, checkpoint.block_bytes
         self._moved = moved or (lambda nbytes: None)
         self._sources = Sources(checkpoint)
         self._hashed_elsewhere = checkpoint.integrity is not None and checkpoint.verify != "off"
@@ -233,7 +232,7 @@ class Reader:
             records[index].view(piece).zero_()
         with collection_paused():
             windows = self._windows(records, plan, blocks)
-            if self._checkpoint.is_arriving:
+            if self._checkpoint.arrives is not None:
                 self._count_looks(windows)
         order = sorted(windows)
         last = {step.record: place for place in order for step in windows[place].steps}
@@ -292,7 +291,7 @@ class Reader:
                 start = self._sources.start(step)
             if start is not None and (run := self._run(step, records[step.record], start)) is not None:
                 self._share(windows, step, run)
-                if self._checkpoint.is_arriving:
+                if self._checkpoint.arrives is not None:
                     self._unseen[step.record].append((step, start))
             else:
                 frame = step.chunk.frame
@@ -392,7 +391,7 @@ class Reader:
 
     def _prefetch(self, place: WindowPlace, window: _Window) -> None:
         """Have the kernel read this rank's blocks of a window while it works on the one before."""
-        for number in () if self._checkpoint.is_arriving else window.blocks:
+        for number in window.blocks if self._checkpoint.arrives is None else ():
             at, length = number * self._block_bytes, self._block_bytes
             os.posix_fadvise(self._handles[place[0]], at, length, os.POSIX_FADV_WILLNEED)
 

@@ -19,6 +19,7 @@ from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.plans.shard_table import listed
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.factory import Merge
+from sixfold.dist_ckpt.state.in_place import Leaves
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
 
 _MOST_SHOWN = 4
@@ -88,7 +89,7 @@ def owners(state: Mapping[Any, Any], merges: Sequence[Merge], parts: tree.Split,
 
     Only of those whose content is stored under their own name, as common data or with keys that are paths.
     """
-    tops = [(name,) for name, node in state.items() if (tree.is_dict(node) or type(node) is list) and node]
+    tops = [(name,) for name, node in state.items() if type(node) in tree.BRANCHES and node]
     places = {*tops, *(step.path for step in merges if step.owner is not None)}
     by_path = {path for path, record in parts.records if record.key == tree.key_text(path)}
     named = {path[:depth] for path in by_path for depth in range(1, len(path))} & places
@@ -130,7 +131,7 @@ def check_whole(missing: Iterable[str], owners: Iterable[str], local: Iterable[s
     )
 
 
-def plain_keys(expanded: Any, common: Any) -> tuple[set[str], set[str]]:
+def plain_keys(expanded: Any, leaves: Leaves, common: Any) -> tuple[set[str], set[str]]:
     """Plain tensors that are stored and not asked for, and plain leaves that are asked for and not stored."""
     missing = {
         tree.key_text(path)
@@ -139,18 +140,18 @@ def plain_keys(expanded: Any, common: Any) -> tuple[set[str], set[str]]:
     }
     unexpected = {
         tree.key_text(path)
-        for path, leaf in tree.leaves(expanded)
+        for path, leaf in leaves
         if not isinstance(leaf, ShardedBase | LocalNonpersistentObject)
-        and not ((tree.is_dict(leaf) or type(leaf) is list) and not leaf)
+        and type(leaf) not in tree.BRANCHES
         and tree.get(common, path) is tree.GONE
     }
     return missing, unexpected
 
 
-def tensors_not_stored(expanded: Any, common: Any) -> set[str]:
+def tensors_not_stored(leaves: Leaves, common: Any) -> set[str]:
     """Plain tensors that are asked for and not stored: they would stay as they are, as no sharded one does."""
     return {
         tree.key_text(path)
-        for path, leaf in tree.leaves(expanded)
+        for path, leaf in leaves
         if isinstance(leaf, torch.Tensor) and tree.get(common, path) is tree.GONE
     }

@@ -1,8 +1,8 @@
 """Saving: the story of ``save``, from a state dict on every rank to one committed checkpoint, in any store.
 
-state dicts --> agree_on --> write --> commit (this file) --> the checkpoint
+state dicts --> agree_on --> writer.py --> commit (this file) --> the checkpoint
 
-``agree_on`` is the collective half; ``write`` and ``commit`` know no group, so that a background save
+``agree_on`` is the collective half; ``writer.write`` and ``commit`` know no group, so that a background save
 (background/) runs them in another process.
 """
 
@@ -24,7 +24,7 @@ from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.formats import compact_manifest, metadata, weights_only
 from sixfold.dist_ckpt.formats import frame as frames
 from sixfold.dist_ckpt.formats.dcp_pickle import Index
-from sixfold.dist_ckpt.formats.integrity import FileDigest
+from sixfold.dist_ckpt.formats.integrity import Content, FileDigest, pieces_of
 from sixfold.dist_ckpt.interpreter import collection_paused
 from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.plans.shard_table import (
@@ -49,7 +49,7 @@ from sixfold.dist_ckpt.state.records import (
 )
 from sixfold.dist_ckpt.state.tensor_memory import check_readable, has_values
 from sixfold.dist_ckpt.storage.local import LocalStore, store_at
-from sixfold.dist_ckpt.storage.store import Content, Save, Store, complete, pieces_of, write_small
+from sixfold.dist_ckpt.storage.store import Save, Store, complete, write_small
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
 
@@ -99,6 +99,11 @@ class SaveRequest:
             store = store_at(self.checkpoint_dir, self.timeout_s)
             for name, value in {"store": store, "sharded": sharded, "common": common, "engine": engine}.items():
                 object.__setattr__(self, name, value)
+
+    def compared(self, common: dict[Any, Any]) -> Any:
+        """What of common data is compared between ranks."""
+        preprocess = self.preprocess_common_before_consistancy_check
+        return common if preprocess is None else preprocess(common)
 
 
 def check_if_exists(if_exists: str) -> None:
@@ -173,7 +178,7 @@ class Agreed:
         """Write this rank's share. What is agreed on is not sent again."""
         self.join()
         meter = Meter(progress, lambda: self.content.total_bytes)
-        written = write(self.content, self.ticket, self.exchange.rank, check_finite, meter.add)
+        written = writer.write(self.content, self.ticket.save, self.exchange.rank, check_finite, meter.add)
         meter.finish()
         return replace(written, table=_NO_TABLE)
 
@@ -257,8 +262,8 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
                 partial(_with_more, content, report, ticket, exchange.rank), agree
             )
         if ticket.common_differs:
-            common, preprocess = content.common, request.preprocess_common_before_consistancy_check
-            consistency.check(exchange, consistency.digests(common, preprocess), consistency.inner(common, preprocess))
+            compared = request.compared(content.common)
+            consistency.check(exchange, consistency.digests(compared), consistency.inner(compared))
     except BaseException:
         for save in begun:
             store.abandon(save)
@@ -362,7 +367,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         encoded if engine.memory is None else None,
         [record.without_data() for record in objects],
         nbytes,
-        consistency.summary(consistency.digests(common, request.preprocess_common_before_consistancy_check)),
+        consistency.summary(request.compared(common)),
         request.store.name,
         consistency.samples(whole, rank) if request.validate_access_integrity else {},
         request.validate_access_integrity and any(record.is_on_slice for record in tensors),
@@ -382,20 +387,6 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
     return content, report, parts
 
 
-def write(
-    content: RankContent,
-    ticket: Ticket,
-    rank: int,
-    check_finite: bool,
-    moved: Callable[[int], None] | None = None,
-) -> Written:
-    """Write this rank's share into the store. No group: any process that sees the data may do it.
-
-    ``moved``: told of each part that is written, by its bytes.
-    """
-    return writer.write(content, ticket.save, rank, check_finite, moved)
-
-
 def commit(written: list[Written], content: RankContent, ticket: Ticket, cache: PlanCache | None = None) -> None:
     """Write the small files, metadata.json last, and make the save visible: what the first rank does.
 
@@ -412,7 +403,7 @@ def commit(written: list[Written], content: RankContent, ticket: Ticket, cache: 
 
     small = index | {"common.pt": content.common_bytes}
     is_inside = ".metadata" in index and save.inside
-    complete(content.store, save, _digests(written), small, metadata.encode_config(), for_torch if is_inside else None)
+    complete(content.store, save, _digests(written), small, metadata.CONFIG_JSON, for_torch if is_inside else None)
 
 
 def index_of(written: list[Written], save_id: str, cache: PlanCache | None, form: str = "torch") -> dict[str, Content]:

@@ -4,7 +4,7 @@
     load plan + frames --> reader.py --> the caller's tensors
 
 No group and no decision: what goes where was planned. Tensors of callers pass through CPU copies of ``COPY_BYTES``
-each (see [Note: what is hashed is written] of storage/stream.py), of which ``FrameFile`` holds a few: a save into a
+each (see [Note: what is hashed is written] of storage/frame_file.py), of which ``FrameFile`` holds a few: a save into a
 folder needs 4 MiB times ``4 * threads + 6`` besides the tensors, whatever their size and number. A store that takes
 several streams gets several files of a rank at once, each with the next frames of the plan; what it holds of them
 url.py says.
@@ -37,8 +37,8 @@ from sixfold.dist_ckpt.plans.shard_table import Encoded
 from sixfold.dist_ckpt.reused_memory import recycled
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import comparable, is_plain, tensor_bytes
+from sixfold.dist_ckpt.storage.frame_file import PartFile
 from sixfold.dist_ckpt.storage.store import Part, Save, Store, part_name
-from sixfold.dist_ckpt.storage.stream import PartFile
 
 COPY_BYTES = 1 << 22
 

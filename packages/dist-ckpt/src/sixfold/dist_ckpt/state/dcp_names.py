@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
-
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS
 
 
 @dataclass(eq=False)
@@ -93,7 +92,7 @@ def ask(state: Any, common: Any, stored: Names) -> Any:
         asked = _leaf(tree.key_text(path), node, stored) if tree.get(common, path) is tree.GONE else None
         return node if asked is None else asked
 
-    return tree.mapped(state, change)
+    return tree.mapped(state, change, same=(ShardedTensor, LocalNonpersistentObject))
 
 
 def _leaf(name: str, node: Any, stored: Names) -> Any:
@@ -131,6 +130,6 @@ def _with_lists(node: Any) -> Any:
 
 def whole(name: str, stored: Stored, leaf: Any = None, rank: int = 0) -> ShardedTensor:
     """A tensor asked for whole: into the caller's own, ``leaf``, or into a new one in place of anything else."""
-    data = leaf.detach() if type(leaf) in (torch.Tensor, torch.nn.Parameter) else None
+    data = leaf.detach() if type(leaf) in PLAIN_TENSORS else None
     dtype, shape = (stored.dtype, stored.shape) if data is None else (data.dtype, tuple(data.shape))
     return ShardedTensor(name, data, dtype, shape, shape, (0,) * len(shape), (1,) * len(shape), rank)

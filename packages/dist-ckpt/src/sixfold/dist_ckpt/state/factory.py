@@ -103,18 +103,16 @@ def expand(node: Any) -> tuple[Any, list[Merge]]:
     """
     merges: list[Merge] = []
 
+    def changed(path: tree.KeyPath, part: Any) -> Any:
+        return tree.mapped(part, change, path, same=tree.PLAIN | tree.BRANCHES | {ShardedTensor})
+
     def change(path: tree.KeyPath, leaf: Any) -> Any:
-        if path and isinstance(path[-1], torch.Tensor):
-            raise ShardingError(
-                f"{tree.path_text(path[:-1])} has tensors as keys, which no load can tell apart; pass a state_dict(), "
-                "as optimizers have one"
-            )
-        if isinstance(leaf, ShardedTensor) or tree.is_dict(leaf) or type(leaf) is list:
+        if isinstance(leaf, ShardedTensor):
             return leaf
         if isinstance(leaf, ShardedTensorFactory):
-            built, merge = tree.mapped(leaf.build(), change, path), Merge(path, leaf.merge_fn)
+            built, merge = changed(path, leaf.build()), Merge(path, leaf.merge_fn)
         elif is_stateful(leaf):
-            built, merge = tree.mapped(leaf.state_dict(), change, path), Merge(path, lambda _: leaf, leaf)
+            built, merge = changed(path, leaf.state_dict()), Merge(path, lambda _: leaf, leaf)
         elif is_dtensor(leaf):  # a load gives the DTensor back, with the same memory
             records, whole = ShardedTensor.all_of_dtensor(tree.key_text(path), leaf), leaf.detach()
             if not records:  # a rank outside the mesh: there is nothing here
@@ -126,7 +124,7 @@ def expand(node: Any) -> tuple[Any, list[Merge]]:
         merges.append(merge)
         return built
 
-    return tree.mapped(node, change), merges
+    return changed((), node), merges
 
 
 def is_stateful(leaf: Any) -> bool:
@@ -146,7 +144,7 @@ def check_leaf(leaf: Any, path: tree.KeyPath) -> None:
         ShardingError: torch's ShardedTensor; a record, a DTensor or a Stateful object inside a tuple, a set, a
             namespace or a dict or list of another class.
     """
-    if type(leaf) in _PLAIN or isinstance(leaf, ShardedBase | LocalNonpersistentObject | type):
+    if isinstance(leaf, ShardedBase | LocalNonpersistentObject | type):
         return
     where = tree.path_text(path)
     if type(leaf).__name__ == "ShardedTensor" and hasattr(leaf, "local_shards"):
@@ -162,12 +160,11 @@ def check_leaf(leaf: Any, path: tree.KeyPath) -> None:
         )
 
 
-_PLAIN: frozenset[type] = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, torch.nn.Parameter})
-
-
 def _hidden(node: Any) -> Any:
     """The first record, DTensor, Stateful object or torch ShardedTensor below a container of any kind, or None."""
     for _, part in plain_types.parts_of(node):
+        if type(part) in tree.PLAIN:
+            continue
         is_record = isinstance(part, ShardedBase | LocalNonpersistentObject) or is_dtensor(part) or is_stateful(part)
         found = part if is_record or hasattr(part, "local_shards") else _hidden(part)
         if found is not None:

@@ -18,20 +18,30 @@ is a tensor, a new one holds the rates of its parts as one tensor. Each comes ba
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, MutableMapping
+from collections import defaultdict
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import increment_version
 
-from sixfold.dist_ckpt.errors import MismatchError, ShardingError
+from sixfold.dist_ckpt.errors import MismatchError
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
-from sixfold.dist_ckpt.state.tensor_memory import check_writable, has_values, is_dtensor
+from sixfold.dist_ckpt.state.tensor_memory import (
+    PLAIN_TENSORS,
+    has_values,
+    is_dtensor,
+    is_writable,
+    memory_of,
+    same_bits,
+    share_memory,
+)
 
 _MOST_SHOWN = 10
 _log = logging.getLogger("sixfold.dist_ckpt")
+Leaves = Sequence[tuple[tree.KeyPath, Any]]  # as of ``tree.leaves``
 
 
 def raise_versions(tensors: Iterable[torch.Tensor]) -> None:
@@ -39,26 +49,26 @@ def raise_versions(tensors: Iterable[torch.Tensor]) -> None:
     increment_version([tensor for tensor in tensors if not tensor.is_inference()])
 
 
-def written_by(records: Iterable[ShardedBase], state: Any) -> list[torch.Tensor]:
+def written_by(records: Iterable[ShardedBase], leaves: Leaves) -> list[torch.Tensor]:
     """What a load of these records into a state dict writes: their data, and the DTensors around it."""
     data = [record.data for record in records if isinstance(record, ShardedTensor) and record.data is not None]
-    return data + [leaf for _, leaf in tree.leaves(state) if is_dtensor(leaf)]
+    return data + [leaf for _, leaf in leaves if type(leaf) not in tree.PLAIN and is_dtensor(leaf)]
 
 
-def fill_plain(asked: Any, result: Any, is_first: bool) -> None:
+def fill_plain(asked: Any, leaves: Leaves, result: Any, is_first: bool) -> None:
     """Put what was saved as common data into the caller's plain tensors, which ``result`` then holds.
 
-    See [Note: plain tensors are filled too]. ``is_first``: this rank writes the log.
+    See [Note: plain tensors are filled too]. ``leaves`` are those of ``asked``. ``is_first``: this rank writes the log.
     """
     left, numbers = list[str](), dict[Any, torch.Tensor]()
-    for path, target in tree.leaves(asked):
-        if type(target) not in (torch.Tensor, torch.nn.Parameter) or target.is_meta:  # which ``assign=True`` replaces
+    for path, target in leaves:
+        if type(target) not in PLAIN_TENSORS or target.is_meta:  # which ``assign=True`` replaces
             continue
         found = tree.get(result, path)
-        if not isinstance(found, torch.Tensor) or _share_memory(found, target):
+        if not isinstance(found, torch.Tensor) or share_memory(found, target):
             continue
-        if found.shape == target.shape and found.dtype == target.dtype and _is_writable(target) and has_values(found):
-            if _is_number(asked, path, target) and not same_bits(numbers.setdefault(_memory_of(target), found), found):
+        if found.shape == target.shape and found.dtype == target.dtype and is_writable(target) and has_values(found):
+            if _is_number(asked, path, target) and not same_bits(numbers.setdefault(memory_of(target), found), found):
                 continue  # [Note: tied weights]
             own = target.detach()
             own.copy_(found)
@@ -89,7 +99,7 @@ class Tied:
 
     def apart(self, place: tree.KeyPath, record: ShardedTensor) -> ShardedTensor:
         """The record, with memory of its own if one of another key fills the same tensor."""
-        if record.data is None or (memory := _memory_of(record.data)) is None:
+        if record.data is None or (memory := memory_of(record.data)) is None:
             return record
         first = self.first.setdefault(memory, record.key)
         if first == record.key:
@@ -112,21 +122,21 @@ class Tied:
                 values[place] = record.data.detach()
 
 
-def unlike_plain(expanded: Any, common: Any) -> list[str]:
+def unlike_plain(expanded: Any, leaves: Leaves, common: Any) -> list[str]:
     """What is wrong where plain tensors of a state dict are one and those that were saved are unlike."""
-    firsts, problems = dict[Any, tuple[str, torch.Tensor]](), list[str]()
-    for path, leaf in tree.leaves(expanded):
-        if type(leaf) not in (torch.Tensor, torch.nn.Parameter) or not has_values(leaf):
-            continue
-        found, memory = tree.get(common, path), _memory_of(leaf)
-        if memory is None or not isinstance(found, torch.Tensor) or not has_values(found):
-            continue
-        if (found.shape, found.dtype) != (leaf.shape, leaf.dtype) or _is_number(expanded, path, leaf):
-            continue
-        name = tree.key_text(path)
-        first, value = firsts.setdefault(memory, (name, found))
-        if not same_bits(value, found):
-            problems.append(two_values(name, first))
+    places, problems = defaultdict[Any, list[tuple[tree.KeyPath, torch.Tensor]]](list), list[str]()
+    for path, leaf in leaves:
+        if type(leaf) in PLAIN_TENSORS and has_values(leaf) and (memory := memory_of(leaf)) is not None:
+            places[memory].append((path, leaf))
+    for tied in (same for same in places.values() if len(same) > 1):
+        found = list[tuple[str, torch.Tensor]]()
+        for path, leaf in tied:
+            value = tree.get(common, path)
+            if not isinstance(value, torch.Tensor) or not has_values(value) or _is_number(expanded, path, leaf):
+                continue
+            if (value.shape, value.dtype) == (leaf.shape, leaf.dtype):
+                found.append((tree.key_text(path), value))
+        problems += [two_values(name, found[0][0]) for name, value in found[1:] if not same_bits(found[0][1], value)]
     return problems
 
 
@@ -143,31 +153,6 @@ def two_values(second: str, first: str) -> str:
     )
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two dense tensors of one dtype hold the same bytes, NaN and -0.0 included."""
-    flat = [t.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for t in (one, other)]
-    return torch.equal(*flat)
-
-
 def fresh_like(tensor: torch.Tensor) -> torch.Tensor:
     """Memory for the values of a tensor, in row-major order."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-
-
-def _memory_of(tensor: torch.Tensor) -> Any:
-    """What two tensors have in common if each element of one is that of the other; None without elements."""
-    if tensor.numel() == 0:
-        return None
-    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
-
-
-def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return has_values(one) and has_values(other) and one.data_ptr() == other.data_ptr() and one.numel() > 0
-
-
-def _is_writable(tensor: torch.Tensor) -> bool:
-    try:
-        check_writable("", tensor)
-    except ShardingError:
-        return False
-    return not tensor.is_inference()

@@ -286,7 +286,7 @@ class ShardedTensor(ShardedBase):
         """
         box = self.box
         if self.flattened_range is None:
-            if box.volume:
+            if 0 not in box.size:
                 yield Piece(box, None)
             return
         at = 0

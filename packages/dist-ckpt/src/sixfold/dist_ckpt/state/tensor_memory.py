@@ -9,7 +9,7 @@ nowhere, or somewhere else: copying from its address saves garbage, and copying 
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,7 +18,7 @@ from sixfold.dist_ckpt.errors import ShardingError
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -57,7 +57,7 @@ def check_readable(name: object, tensor: torch.Tensor) -> None:
         ShardingError: a subclass that computes its values, a sparse, a quantised, a meta tensor.
     """
     kind = type(tensor)
-    if kind not in _PLAIN and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if kind not in PLAIN_TENSORS and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise ShardingError(
             f"{name}: data is a {kind.__module__}.{kind.__qualname__}, which has no memory of its own; pass the local "
             "tensor (ShardedTensor.from_dtensor does for a DTensor) or a plain copy"
@@ -94,6 +94,33 @@ def has_values(tensor: torch.Tensor) -> bool:
     except ShardingError:
         return False
     return True
+
+
+def is_writable(tensor: torch.Tensor) -> bool:
+    """Whether ``check_writable`` lets a tensor through, and autograd a change of it."""
+    try:
+        check_writable("", tensor)
+    except ShardingError:
+        return False
+    return not tensor.is_inference()
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """What two tensors have in common if each element of one is that of the other; None without elements."""
+    if tensor.numel() == 0:
+        return None
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether the values of two tensors begin at one place."""
+    return has_values(one) and has_values(other) and one.data_ptr() == other.data_ptr() and one.numel() > 0
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two dense tensors of one dtype hold the same bytes, NaN and -0.0 included."""
+    flat = [t.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8) for t in (one, other)]
+    return torch.equal(*flat)
 
 
 def check_writable(name: object, tensor: torch.Tensor) -> None:

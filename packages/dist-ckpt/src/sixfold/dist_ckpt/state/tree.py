@@ -10,8 +10,10 @@ defaultdicts and lists are walked through and come back as what they were; anyth
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
+
+import torch
 
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
@@ -20,6 +22,10 @@ KeyPath = tuple[Any, ...]
 
 
 GONE: Any = object()  # marks a place that holds nothing; compared by identity
+_DICTS = (dict, OrderedDict, defaultdict)
+BRANCHES = frozenset({*_DICTS, list})  # what is walked through; a dict or list of another class is a leaf
+#: Leaves that are what they are: no record, DTensor or Stateful object, and nothing is within them.
+PLAIN = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, torch.nn.Parameter})
 
 
 class Split(NamedTuple):
@@ -38,8 +44,8 @@ def checked(state: Any) -> dict[Any, Any]:
 
 
 def is_dict(node: Any) -> bool:
-    """Whether a node is walked through by its keys; a dict of another class is a leaf."""
-    return type(node) in (dict, OrderedDict, defaultdict)
+    """Whether a node is walked through by its keys."""
+    return type(node) in _DICTS
 
 
 def children(node: Any) -> Iterable[tuple[Any, Any]]:
@@ -63,13 +69,11 @@ def rebuilt(node: Any, items: Iterable[tuple[Any, Any]]) -> Any:
     return dict(items) if type(node) is dict else [child for _, child in items]
 
 
-def leaves(node: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+def leaves(node: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
     """All leaves with their paths; an empty dict or list is a leaf."""
-    if (is_dict(node) or type(node) is list) and node:
-        for name, child in children(node):
-            yield from leaves(child, (*path, name))
-    else:
-        yield path, node
+    if type(node) not in BRANCHES or not node:
+        return [(path, node)]
+    return [leaf for name, child in children(node) for leaf in leaves(child, (*path, name))]
 
 
 def path_text(path: KeyPath) -> str:
@@ -83,16 +87,28 @@ def key_text(path: KeyPath) -> str:
     return ".".join(map(str, path))
 
 
-def mapped(node: Any, change: Callable[[KeyPath, Any], Any], path: KeyPath = ()) -> Any:
+def mapped(
+    node: Any, change: Callable[[KeyPath, Any], Any], path: KeyPath = (), same: Collection[object] = PLAIN | BRANCHES
+) -> Any:
     """``node`` with ``change(path, part)`` in place of each part, which is looked into if it stays itself.
 
     A part that becomes GONE is left out, and a container that loses all it had. A list that loses some of its elements
-    becomes {position: value}, so that positions survive.
+    becomes {position: value}, so that positions survive. ``same``: types of parts that are not given to ``change``.
+
+    Raises:
+        ShardingError: a dict with tensors as keys.
     """
-    new = change(path, node)
-    if new is not node or not (is_dict(node) or type(node) is list):
+    new = node if type(node) in same else change(path, node)
+    if new is not node or type(node) not in BRANCHES:
         return new
-    kept = [(name, part) for name, of in children(node) if (part := mapped(of, change, (*path, name))) is not GONE]
+    if any(isinstance(name, torch.Tensor) for name, _ in children(node)):
+        raise ShardingError(
+            f"{path_text(path)} has tensors as keys, which no load can tell apart; pass a state_dict(), as optimizers "
+            "have one"
+        )
+    kept = [
+        (name, part) for name, of in children(node) if (part := mapped(of, change, (*path, name), same)) is not GONE
+    ]
     if not kept and node:
         return GONE
     return dict(kept) if type(node) is list and len(kept) < len(node) else rebuilt(node, kept)
@@ -100,11 +116,19 @@ def mapped(node: Any, change: Callable[[KeyPath, Any], Any], path: KeyPath = ())
 
 def split(tree: Mapping[Any, Any]) -> Split:
     """Take a state dict apart into records, local objects and common data."""
-    parts = list(leaves(tree))
-    common = mapped(tree, lambda _, node: GONE if isinstance(node, ShardedBase | LocalNonpersistentObject) else node)
-    records = [(path, leaf) for path, leaf in parts if isinstance(leaf, ShardedBase)]
-    local = [(path, leaf) for path, leaf in parts if isinstance(leaf, LocalNonpersistentObject)]
-    return Split(records, local, {} if common is GONE else common)
+    parts = Split([], [], {})
+
+    def taken(path: KeyPath, leaf: Any) -> Any:
+        if isinstance(leaf, ShardedBase):
+            parts.records.append((path, leaf))
+        elif isinstance(leaf, LocalNonpersistentObject):
+            parts.local.append((path, leaf))
+        else:
+            return leaf
+        return GONE
+
+    common = mapped(tree, taken)
+    return parts if common is GONE else parts._replace(common=common)
 
 
 def assemble(common: Any, request: Any, values: Mapping[KeyPath, Any], path: KeyPath = ()) -> Any:

@@ -33,21 +33,19 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, StorageError
-from sixfold.dist_ckpt.formats.integrity import FILE_NAME, FileDigest, crc32, digest_of
+from sixfold.dist_ckpt.formats.integrity import FILE_NAME, Content, FileDigest, crc32, digest_of, pieces_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
+from sixfold.dist_ckpt.storage.frame_file import PartFile, Sink, StreamFile
 from sixfold.dist_ckpt.storage.store import (
     FOLDER,
     POINTER,
-    Content,
     Part,
     Save,
     Store,
     check_names,
     is_checkpoint_file,
     overtaken,
-    pieces_of,
 )
-from sixfold.dist_ckpt.storage.stream import PartFile, Sink, StreamFile
 
 LOOKS = "job-00000000-0000000000000000/"  # of no save: marks of those who looked at the place
 TAIL_BYTES = 1 << 12  # of .metadata; a save's id stands among the last 300

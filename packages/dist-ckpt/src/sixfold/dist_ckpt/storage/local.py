@@ -38,20 +38,18 @@ from pathlib import Path
 from typing import Any
 
 from sixfold.dist_ckpt.errors import CheckpointError, StorageError, UnsafeError
-from sixfold.dist_ckpt.formats.integrity import FILE_NAME, BlockHasher, FileDigest, decode
+from sixfold.dist_ckpt.formats.integrity import FILE_NAME, Content, FileDigest, decode, digest_of
 from sixfold.dist_ckpt.interpreter import Pool
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
 from sixfold.dist_ckpt.storage.frame_file import FrameFile, libc
 from sixfold.dist_ckpt.storage.store import (
     POINTER,
-    Content,
     Part,
     Save,
     Store,
     check_names,
     is_checkpoint_file,
     overtaken,
-    pieces_of,
 )
 from sixfold.dist_ckpt.storage.url import UrlStore, joined
 
@@ -283,15 +281,12 @@ def child(root: Path | str, name: str) -> Path | str:
 
 def write_file(folder: Path, name: str, data: Content, is_synced: bool = True) -> FileDigest:
     """Write a file besides the parts, whole or piece by piece, and put it on disk unless ``commit`` does that."""
-    hasher = BlockHasher()
     with (folder / name).open("xb") as file:
-        for piece in pieces_of(data):
-            file.write(piece)
-            hasher.update(piece)
+        digest = digest_of(data, file.write)
         file.flush()
         if is_synced:
             os.fsync(file.fileno())
-    return hasher.finish()
+    return digest
 
 
 def read_small(path: Path) -> bytes:

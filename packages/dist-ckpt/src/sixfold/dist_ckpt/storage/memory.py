@@ -10,7 +10,7 @@ from typing import NoReturn
 from sixfold.dist_ckpt.errors import StorageError
 from sixfold.dist_ckpt.formats.integrity import crc32
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
-from sixfold.dist_ckpt.storage.stream import Sink
+from sixfold.dist_ckpt.storage.frame_file import Sink
 
 
 class MemoryStore(ByPointer):

@@ -12,16 +12,16 @@ from __future__ import annotations
 import errno
 import re
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, Self, runtime_checkable
 
 from sixfold.dist_ckpt.errors import StorageError
 from sixfold.dist_ckpt.formats import compact_manifest
-from sixfold.dist_ckpt.formats.integrity import FILE_NAME, FileDigest, Integrity, digest_of
+from sixfold.dist_ckpt.formats.integrity import FILE_NAME, Content, FileDigest, Integrity, digest_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
-from sixfold.dist_ckpt.storage.stream import PartFile
+from sixfold.dist_ckpt.storage.frame_file import PartFile
 
 POINTER = "metadata.json"
 _OWN_FILES = frozenset([POINTER, "common.pt", ".metadata", ".metadata.tmp", compact_manifest.FILE_NAME, FILE_NAME])
@@ -29,9 +29,6 @@ _DATA_FILE, _ZIP = re.compile(r"__\d+_\d+\.distcp"), b"PK\x03\x04"
 _HEAD_BYTES = 1 << 16
 #: In a store without rename: the folder of a save, and that in which its ranks leave word for each other.
 FOLDER = re.compile(r"(?:save|job)-(\d{8,})-([0-9a-f]{16})/")
-
-#: The content of a file: its bytes, or what gives them piece by piece, each time that it is called.
-Content = bytes | Callable[[], Iterable[bytes]]
 
 
 def is_checkpoint_file(name: str) -> bool:
@@ -262,11 +259,6 @@ def write_small(
     known = {**files, **{name: store.write(save, name, data) for name, data in small.items()}}
     integrity = store.write(save, FILE_NAME, Integrity(save_id=save.save_id, files=known).encode())
     return {**known, FILE_NAME: integrity}
-
-
-def pieces_of(data: Content) -> Iterable[bytes]:
-    """The bytes of a file, piece by piece."""
-    return (data,) if isinstance(data, bytes) else data()
 
 
 def overtaken(target: Path | str) -> StorageError:

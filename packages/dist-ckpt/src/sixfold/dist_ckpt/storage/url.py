@@ -24,8 +24,8 @@ from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.formats.integrity import FileDigest
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
+from sixfold.dist_ckpt.storage.frame_file import PartFile, Sink
 from sixfold.dist_ckpt.storage.range_reads import AT_ONCE, in_flight, stall_s
-from sixfold.dist_ckpt.storage.stream import PartFile, Sink
 
 PATIENCE_S = 10.0
 BLOCK_BYTES = 8 << 20  # of an upload that are sent as one part

@@ -156,9 +156,11 @@ class SaveShardedStrategy(SaveStrategyBase):
         """
         return False
 
+    _built_in: SaveEngine | None = None
+
     def engine(self) -> SaveEngine | None:
         """What the built-in engine shall do; None: ``save`` is called."""
-        return None
+        return self._built_in
 
 
 class AsyncSaveShardedStrategy(SaveShardedStrategy):
@@ -215,9 +217,11 @@ class LoadShardedStrategy(LoadStrategyBase):
             raise CheckpointError(f"{self} handles ShardedObjects and must define load_sharded_metadata")
         return dict(self.load_tensors_metadata(checkpoint_dir))
 
+    _built_in: LoadEngine | None = None
+
     def engine(self) -> LoadEngine | None:
         """What the built-in engine shall do; None: ``load`` is called."""
-        return None
+        return self._built_in
 
 
 class LoadCommonStrategy(LoadStrategyBase):

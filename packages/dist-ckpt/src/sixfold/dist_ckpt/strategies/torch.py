@@ -61,7 +61,7 @@ class TorchDistSaveShardedStrategy(base.AsyncSaveShardedStrategy):
             raise CheckpointError(f"thread_count is {thread_count}; it is >= 1")
         super().__init__(backend, version)
         self.keep_only_main_replica, self.separation_hint = keep_only_main_replica, separation_hint
-        self._engine = SaveEngine(thread_count=thread_count, memory={} if cached_metadata else None)
+        self._built_in = SaveEngine(thread_count=thread_count, memory={} if cached_metadata else None)
         self._group, self._timeout_s = group, timeout_s
 
     @property
@@ -70,9 +70,6 @@ class TorchDistSaveShardedStrategy(base.AsyncSaveShardedStrategy):
 
     def owns_file(self, name: str) -> bool:
         return is_checkpoint_file(name)
-
-    def engine(self) -> SaveEngine:
-        return self._engine
 
     def save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> None:
         """Write frames, ``.metadata`` and ``integrity.json`` into a folder; the folder is not a checkpoint yet."""
@@ -103,11 +100,10 @@ class TorchDistLoadShardedStrategy(base.ReadsOneFormat, base.LoadShardedStrategy
         group, timeout_s: for a direct call of ``load`` only; ``dist_ckpt.load`` has its own.
     """
 
+    _built_in = LoadEngine()
+
     def __init__(self, *, group: Group = "world", timeout_s: float = 600.0) -> None:
         self._group, self._timeout_s = group, timeout_s
-
-    def engine(self) -> LoadEngine:
-        return LoadEngine()
 
     def load(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> dict[Any, Any]:
         request = LoadRequest(

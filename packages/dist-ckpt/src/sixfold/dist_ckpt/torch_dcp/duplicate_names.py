@@ -24,7 +24,7 @@ from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.formats.integrity import crc32
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.dtensor import layout_of
-from sixfold.dist_ckpt.state.tensor_memory import has_values, is_dtensor, local_of
+from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_dtensor, local_of
 
 _TIMEOUT_S, _MOST_SHOWN, _MOST_SHARDS = 600.0, 10, 64
 _Alike = dict[str, tuple[tuple[int, ...], int]]
@@ -54,7 +54,7 @@ def _digests(state: Mapping[str, Any]) -> _Alike:
     plain = [
         (name, leaf)
         for name, leaf in leaves
-        if type(leaf) in (torch.Tensor, torch.nn.Parameter) and not is_dtensor(leaf) and has_values(leaf)
+        if type(leaf) in PLAIN_TENSORS and not is_dtensor(leaf) and has_values(leaf)
     ]
     named = [(name, leaf) for name, leaf in leaves if is_dtensor(leaf)]
     few = nsmallest(_MOST_SHARDS, named, key=lambda pair: crc32(pair[0].encode("utf-8", "surrogatepass")))

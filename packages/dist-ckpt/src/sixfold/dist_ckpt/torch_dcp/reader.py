@@ -46,10 +46,10 @@ from sixfold.dist_ckpt.plans import plan as plans
 from sixfold.dist_ckpt.plans.shard_table import raise_problems
 from sixfold.dist_ckpt.save_load import loading
 from sixfold.dist_ckpt.save_load import reader as engine
-from sixfold.dist_ckpt.save_load.host_view import HostView, Shares, block_bytes
-from sixfold.dist_ckpt.state.in_place import fresh_like, raise_versions, same_bits, two_values
+from sixfold.dist_ckpt.save_load.host_view import HostView, Shares
+from sixfold.dist_ckpt.state.in_place import fresh_like, raise_versions, two_values
 from sixfold.dist_ckpt.state.records import ShardedTensor
-from sixfold.dist_ckpt.state.tensor_memory import check_writable
+from sixfold.dist_ckpt.state.tensor_memory import check_writable, same_bits
 from sixfold.dist_ckpt.storage.local import store_at
 from sixfold.dist_ckpt.storage.store import Store
 from sixfold.dist_ckpt.torch_dcp import metadata as dcp_metadata
@@ -136,7 +136,7 @@ class _Opened:
             view = replace(view, folder=mirror.folder, mirror=mirror)
             checkpoint = view.opened(checkpoint.verify)
         mirror.share(share.rank, share.tokens)
-        mirror.start(share.blocks, block_bytes(checkpoint))
+        mirror.start(share.blocks, checkpoint.block_bytes)
         return view, checkpoint
 
 
@@ -304,7 +304,7 @@ class Reader(StorageReader):
             by_host.setdefault(wish.host, []).append(rank)
         view = replace(now.view, hosts=tuple(map(tuple, by_host.values())))
         blocks = view.shares([wish.touched for wish in wishes])
-        view.check_room(blocks, [wish.room for wish in wishes], block_bytes(now.checkpoint))
+        view.check_room(blocks, [wish.room for wish in wishes], now.checkpoint.block_bytes)
         threads = loading.threads_of([wish.cpus for wish in wishes])
         shares = [
             _Share(rank, own, threads, {mate: wishes[mate].token for mate in own})
@@ -325,7 +325,7 @@ class Reader(StorageReader):
         if not isinstance(share, _Share):  # a planner has made another plan
             now.wished, mirror = now.touched(plan.items), now.view.mirror
             share = _Share(0, {0: now.wished}, 1, {0: mirror.token if mirror else ""})
-            now.view.check_room([now.wished], [now.view.room()], block_bytes(now.checkpoint))
+            now.view.check_room([now.wished], [now.view.room()], now.checkpoint.block_bytes)
         try:
             with now.mirrors, now.view.errors_named():
                 try:

@@ -38,7 +38,7 @@ from torch.futures import Future
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError, typed
 from sixfold.dist_ckpt.formats import compact_manifest, weights_only
 from sixfold.dist_ckpt.formats import metadata as schema
-from sixfold.dist_ckpt.formats.integrity import FileDigest
+from sixfold.dist_ckpt.formats.integrity import Content, FileDigest
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.interpreter import collection_paused
 from sixfold.dist_ckpt.plans.plan import Write, file_counts
@@ -46,9 +46,9 @@ from sixfold.dist_ckpt.save_load import writer
 from sixfold.dist_ckpt.save_load.saving import check_if_exists
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import check_readable
+from sixfold.dist_ckpt.storage.frame_file import PartFile
 from sixfold.dist_ckpt.storage.local import located, store_at
-from sixfold.dist_ckpt.storage.store import Content, Part, Save, Store, complete, part_name
-from sixfold.dist_ckpt.storage.stream import PartFile
+from sixfold.dist_ckpt.storage.store import Part, Save, Store, complete, part_name
 from sixfold.dist_ckpt.storage.url import is_known
 from sixfold.dist_ckpt.torch_dcp import metadata as dcp_metadata
 
@@ -340,7 +340,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
             "common.pt": weights_only.dump({}, "common data"),
         }
         for_torch = partial(schema.encode_parts, index.within(save.inside)) if save.inside else None
-        complete(store, save, files, small, schema.encode_config(), for_torch)
+        complete(store, save, files, small, schema.CONFIG_JSON, for_torch)
         metadata.storage_data, metadata.storage_meta = infos, self.storage_meta()
         metadata.version = CURRENT_DCP_VERSION
 

@@ -1,0 +1,56 @@
+"""How many files of the package a plain save and a plain load pass through, and how often they change the file.
+
+A change of file is a call whose file is another than that of the call before it in the same thread; a generator that
+goes on counts as a call. docs/design/dist-ckpt.md has the figures.
+"""
+
+import sys
+import threading
+from collections import defaultdict
+from itertools import pairwise
+
+import pytest
+import torch
+
+from sixfold import dist_ckpt
+
+MOST = {"save": (19, 215), "load": (23, 250)}  # files, changes of file
+
+
+def passed(action):
+    calls = defaultdict(list)
+
+    def seen(frame, event, _):
+        _, own, name = frame.f_code.co_filename.rpartition("/sixfold/dist_ckpt/")
+        if event == "call" and own:
+            calls[threading.get_ident()].append(name)
+
+    before = sys.getprofile()
+    threading.setprofile(seen)
+    sys.setprofile(seen)
+    try:
+        action()
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(before)
+    files = {name for names in calls.values() for name in names}
+    return len(files), sum(one != other for names in calls.values() for one, other in pairwise(names))
+
+
+@pytest.mark.parametrize("what", MOST)
+def test_a_plain_save_and_load_pass_through_few_files(what, tmp_path, monkeypatch):
+    monkeypatch.delitem(sys.modules, "sixfold.dist_ckpt.background.saver", raising=False)  # which a save would ask
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 64)).sum().backward()
+    optimizer.step()
+    state = {"model": model.state_dict(), "optim": optimizer.state_dict(), "step": 3}
+    dist_ckpt.save(state, tmp_path / "a", group=None)  # the first one of a process makes what later ones keep
+    dist_ckpt.load(state, tmp_path / "a", group=None)
+    call = {
+        "save": lambda: dist_ckpt.save(state, tmp_path / "b", group=None),
+        "load": lambda: dist_ckpt.load(state, tmp_path / "a", group=None),
+    }
+    files, changes = passed(call[what])
+    assert files <= MOST[what][0], f"{files} files"
+    assert changes <= MOST[what][1], f"{changes} changes of file"

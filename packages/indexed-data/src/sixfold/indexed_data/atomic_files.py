@@ -5,8 +5,8 @@
 Knows names and descriptors, not the format. ``publish`` is the only place that gives a pair its names.
 
 [Note: whole or absent] Everything is written under temporary names in the folder of the final ones. ``publish``
-removes an old .idx, renames .bin, then .idx. So at no instant does an old .idx stand beside a new .bin; a crash leaves
-the old pair, or no pair, never a mixed one.
+removes an old .idx, renames .bin, then .idx. So an old .idx never lies next to a new .bin. A crash leaves the old pair
+or no pair, never a mixed one.
 
 [Note: a killed writer] A writer holds the lock of its temporary files while it lives. One that was killed holds none,
 so the next writer of the same name removes what it left. Temporary names are numbered from 0, so that they are looked

@@ -2,8 +2,8 @@
 
     tensor --> checked_ids (this file) --> writer.py
 
-Pure. numpy's own conversion wraps (``np.array(a, np.uint16)`` makes 4464 of 70000 and 65535 of -1) and cuts floats,
-so every id is checked here, at the price of one reduction per call.
+Pure. numpy's own conversion wraps: ``np.array(a, np.uint16)`` makes 4464 of 70000 and 65535 of -1. It also cuts
+floats. So every id is checked here, at the price of one reduction per call.
 """
 
 from __future__ import annotations

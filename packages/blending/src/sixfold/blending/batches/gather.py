@@ -2,13 +2,13 @@
 
     reader.py --> ranges of D sources --> gather (this file) --> TokenRows --> gpt_arrays.py
 
-Reads the flat memory maps where there are some, else asks the source range by range. Every range is checked
-against what it is read from before an id of the batch is: a damaged dataset raises, it never gives other tokens.
-The compiled kernel reads all maps in one call with the GIL released; what it leaves out ``_by_numpy`` reads.
+Reads the flat memory maps where there are some, and else asks the source range by range. Every range is checked before
+an id is read: a damaged dataset raises an error, and never gives other tokens. The compiled kernel reads all maps in
+one call with the GIL released. ``_by_numpy`` reads what it leaves out.
 
 A range is a row of ``FIELDS``: ids ``begin .. begin + length`` of the flat data of ``source`` (tokens ``offset ...`` of
-its sequence). The first ``shown`` go to tokens of ``row`` from ``column`` on, the last ``labels`` (all, or all but the
-first) to labels, each one column before its own. R counts ranges, I ids.
+its sequence). The first ``shown`` go to tokens of ``row`` from ``column`` on. The last ``labels`` of them (all, or all
+but the first) go to labels, one column to the left. R counts ranges, I ids.
 """
 
 from collections.abc import Sequence

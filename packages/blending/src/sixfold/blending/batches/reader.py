@@ -2,9 +2,9 @@
 
     (dataset, sample) --> BatchReader (this file): ranges --> gather.py --> TokenRows
 
-The compiled kernels find the ranges of all datasets of a batch in one call (``native/search.c``); where they cannot say
-(no kernels, a source without pointers, damage) ``samples/chunk_grid.py`` and ``samples/token_line.py`` do, or raise.
-Handles keep maps and indices open; they are made when a dataset is first read.
+The compiled kernels find the ranges of all datasets of a batch in one call (``native/search.c``). Without kernels, for
+a source without pointers, or after damage, ``samples/chunk_grid.py`` and ``samples/token_line.py`` find them or raise.
+Handles keep maps and indices open. They are made when a dataset is first read.
 """
 
 from collections.abc import Sequence

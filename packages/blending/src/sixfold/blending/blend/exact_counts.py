@@ -2,9 +2,9 @@
 
     apportion --> counts, Shuffle --> ApportionedBlend (this file): position <--> (dataset, sample)
 
-Sample i of the unshuffled blend ("repeat, plus running numbers") is found among the running sums of the counts;
-position p is sample ``shuffle(p)`` of it, and the permutation runs backwards too. So a position and its inverse are
-computed alone; only the arrays wait for the table. Source: the reference note on fast dataset building. D counts
+The running sums of the counts give sample i of the unshuffled blend ("repeat, plus running numbers"). Position p is its
+sample ``shuffle(p)``, and the permutation runs backwards too. So a position and its inverse are computed alone. Only
+the arrays wait for the table. Source: the reference note on fast dataset building. D counts
 datasets, N positions.
 """
 

@@ -2,8 +2,8 @@
 
     config.changes --> eras --> Schedule (this file): position <--> (dataset, sample) --> dataset/blended.py
 
-Pure. A segment is the stretch of positions between two changes: a tree of its own and the number of
-samples that each dataset gave before it, so every dataset goes on from its own count.
+Pure. A segment is the stretch of positions between two changes. It has its own tree, and the number of
+samples that each dataset gave before it. So every dataset continues from its own count.
 """
 
 from bisect import bisect_right

@@ -1,6 +1,6 @@
-"""A function of every item, on threads that nobody waits for without end (this file) --> builder.py
+"""A function of every item, on threads with a deadline (this file) --> builder.py
 
-The threads are daemons: one that hangs in a read keeps neither the caller nor the interpreter.
+The threads are daemons. One that hangs in a read stops neither the caller nor the end of the interpreter.
 """
 
 from collections import deque

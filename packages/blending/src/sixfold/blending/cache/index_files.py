@@ -1,23 +1,23 @@
-"""Index files on disk (this file: the only one that touches it): used if they fit, else built and written.
+"""Index files on disk: used if they fit, else built and written. No other file reads or writes them.
 
     description, build, fits --> load_or_build (this file) --> arrays, mapped from the files
 
-Names are megatron-core's, ``{md5}-{class}-{split}-{what}``, so its folders are used here and ours by it. Its key says
-nothing of the data or of some options, and it may have died between two files. So beside them lies
-``...-sixfold.json``, which tells what they were built from and the size and time of every file. Where that
-is missing or does not match, the arrays are read and checked in full; what does not fit is built anew.
+Names are megatron-core's, ``{md5}-{class}-{split}-{what}``, so each package uses the folders of the other. The md5 does
+not cover the data and some options, and a writer may have died between two files. So next to them lies
+``...-sixfold.json``. It says what they were built from, and the size and time of every file. If it is missing or does
+not match, the arrays are read and checked in full, and built again if they do not fit.
 
-[Note: description last] megatron-core takes a cache whose files are all there for whole. So the description is
-removed before anything is replaced, every file is written under another name and renamed, the description
-last. A reader that finds it finds all the others.
+[Note: description last] megatron-core takes a cache for complete if all its files exist. So the description is removed
+before anything is replaced. Every file is written under another name and renamed, the description last. A reader that
+finds it finds all the others.
 
-[Note: one record per blend] No one else reads the apportioned order, and the names of its files hold all that they are
-made of: two writers of one name write the same bytes. So its datasets have neither description nor side file; one
-``Record`` tells what the side files would. What it does not tell of is read and checked in full.
+[Note: one record per blend] Only this package reads the apportioned order, and the names of its files cover all that
+they are made of. Two writers of one name write the same bytes. So its datasets have no description and no side file:
+one ``Record`` holds what the side files would. A file that it does not list is read and checked in full.
 
-[Note: flushed before vouched for] After a power cut a file may have its name and not its bytes. A record vouches only
-for arrays that were flushed to the disk before it was written; it and a description that are cut are no longer what is
-expected. The arrays of a blend are flushed together in the end: one by one they would be most of the time of a start.
+[Note: flushed before vouched for] After a power cut a file may have its name and not its bytes. A record lists only
+arrays that were flushed to the disk before it was written. A record or a description that was cut does not match. The
+arrays of a blend are flushed together at the end: one by one they would take most of the time of a start.
 """
 
 import errno

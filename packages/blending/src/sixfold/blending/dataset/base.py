@@ -1,10 +1,10 @@
-"""One part of one dataset as a stream of samples; what the samples look like is left to a subclass.
+"""One part of one dataset, by sample number. A subclass says what the samples look like.
 
     source + split --> SampleOrder or IndexOrder --> MegatronDataset (this file) --> gpt.py, blended.py
 
-In the stateless order nothing is built: a dataset opens in microseconds whatever its size, and any sample is
-computed from its number. The others look it up in their indices. ``batches/reader.py`` is the one path from numbers to
-token ids, and ``why`` tells the same ranges.
+In the stateless order nothing is built. A dataset opens in microseconds whatever its size, and any sample is computed
+from its number. The other orders look it up in their indices. ``batches/reader.py`` is the only path from numbers to
+token ids, and ``why`` shows the same ranges.
 """
 
 from abc import abstractmethod

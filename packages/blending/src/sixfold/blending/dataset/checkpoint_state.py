@@ -1,9 +1,9 @@
-"""What a checkpoint keeps of a stream: a position, and what fixed the positions before it.
+"""What a checkpoint keeps of a dataset or blend: a position, and what the positions before it depend on.
 
     dataset --> stream_state --> JSON --> refuse_other_past (this file) --> the same position
 
-The order has no state of its own, so loading moves nothing: it returns the position and refuses a
-past that is not the one saved. What comes behind the position (later changes, sizes) may differ.
+The order has no state of its own, so loading changes nothing. It returns the position, and refuses a
+past that is not the saved one. What comes after the position (later changes, sizes) may differ.
 """
 
 import json

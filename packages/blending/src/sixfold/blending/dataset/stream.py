@@ -1,4 +1,4 @@
-"""What every stream of samples offers, of one dataset or of a blend.
+"""What a dataset and a blend both offer: samples by position.
 
 positions --> Samples (this file) <-- base.py, blended.py; torch.py and batches/prefetch.py read it
 """
@@ -45,11 +45,11 @@ def one_sequence_length(positions: I64, order: HasSequenceLengths) -> int:
 
 
 class Samples(ABC):
-    """What every stream of samples offers: ``len``, ``[n]``, ``[[n, m]]``, ``get_batch``, ``why``, pickling."""
+    """What a dataset and a blend both offer: ``len``, ``[n]``, ``[[n, m]]``, ``get_batch``, ``why``, pickling."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Samples asked for; an endless stream gives positions behind it to ``get_batch``."""
+        """Samples asked for. An order without an end gives later positions too, to ``get_batch``."""
 
     @abstractmethod
     def get_batch(self, positions: Positions, *, out: Batch | None = None) -> Batch:
@@ -90,7 +90,7 @@ class Samples(ABC):
         return sample
 
     def __getitems__(self, positions: Positions) -> list[dict[str, Any]]:
-        """The samples at ``positions``, read as one batch: a torch loader with ``batch_sampler=`` calls it.
+        """The samples at ``positions``, read as one batch. A torch loader with ``batch_sampler=`` calls it.
 
         Raises:
             IndexError: a position that the stream does not have; as of ``get_batch``, and not of ``[n]``.

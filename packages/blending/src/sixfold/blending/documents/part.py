@@ -2,8 +2,8 @@
 
     DocumentSource --> Part (this file) --> samples/token_line.py, batches/gather.py
 
-Nothing is copied: a part of a memory-mapped dataset reads its index where it lies, and a part that
-is a plain range opens in the same time whatever its size.
+Nothing is copied. A part of a memory-mapped dataset reads its index where it lies. A part that is a
+plain range opens in the same time whatever its size.
 """
 
 from collections.abc import Sequence

@@ -2,8 +2,8 @@
 
     native/*.c --> _native --> kernels (this file) --> permutation.py, blend, megatron, batches, ...
 
-Every kernel does what a few lines of numpy beside its caller do, bit for bit; the caller asks ``kernels()`` and takes
-numpy where that is None (no compiler was there when the package was installed). Nothing else imports ``_native``.
+Every kernel computes what a few lines of numpy next to its caller compute, bit for bit. The caller asks ``kernels()``.
+That is None if there was no compiler at install time: the caller then uses numpy. Nothing else imports ``_native``.
 """
 
 import importlib

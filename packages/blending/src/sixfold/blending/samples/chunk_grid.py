@@ -3,13 +3,13 @@
     TokenLine + sequence lengths --> SampleOrder (this file): sample --> pieces of the line --> batches/reader.py
 
 The line is cut into chunks of S tokens from an origin on: the grid. The chunks of an epoch are read
-in windows of 65,536, each window in an order of its own. A new sequence length first reads out
-what the current window still holds, as one string, and begins a new grid behind it; so nothing is
-read twice and nothing is lost.
+in windows of 65,536, each window in an order of its own. After a change of the sequence length, the
+rest of the current window is read first, as one string. Then a new grid begins behind it. So
+nothing is read twice and nothing is lost.
 
-[Note: left-over] The string is the chunks not yet taken, in their permuted order, and behind them as
-many tokens of the line behind the window as the last sample of the string needs. Each chunk of it
-is a piece: labels inside a piece are successors on the line, and masks begin anew with a piece.
+[Note: left-over] The string is the chunks not yet read, in their permuted order. The last sample of the
+string may need more tokens: they come from the line behind the window. Each chunk of the string is a
+piece. Labels inside a piece are the next tokens on the line, and masks restart with a piece.
 """
 
 from dataclasses import dataclass

@@ -3,10 +3,10 @@
     part, document_shuffle --> token_line_of --> TokenLine, or GloballyShuffledLine (this file) --> chunk_grid.py
 
 Place k of an epoch holds the document that a keyed permutation of all n sends k to. Tokens are summed up in groups of
-64 places, which the order knows nothing of; a group is what token_line.py calls a slot. The sums begin at the epoch's
-first place and grow as token_line.py's do, by a look at every document, so a run begins in milliseconds. Where an
-eighth of an epoch is asked for, one pass over the index in its own order makes all of them: it reads each page once,
-which a corpus that is not in memory needs.
+64 places, which do not affect the order. A group is what token_line.py calls a slot. The sums begin at the first place
+of the epoch and grow as in token_line.py, one look per document, so a run begins in milliseconds. If a read needs an
+eighth of an epoch, one pass over the index in its own order makes all sums. It reads each page once, which matters for
+a corpus that is not in memory.
 
 [Note: of two thousand documents] ``token_line.block_size`` is 1 below 2,048 sequences: then both shuffles are one
 permutation under one key, and this file is not needed.

@@ -4,14 +4,14 @@
              `-> document_shuffle.py, where every document is a block
 
 Two levels: blocks of B consecutive sequences are permuted, and the sequences inside each block.
-So a position is found by a search among the block sizes and a look at one block's lengths; no
+So a position is found by a search among the block sizes and a look at one block's lengths. No
 permutation is ever stored. n is the number of sequences, T of tokens in one epoch, P of pieces
 (stretches) asked for, K of documents met. A slot is a block's place on the line, counted through
 all epochs.
 
-[Note: an epoch grows] The sums of its first slots need the pointers of the blocks in those slots alone. So an epoch is
-known up to where it was read, and twice as far when more is asked: a corpus of 5e9 documents starts as fast as a small
-one, without 40 GB of its index being read. A place deep in an epoch costs the slots before it, once.
+[Note: an epoch grows] The sums of the first slots need only the pointers of the blocks in those slots. So an epoch is
+known up to where it was read, and twice as far when more is needed. A corpus of 5e9 documents starts as fast as a
+small one: 40 GB of its index stay unread. A place deep in an epoch costs the slots before it, once.
 """
 
 from collections import OrderedDict

@@ -2,8 +2,8 @@
 
     plan --> PREFIX.building/ (this file) --> workers.py, build.py
 
-[Note: finished parts wait] Everything before the final renames lies in PREFIX.building. A killed build leaves it
-there and nothing under the final names; a build with the same plan goes on from the finished parts, one with
+[Note: finished parts wait] Everything before the final renames lies in PREFIX.building. A killed build leaves that
+folder, and nothing under the final names. A build with the same plan resumes from the finished parts. A build with
 another plan starts over.
 """
 

@@ -5,8 +5,8 @@
 [Note: one tokenizer per build] The parts of a build are made by several processes, and perhaps by several runs of the
 command. A tokenizer that was edited between two of them would give a pair of two vocabularies and no error. So each
 process compares its fingerprint with the one of the plan. It holds the content of the tokenizer's files, and the ids
-of a probe text, for what the files do not show: another library, a vocabulary read from elsewhere, a random seed. A
-run that goes on compares the ids of the first documents of each finished part too.
+of a probe text. The probe shows what the files do not: another library, a vocabulary read from elsewhere, a random
+seed. A run that resumes also compares the ids of the first documents of each finished part.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     Slices --> build_part (this file) --> FOLDER/part-00000.bin .idx .json
 
-Runs in the coordinator or in a worker process; it depends on its arguments alone, so the bytes of a part do not
-depend on who makes it. A part is finished when its .json is there, which is written last.
+It runs in the process of the build or in a worker. It depends on its arguments alone, so both make the same bytes. A
+part is finished when its .json exists, which is written last.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from sixfold.fsdp import (
     ShardingStrategy,
     fully_shard_optimizer,
 )
-from sixfold.fsdp.buffers.gradients import State
+from sixfold.fsdp.buffers.reduction_sizes import State
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.comm import LocalComm, Ranks
 from sixfold.fsdp.collectives.mixed_dtype_add import add_into

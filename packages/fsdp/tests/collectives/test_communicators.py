@@ -170,6 +170,44 @@ def test_side_streams_have_high_priority(monkeypatch):
     assert made == [-1]
 
 
+def test_compute_waits_for_what_was_launched_inside_a_joined_side_stream_and_for_nothing_else(monkeypatch):
+    log = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            log.append(f"{self.name} waits for {other.name}")
+
+        def record_event(self):
+            log.append(f"{self.name} is marked")
+            return "mark"
+
+        def wait_event(self, event):
+            log.append(f"{self.name} waits for the {event}")
+
+    @contextmanager
+    def entered(stream):
+        log.append(f"into {stream.name}")
+        yield
+        log.append(f"out of {stream.name}")
+
+    compute = Stream("compute")
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: Stream("side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: compute)
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    side = CudaStream(torch.device("cuda", 0))
+    with side.inside:
+        log.append("gather")
+    with side.joined:
+        log.append("cast")
+    assert log == [
+        "side waits for compute", "into side", "gather", "out of side",
+        "side waits for compute", "into side", "cast", "side is marked", "out of side", "compute waits for the mark",
+    ]  # fmt: skip
+
+
 class Backend:
     """Stands in for torch's NCCL back end."""
 

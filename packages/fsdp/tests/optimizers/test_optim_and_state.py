@@ -207,7 +207,7 @@ def test_the_step_counts_from_zero_and_grows_with_the_first_forward_after_a_step
     seen = []
     for step in range(3):
         train_step(model, optimizer, step)
-        seen.append(model._engine.step)
+        seen.append(model._engine.faults.step)
     assert seen == [0, 1, 2]
 
 

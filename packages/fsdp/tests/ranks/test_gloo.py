@@ -11,6 +11,7 @@ from fsdp_count_helpers import Calls
 from torch import Tensor
 
 from ranktest import run_ranks
+from sixfold.fsdp.buffers.reduction_sizes import exchanged_numel
 from sixfold.fsdp.collectives.comm import GlooComm
 from sixfold.fsdp.collectives.gradient_sums import grad_sum_of
 
@@ -42,9 +43,8 @@ def sum_all(comm: GlooComm, size: int, name: str, wire: torch.dtype, *, in_place
         sent = values(comm.rank, comm.size * size, wire)
         place = sent if everywhere else sent.view(comm.size, -1)[comm.rank]
         result = place if in_place else torch.full_like(place, torch.nan, dtype=torch.float32)
-        scratch = torch.full(
-            (sums.scratch_numel(comm.size, sent.numel(), all_reduced=everywhere),), torch.nan, dtype=wire
-        )
+        exchanges = sums.exchanges_whole if everywhere else sums.exchanges_shards
+        scratch = torch.full((exchanges * exchanged_numel(sent.numel(), comm.size),), torch.nan, dtype=wire)
         start = sums.all_reduce if everywhere else sums.reduce_scatter
         found.append(start(comm, sent, result, scratch, None)(wait).clone())
     return found[0], found[1]

@@ -104,12 +104,12 @@ def test_evaluation_leaves_no_trace():
             loss_of(model(batch(step, k, 0)), batch(step, k, 0)).backward()
         optimizer.step()
         optimizer.zero_grad()
-        order, count = model._engine.gathering.order, model._engine.step
+        order, count = model._engine.gathering.order, model._engine.faults.step
         recorded = list(order._now)
         with torch.no_grad():
             model(batch(99, 0, 0))
             model.entry(net.blocks[0])(torch.zeros(1, 13))
-        assert order._now == recorded and model._engine.step == count
+        assert order._now == recorded and model._engine.faults.step == count
     assert same(expected, model.full_state_dict()) == []
 
 

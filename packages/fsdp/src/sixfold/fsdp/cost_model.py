@@ -1,6 +1,6 @@
 """When communication hides behind computation, and what a rank stores: the formulas, and the command that prints them.
 
-    cost/formulas.py --> names (this file) --> the user
+    cost/formulas.py, buffers/stored_bytes.py --> names (this file) --> the user, sixfold.gpt
     python -m sixfold.fsdp.cost_model [flags] (this file) --> cost/command.py --> text or JSON
 
 No torch, no processes. What the slides leave out (latency, ring factor, attention, replicas) is in cost/terms.py.
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 
+from sixfold.fsdp.buffers.stored_bytes import BufferFormats, StoredBytes, StreamSizes, stored_bytes
 from sixfold.fsdp.cost.command import run_command
 from sixfold.fsdp.cost.formulas import (
     collectives,
@@ -21,11 +22,15 @@ from sixfold.fsdp.cost.formulas import (
 )
 
 __all__ = [
+    "BufferFormats",
+    "StoredBytes",
+    "StreamSizes",
     "collectives",
     "main",
     "memory_bytes",
     "node_bandwidth",
     "slides_tables",
+    "stored_bytes",
     "tokens_to_hide_backward",
     "tokens_to_hide_forward",
 ]

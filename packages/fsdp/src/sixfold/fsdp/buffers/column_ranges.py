@@ -33,6 +33,11 @@ class Copy:
     columns: int
 
 
+def round_up(value: int, multiple: int) -> int:
+    """The next multiple."""
+    return -(-value // multiple) * multiple
+
+
 def columns(row_numel: int, rows: int, itemsize: int, bucket_bytes: int, *, unit: int) -> tuple[tuple[int, int], ...]:
     """Column ranges that cover a row: as few as keep a piece within ``bucket_bytes``, about equally wide.
 

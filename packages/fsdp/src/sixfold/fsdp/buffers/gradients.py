@@ -21,7 +21,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 
 import torch
 from torch import Tensor
@@ -29,21 +28,9 @@ from torch import Tensor
 from sixfold.fsdp.buffers.column_ranges import Copy, copies
 from sixfold.fsdp.buffers.flat_buffer import Cut, ParamRecord
 from sixfold.fsdp.buffers.main_gradients import MainGradients
+from sixfold.fsdp.buffers.reduction_sizes import OPEN, State
 from sixfold.fsdp.collectives.mixed_dtype_add import add_into
 from sixfold.fsdp.errors import FsdpError
-
-
-class State(Enum):
-    """[Note: states of local gradients]"""
-
-    IDLE = "idle"
-    HELD = "held"
-    OWN = "summing"
-    SLOT = "summing in a slot"
-    REDUCING = "reducing"
-
-
-OPEN = (State.OWN, State.SLOT, State.HELD)  # gradients may be added
 
 
 @dataclass(frozen=True, slots=True, eq=False)

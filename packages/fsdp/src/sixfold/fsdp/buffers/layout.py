@@ -21,6 +21,7 @@ from functools import cached_property
 
 import torch
 
+from sixfold.fsdp.buffers.column_ranges import round_up
 from sixfold.fsdp.errors import FsdpError
 
 
@@ -224,16 +225,12 @@ def _step(spec: TensorSpec, align: int) -> int:
     return math.lcm(spec.block_bytes, align)
 
 
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
-
-
 def _search(specs: Sequence[TensorSpec], world_size: int, align: int) -> tuple[int, list[int]]:
     """The smallest shard found, and the offsets in it."""
-    sizes = [_round_up(spec.nbytes, align) for spec in specs]
+    sizes = [round_up(spec.nbytes, align) for spec in specs]
     steps = [_step(spec, align) for spec in specs]
-    least = max(_round_up(-(-sum(sizes) // world_size), align), align)
-    most = max(_round_up(sum(sizes), align), align)  # all on the first rank: nothing is cut
+    least = max(round_up(-(-sum(sizes) // world_size), align), align)
+    most = max(round_up(sum(sizes), align), align)  # all on the first rank: nothing is cut
     nbytes = [spec.nbytes for spec in specs]
     # A tensor over three shards or more needs shards that are whole numbers of its blocks, hence the quanta.
     # Only the largest tensors span so many; more quanta than these cost time and save nothing.
@@ -263,7 +260,7 @@ def _place(nbytes: Sequence[int], steps: Sequence[int], world_size: int, shard: 
     """Offsets one after the other, or None if ``world_size`` shards of ``shard`` bytes are too small."""
     offsets, at = [], 0
     for size, step in zip(nbytes, steps, strict=True):
-        at = _round_up(at, align)
+        at = round_up(at, align)
         border = (at // shard + 1) * shard
         if at + size > border:
             at += (border - at) % step  # now the border is whole steps away, or is where it starts

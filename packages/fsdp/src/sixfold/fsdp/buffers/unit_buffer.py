@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from sixfold.fsdp.buffers.column_ranges import round_up
 from sixfold.fsdp.buffers.flat_buffer import Cut, DataParallelBuffer, ParamRecord
 from sixfold.fsdp.buffers.gradients import Gradients
 from sixfold.fsdp.buffers.layout import TensorSpec
@@ -104,6 +105,6 @@ class ParamAndGradBuffer:
 
 def _cut(packing: Packing, ranks: Ranks) -> Cut:
     # Whole sums are cut in as many equal pieces as there are ranks by grad_sum="rank_order" under no_shard too.
-    full_numel = -(-packing.positions // ranks.shard.size) * ranks.shard.size
+    full_numel = round_up(packing.positions, ranks.shard.size)
     part = ranks.shard.rank if packing.layout.world_size > 1 else 0
     return Cut(layout=packing.layout, itemsize=packing.itemsize, part=part, full_numel=full_numel)

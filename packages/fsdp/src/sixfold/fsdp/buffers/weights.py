@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sixfold.fsdp.buffers.column_ranges import round_up
 from sixfold.fsdp.buffers.flat_buffer import Cut, ParamRecord
 from sixfold.fsdp.buffers.packing import travels_as
 from sixfold.fsdp.fp8.quantized import Fp8Scales, QuantizedTensor
@@ -52,7 +53,7 @@ class Weights:
         matmul: Fp8Matmul = Fp8Matmul.emulate,
     ) -> None:
         self._records = records
-        self._cut = cut
+        self._cut, self._align = cut, cut.layout.align_bytes
         self._pitch = pitch
         self._device = device
         self._fp8 = frozenset(fp8)
@@ -127,7 +128,7 @@ class Weights:
         for record in self._records:
             dtype = self._copied_as(record)
             if dtype is not None:
-                total = self._aligned(total) + record.spec.numel * dtype.itemsize
+                total = round_up(total, self._align) + record.spec.numel * dtype.itemsize
         return total
 
     @property
@@ -138,11 +139,7 @@ class Weights:
     @property
     def slot_bytes(self) -> int:
         """``gathered_bytes`` rounded up, so that the next stream in a slot starts aligned."""
-        return self._aligned(self.gathered_bytes)
-
-    def _aligned(self, nbytes: int) -> int:
-        align = self._cut.layout.align_bytes
-        return -(-nbytes // align) * align
+        return round_up(self.gathered_bytes, self._align)
 
     def _copied_as(self, record: ParamRecord) -> torch.dtype | None:
         """Dtype of the copy that layers read, or None: they read what travelled."""
@@ -163,7 +160,7 @@ class Weights:
             read = travelled = self._bytes(self.gathered, at, record.spec.numel, self._travel[record.name])
             dtype = self._copied_as(record)
             if dtype is not None:
-                at = self._aligned(end)
+                at = round_up(end, self._align)
                 read = self._bytes(memory, at, record.spec.numel, dtype)
                 end = at + read.nbytes
             self._bind_record(record, travelled, read)

@@ -24,11 +24,11 @@ Finish = Callable[[Wait], Tensor]  # waits, adds what is left to add, returns th
 class GradSum(Protocol):
     """How local sums become sums over ranks, in ``result``'s dtype.
 
-    ``scratch`` is (scratch_numel,) or more in the dtype of ``sent``; ``wide`` as in ``add_into``.
+    ``scratch`` is in the dtype of ``sent``; ``wide`` as in ``add_into``.
     """
 
-    def scratch_numel(self, size: int, numel: int, *, all_reduced: bool) -> int:
-        """Elements that a sum of ``numel`` sent elements over ``size`` ranks needs."""
+    exchanges_shards: bool  # a sum into shards is an exchange, which needs ``exchanged_numel`` elements of scratch
+    exchanges_whole: bool  # so is an all-reduce
 
     def reduce_scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """Start: ``result`` (n,) is to be this rank's shard of the sum of ``sent`` (size * n,), which is used up."""
@@ -40,9 +40,7 @@ class GradSum(Protocol):
 class BackendSum:
     """The back end's own order: fastest, and from three ranks on different for every place in a buffer."""
 
-    def scratch_numel(self, size: int, numel: int, *, all_reduced: bool) -> int:
-        """None."""
-        return 0
+    exchanges_shards = exchanges_whole = False
 
     def reduce_scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """One reduce-scatter in the dtype of ``sent``."""
@@ -74,11 +72,7 @@ class RankOrderSum:
     each addend once, never the sum (cf. pytorch#106395).
     """
 
-    def scratch_numel(self, size: int, numel: int, *, all_reduced: bool) -> int:
-        """What every rank sent for this rank's shard (of two: the other); for all of it where that does not divide."""
-        if numel % size:
-            return size * numel
-        return numel // 2 if size == 2 else numel
+    exchanges_shards = exchanges_whole = True
 
     def reduce_scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """One all-to-all, then a local sum. It sends the bytes of a reduce-scatter."""
@@ -134,12 +128,10 @@ class GlooSum:
     An exchange and the additions cost less than gloo's reduce-scatter; its all-reduce is good.
     """
 
+    exchanges_shards, exchanges_whole = True, False
+
     def __init__(self) -> None:
         self._shards, self._whole = RankOrderSum(), BackendSum()
-
-    def scratch_numel(self, size: int, numel: int, *, all_reduced: bool) -> int:
-        """Of the one that is asked for."""
-        return 0 if all_reduced else self._shards.scratch_numel(size, numel, all_reduced=False)
 
     def reduce_scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """As RankOrderSum, in the dtype of ``sent``: as a reduce-scatter rounds."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
-from sixfold.fsdp.buffers.gradients import OPEN
+from sixfold.fsdp.buffers.reduction_sizes import OPEN
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.collectives.comm import Ranks
 from sixfold.fsdp.collectives.host_messages import Control
@@ -96,20 +96,6 @@ class Engine:
         self._saved = [SavedWeights(unit, self._saved_needed, self._old_graph, self.saved_views) for unit in units]
         self._saving: list[SavedWeights] = []  # of calls that run, the innermost last
 
-    @property
-    def step(self) -> int:
-        """The step that runs, from 0."""
-        return self.faults.step
-
-    @property
-    def failed(self) -> FsdpError | None:
-        """What ended this model."""
-        return self.faults.failed
-
-    def alive(self) -> None:
-        """Raise if an earlier fault ended this model."""
-        self.faults.check()
-
     # ---- forward
 
     @property
@@ -131,7 +117,7 @@ class Engine:
             raise FsdpError(
                 "two threads call the model at once, and would take each other's gathered weights; call it from one "
                 "thread at a time",
-                step=self.step,
+                step=self.faults.step,
                 op="gather",
             )
         while self._calls and self._calls[-1].left_by_interrupt():
@@ -142,7 +128,7 @@ class Engine:
 
         ``by_hook``: torch calls no hook at the end of a call that KeyboardInterrupt ends.
         """
-        self.alive()
+        self.faults.check()
         self._take_turn()
         try:
             context = self._begin_call(stage)
@@ -254,7 +240,7 @@ class Engine:
             self._use(unit, True)
 
     def _old_graph(self, unit: Unit) -> FsdpError:
-        return old_graph(unit, self.step)
+        return old_graph(unit, self.faults.step)
 
     def count_call(self, unit: Unit, context: CallContext) -> None:
         """Outputs of ``unit`` have a graph: a backward of ``context`` may come."""
@@ -270,7 +256,7 @@ class Engine:
         if self.faults.failed is not None:
             return False
         if weights != self.weights or torch.is_grad_enabled():
-            refuse_graph(unit, self.units, changed=weights != self.weights, step=self.step)
+            refuse_graph(unit, self.units, changed=weights != self.weights, step=self.faults.step)
         backward = self._backward or self._begin_backward()
         task = self._saved[unit.index].entered = in_backward()
         if task != backward.task:
@@ -306,7 +292,7 @@ class Engine:
                 "outputs: a tensor left the unit by another way, first in this step. Return it in a tuple, list or "
                 'dict, or use BufferConfig(gathered_bytes="all")',
                 unit=stream.unit,
-                step=self.step,
+                step=self.faults.step,
                 op="reduce",
             )
         if stream.gradients.state not in OPEN:
@@ -318,7 +304,7 @@ class Engine:
 
     def deliver_deferred(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """A driven program brings a gradient that autograd did not deliver: the same local sum."""
-        self.alive()
+        self.faults.check()
         record = self.records.get(parameter)
         if record is None or not record.buffer.trainable:
             what = "frozen" if record is not None else "not of this model"
@@ -383,7 +369,7 @@ class Engine:
 
     def reduce_stage(self, stage: StageState) -> None:
         """The stage makes no more gradients in this step; after the last stage, neither does the root unit."""
-        self.alive()
+        self.faults.check()
         self._put_touched(stage.units)
         stage.last, stage.done = False, True
         if self.reduce_policy.all_done:
@@ -393,17 +379,17 @@ class Engine:
 
     def finish_grad_sync(self, *, inside_step: bool = False) -> None:
         """Reduce what is local and wait for all. Inside ``optimizer.step()`` no exchange stands before a reduction."""
-        self.alive()
+        self.faults.check()
         self._put_touched(self.units, inside_step=inside_step)
         self._order_check.gradients_done(inside_step=inside_step)
         self.reduction.pipeline.finish()
         self.reduce_policy.end_step()
         self._order_check.compare()
-        self.alive()  # [Note: flag before abort]
+        self.faults.check()  # [Note: flag before abort]
 
     def check(self) -> None:
         """Raise if a fault ended this model, or if ranks did different things."""
-        self.alive()
+        self.faults.check()
         self._order_check.compare()
 
     def before_save(self) -> None:
@@ -412,7 +398,7 @@ class Engine:
         Raises:
             FsdpError: a parameter was written to in a call of its unit, and the state would not show it.
         """
-        self.alive()
+        self.faults.check()
         written = None if self.gathering.versions is None else self.gathering.versions.look()
         guard = None if written is None else guard_of(written)
         if guard is not None:
@@ -423,7 +409,7 @@ class Engine:
         """An optimizer of this model is about to step; ``widen``: over all main gradients at once."""
         self.finish_grad_sync(inside_step=True)
         self.gathering.settle()
-        self.alive()  # [Note: flag before abort]
+        self.faults.check()  # [Note: flag before abort]
         for stream in self._trained if widen else ():
             stream.gradients.main.widen()
         self.main_parameters.adopt()
@@ -448,7 +434,7 @@ class Engine:
 
     def forget(self, record: ParamRecord) -> None:
         """``.grad = None`` of one of the module's parameters: what ``discard_local`` does for all, one by one."""
-        if self.failed is not None or not record.buffer.trainable:
+        if self.faults.failed is not None or not record.buffer.trainable:
             return
         unit = self._by_name[record.buffer.unit]
         if self.reduction.pipeline.flying(unit.name):
@@ -468,7 +454,7 @@ class Engine:
 
         The same on all ranks: units are touched or not by what was asked, not by what lies here.
         """
-        if self.failed is not None:
+        if self.faults.failed is not None:
             return
         self.reduce_policy.end_step()
         self._outstanding = [0] * len(self.units)

@@ -21,20 +21,19 @@ import torch
 from torch import Tensor
 
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
-from sixfold.fsdp.buffers.gradients import Gradients, State, Taken
+from sixfold.fsdp.buffers.gradients import Gradients, Taken
+from sixfold.fsdp.buffers.reduction_sizes import ReductionPath, State
 from sixfold.fsdp.buffers.slots import TemporaryBucketAllocator
+from sixfold.fsdp.buffers.stored_bytes import MIXED_NUMEL, NORM_BYTES
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.gradient_sums import Finish, RankOrderSum
 from sixfold.fsdp.collectives.streams import SideStream
 from sixfold.fsdp.config import MixedPrecision
-from sixfold.fsdp.engine.reduction_paths import ReductionPath, ReductionPaths, Sections
+from sixfold.fsdp.engine.reduction_paths import ReductionPaths, Sections
 from sixfold.fsdp.engine.used_parameters import UsedParameters
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.deadlines import Wait
-
-_WIDE_NUMEL = 2**13  # elements of the scratch of mixed additions: 32 KiB of fp32
-_SPARE_BYTES = 2**16  # for a norm where no slot is: parts of 8,192 float64
 
 
 @dataclass(slots=True, eq=False)
@@ -187,7 +186,7 @@ class Reduction:
         self._used = used
         kinds = {record.dtype for unit in units for stream in unit.trained for record in stream.records}
         mixed = device.type == "cpu" and len(kinds | {main, reduce, precision.grad_dtype or main}) > 1
-        self.wide = torch.zeros(_WIDE_NUMEL, dtype=main, device=device) if mixed else None
+        self.wide = torch.zeros(MIXED_NUMEL, dtype=main, device=device) if mixed else None
         # A tensor on the device: CUDA multiplies by the reciprocal of a host number.
         self._divisor = None if divisor == 1.0 else torch.tensor(divisor, dtype=main, device=device)
         self.pipeline = GradReducePipeline(self._by_name, self._start)
@@ -203,7 +202,7 @@ class Reduction:
     def spare(self) -> Tensor:
         """Bytes for who needs some between steps and finds no slot; made once."""
         if self._spare is None:
-            self._spare = torch.empty(_SPARE_BYTES, dtype=torch.uint8, device=self._device)
+            self._spare = torch.empty(NORM_BYTES, dtype=torch.uint8, device=self._device)
         return self._spare
 
     def flying_bytes(self, unit: str) -> int:

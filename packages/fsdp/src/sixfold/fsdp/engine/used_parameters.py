@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
-from sixfold.fsdp.buffers.gradients import State
+from sixfold.fsdp.buffers.reduction_sizes import State
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 
 

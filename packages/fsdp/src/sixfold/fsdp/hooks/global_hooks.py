@@ -1,6 +1,6 @@
 """The hooks that torch keeps for the whole process: one of each kind, made at the first wrap, never taken away.
 
-    wrapped_module.py, optimizers/sharded_optimizer.py --> watch (this file) --> torch's global hooks, once a process
+    wrapped_module.py, optimizers/sharded_optimizer.py --> Watched (this file) --> torch's global hooks, once a process
 
 [Note: hooks that stay] A model that is collected must not take its hooks out of torch's tables. The garbage collector
 runs at any moment, also while torch walks such a table, and what the user does then (another model is made, another
@@ -40,7 +40,7 @@ class Watcher(Protocol):
 
 
 class Watched:
-    """Keeps a watcher until it is removed: by a finalizer, at whatever moment."""
+    """Tells a watcher what happens, until this handle is removed: by a finalizer, at whatever moment."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher: Watcher | None = watcher
@@ -49,11 +49,6 @@ class Watched:
     def remove(self) -> None:
         """No more."""
         self._watcher = None
-
-
-def watch(watcher: Watcher) -> Watched:
-    """Tell ``watcher`` what happens, until the returned handle is removed."""
-    return Watched(watcher)
 
 
 @cache

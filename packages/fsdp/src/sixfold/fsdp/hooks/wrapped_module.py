@@ -21,7 +21,7 @@ from sixfold.fsdp.engine.call_state import CallContext
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.hooks.forward_backward import Hook, cast_floating, own_parameters, watch_outputs
-from sixfold.fsdp.hooks.global_hooks import watch
+from sixfold.fsdp.hooks.global_hooks import Watched
 from sixfold.fsdp.parameter_access.guard import guard_of, written_in_place
 
 STATE = (
@@ -44,8 +44,8 @@ class RootCall(Hook):
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A root call, unless one runs already."""
         self._contexts.append(None)  # taken back by ``after``, which comes also when begin_call raises
-        if self.engine.in_call or self.engine.failed is not None:
-            self.engine.alive()
+        if self.engine.in_call or self.engine.faults.failed is not None:
+            self.engine.faults.check()
             return None
         self._contexts[:] = [self.engine.begin_call(None, by_hook=True)]  # interrupted calls took nothing back
         if self._cast_to is None:
@@ -177,7 +177,8 @@ class OutsideCalls:
             return
         ids = engine.main_parameters.ids
         over_mains = any(id(one) in ids for group in optimizer.param_groups for one in group["params"])
-        if over_mains and not engine.stepping and engine.failed is None:  # made apart: inside SAM, or another wrapper
+        # Made apart: inside SAM, or another wrapper.
+        if over_mains and not engine.stepping and engine.faults.failed is None:
             refuse_changed_parameters(engine)
             engine.before_step(widen=True)
             self._steps.add(optimizer)
@@ -207,7 +208,7 @@ def install(
         own.append(module.register_state_dict_pre_hook(saving.before))  # type: ignore[no-untyped-call]
         own.append(module.register_state_dict_post_hook(saved))  # type: ignore[no-untyped-call]
         own.append(module.register_load_state_dict_pre_hook(loading.before))  # type: ignore[no-untyped-call]
-    return own, [watch(OutsideCalls(root, engine, sharded))]
+    return own, [Watched(OutsideCalls(root, engine, sharded))]
 
 
 def refuse_changed_parameters(engine: Engine) -> None:
@@ -243,7 +244,7 @@ def refuse_unsharded(
 
     (Megatron-FSDP steps such an optimizer in silence.)
     """
-    if engine.failed is not None:
+    if engine.faults.failed is not None:
         return
     for group in optimizer.param_groups:
         for parameter in group["params"]:

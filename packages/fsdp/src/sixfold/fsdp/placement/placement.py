@@ -7,11 +7,11 @@ Decides addresses and binds views; starts no gather. The root unit has memory of
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
 
+from sixfold.fsdp.buffers.stored_bytes import turn_ranges
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.errors import FsdpError
@@ -142,7 +142,8 @@ def placement_of(
         return Placement(units, {}, Arena(0, {}, device), budget)
     if budget is None:
         ranges = double_ranges(own)
-        return Placement(units, ranges, Arena(sum_of(ranges), ranges, device, apart=own_memory), None)
+        nbytes = max((start + size for start, size in ranges.values()), default=0)
+        return Placement(units, ranges, Arena(nbytes, ranges, device, apart=own_memory), None)
     sizes = {unit.name: unit.turn_bytes for unit in own}
     nbytes = min(sum(sizes.values()), (budget - units[0].turn_bytes) // align_bytes * align_bytes)
     apart = [(unit.name, outer.name) for unit in own for outer in unit.around if outer.name in sizes]
@@ -150,11 +151,6 @@ def placement_of(
     first = assign_addresses([*likely, *likely[::-1]], sizes, arena_bytes=nbytes, apart=apart)
     ranges = {name: (start, sizes[name]) for name, start in first.offsets.items()}
     return Placement(units, ranges, Arena(nbytes, ranges, device), budget)
-
-
-def sum_of(ranges: Mapping[str, tuple[int, int]]) -> int:
-    """Bytes of an arena for ``ranges``."""
-    return max((start + size for start, size in ranges.values()), default=0)
 
 
 def _check_budget(budget: int, units: Sequence[Unit], own: Sequence[Unit], strategy: ShardingStrategy) -> None:
@@ -185,26 +181,6 @@ def _check_budget(budget: int, units: Sequence[Unit], own: Sequence[Unit], strat
 
 
 def double_ranges(units: Sequence[Unit]) -> dict[str, tuple[int, int]]:
-    """Two slots for each depth of units inside units, in which the units take turns.
-
-    A slot is as large as the largest of its units whose class occurs more than once. A single unit that is larger (an
-    embedding, a head) takes a range from the first slot's start on, over both and beyond: so the depth takes the larger
-    of the two slots and its largest unit.
-    """
-    ranges: dict[str, tuple[int, int]] = {}
-    base = 0
-    by_depth: dict[int, list[Unit]] = {}
-    for unit in units:
-        by_depth.setdefault(len(unit.around), []).append(unit)
-    for _, members in sorted(by_depth.items()):
-        kinds = Counter(type(unit.module) for unit in members if not unit.large)
-        repeated = [unit.turn_bytes for unit in members if not unit.large and kinds[type(unit.module)] > 1]
-        limit = max(repeated) if repeated else max(unit.turn_bytes for unit in members)
-        turns = [unit for unit in members if unit.turn_bytes <= limit]
-        first = max(unit.turn_bytes for unit in turns[::2])
-        for at, unit in enumerate(turns):
-            ranges[unit.name] = base + first * (at % 2), unit.turn_bytes
-        for unit in members:
-            ranges.setdefault(unit.name, (base, unit.turn_bytes))
-        base = sum_of(ranges)
-    return {unit.name: ranges[unit.name] for unit in units}
+    """Ranges of ``gathered_bytes="double"``, by unit."""
+    turns = [(len(unit.around), None if unit.large else type(unit.module), unit.turn_bytes) for unit in units]
+    return dict(zip((unit.name for unit in units), turn_ranges(turns), strict=True))

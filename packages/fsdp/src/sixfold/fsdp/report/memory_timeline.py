@@ -21,7 +21,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from sixfold.fsdp.buffers.gradients import OPEN
+from sixfold.fsdp.buffers.reduction_sizes import OPEN
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.report.memory_picture import draw_svg

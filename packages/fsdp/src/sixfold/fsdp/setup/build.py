@@ -31,7 +31,7 @@ from sixfold.fsdp.engine.gather import Gathering
 from sixfold.fsdp.engine.grouped_gather import grouped_gathers
 from sixfold.fsdp.engine.order_check import OrderCheck
 from sixfold.fsdp.engine.reduce import Reduction
-from sixfold.fsdp.engine.reduction_paths import ReductionPaths, largest_repeated
+from sixfold.fsdp.engine.reduction_paths import ReductionPaths, bucket_bytes_of
 from sixfold.fsdp.engine.used_parameters import UsedParameters
 from sixfold.fsdp.faults.deadlines import Faults
 from sixfold.fsdp.faults.heartbeat import Launched
@@ -102,7 +102,7 @@ def build(module: nn.Module, options: Options) -> Built:
         buffers, memory = options.buffers, communicators.user_buffers()
         with memory.memory():
             units = _units(specs, lambda name: own.get(name, ranks), options, device)
-            bucket_bytes = largest_repeated(units) if buffers.bucket_bytes is None else buffers.bucket_bytes
+            bucket_bytes = bucket_bytes_of(units) if buffers.bucket_bytes is None else buffers.bucket_bytes
             if own_meshes:
                 bucket_bytes = _plan_alike(units, bucket_bytes, control, wait)
             placement = placement_of(

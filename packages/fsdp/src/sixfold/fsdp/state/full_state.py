@@ -60,7 +60,7 @@ def stream(module: nn.Module, engine: Engine, consume: Consumer | None) -> None:
     Raises:
         FsdpError: on the ranks where nothing went wrong, when another rank's consumer raised; there its own error.
     """
-    engine.alive()
+    engine.faults.check()
     names: dict[Any, list[str]] = {}
     rest: list[tuple[str, Any]] = []
     for name, value in entries(module, engine).items():
@@ -108,7 +108,7 @@ def full_state_dict(
     """
     if rank is not None and not 0 <= rank < engine.ranks.size:
         raise FsdpError(f"rank is {rank}; this model has ranks 0 to {engine.ranks.size - 1}")
-    engine.alive()
+    engine.faults.check()
     kept = rank is None or rank == engine.ranks.rank
 
     def copy(value: Tensor) -> Tensor:

@@ -129,7 +129,7 @@ def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool, st
         FsdpError: on all ranks alike. Of a dict everything is checked before the first value is written; of other
             sources each tensor before its own, and the text says how much was loaded.
     """
-    engine.alive()
+    engine.faults.check()
     source = _pairs_of_file(source)
     if engine.in_call or engine.stepping:
         raise FsdpError("a state is loaded inside a forward or optimizer.step(); load it between steps", op="load")

@@ -184,7 +184,7 @@ class FullyShardedDataParallel(nn.Module):
             FsdpError: ``gathered_bytes`` is ``"double"`` or ``"all"``; an action is illegal where it stands, names no
                 unit, or passes the budget.
         """
-        self._engine.alive()
+        self._engine.faults.check()
         self._engine.gathering.use_plan(actions)
 
     @contextmanager
@@ -274,7 +274,7 @@ class FullyShardedDataParallel(nn.Module):
         BatchNorm's statistics are otherwise those of each rank's own batches. DDP does this before each forward; once
         before an evaluation or a checkpoint costs less.
         """
-        self._engine.alive()
+        self._engine.faults.check()
         wait = self._engine.faults.for_control(None, "load")
         start_values.broadcast_buffers(self.module, self._engine.ranks, wait)
 
@@ -291,7 +291,7 @@ class FullyShardedDataParallel(nn.Module):
 
         The next call sees such writes by itself, where every rank made them: this is needed where some did not.
         """
-        self._engine.alive()
+        self._engine.faults.check()
         self._engine.main_parameters.adopt()
         self._engine.main_changed(frozen=True)
 
@@ -301,7 +301,7 @@ class FullyShardedDataParallel(nn.Module):
 
     def state_records(self, optimizer: torch.optim.Optimizer | None = None) -> list[StateRecord]:
         """Live aliases of everything to save that lies here. No communication."""
-        self._engine.alive()
+        self._engine.faults.check()
         self._engine.main_parameters.adopt()
         return records.state_records(self._engine.units, optimizer)
 

@@ -33,12 +33,12 @@ class StageHandle:
 
         A hint: units that share memory are gathered at their use, and this does nothing for them.
         """
-        self._engine.alive()
+        self._engine.faults.check()
         self._engine.gathering.prefetch(self._stage.units)
 
     def reshard(self) -> None:
         """The program needs the stage no more for now. A hint: a unit is freed when its memory is needed."""
-        self._engine.alive()
+        self._engine.faults.check()
 
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient that autograd did not deliver (a deferred weight gradient) to the local fp32 sum.

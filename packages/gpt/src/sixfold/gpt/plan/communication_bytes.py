@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sixfold.fsdp.strategy import ShardingStrategy
-from sixfold.gpt.plan.stored_bytes import Formats, ranks_of, wire_bytes
+from sixfold.gpt.plan.stored_bytes import formats_of, ranks_of, wire_bytes
 from sixfold.gpt.plan.tensor_sizes import Unit, summed_numel
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ def dp_bytes(config: TrainConfig, parallel: ParallelConfig, units: Sequence[Unit
 
     Experts travel among the ranks that share them alone.
     """
-    formats, sent = Formats.of(config), 0.0
+    formats, sent = formats_of(config, parallel), 0.0
     for experts in (False, True):
         shard, copies = ranks_of(parallel, experts=experts)
         streams = [stream for unit in units for stream in unit.streams if stream.experts is experts]

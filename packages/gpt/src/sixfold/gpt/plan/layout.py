@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import sixfold.pipeline as pipeline
+from sixfold.fsdp.cost_model import StoredBytes
 from sixfold.gpt.config.rules import check_rules
 from sixfold.gpt.config.train_config import ParallelConfig, TrainConfig
 from sixfold.gpt.machine.devices import Device
 from sixfold.gpt.parallel.stages import stage_layers
 from sixfold.gpt.plan.activation_bytes import Shape, backward_bytes, index_bytes, stage_bytes
 from sixfold.gpt.plan.stage_times import StageTimes, overlapped_s, stage_flops, stage_times
-from sixfold.gpt.plan.stored_bytes import Stored, held_gradients, reduces_per_microbatch, stored
+from sixfold.gpt.plan.stored_bytes import held_gradients, reduces_per_microbatch, stored
 from sixfold.gpt.plan.tensor_sizes import Unit, units_of_rank
 
 
@@ -105,7 +106,7 @@ class Layout:
             self.config, self.parallel, {stage: self.layers[stage] for stage in stages}, one_table=both_ends
         )
 
-    def stored(self, stages: Sequence[int], rank: int = 0) -> Stored:
+    def stored(self, stages: Sequence[int], rank: int = 0) -> StoredBytes:
         """Bytes of a rank that holds those stages, activations apart; ``rank`` is its place in dp x cp."""
         units = self.units(stages)
         gloo = self.kind == "cpu"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import sixfold.pipeline as pipeline
-from sixfold.fsdp.cost_model import collectives
+from sixfold.fsdp.cost_model import StoredBytes, collectives
 from sixfold.gpt.config.rules import check_world, refusals
 from sixfold.gpt.config.train_config import ParallelConfig, TrainConfig
 from sixfold.gpt.machine.devices import Device
@@ -23,7 +23,7 @@ from sixfold.gpt.plan.communication_bytes import SentBytes, Traffic, dp_bytes, s
 from sixfold.gpt.plan.layout import Layout, PlannedConfig, compute_costs, device_costs, times_of
 from sixfold.gpt.plan.simulated_programs import Simulated, plan_program, say_plan, schedule_for, simulated
 from sixfold.gpt.plan.stage_times import optimizer_s, overlapped_s
-from sixfold.gpt.plan.stored_bytes import Stored, ranks_of
+from sixfold.gpt.plan.stored_bytes import ranks_of
 from sixfold.gpt.plan.tensor_sizes import stage_parameters
 from sixfold.gpt.plan.time_range import TimeRange, time_range_of
 
@@ -41,7 +41,7 @@ class StagePlan:
     rank: int
     layers: tuple[int, ...]
     parameters: int
-    stored: Stored
+    stored: StoredBytes
     activation_bytes: int
     microbatches_held: int
 
@@ -58,7 +58,7 @@ class RankPlan:
     """
 
     rank: int
-    stored: Stored
+    stored: StoredBytes
     activations: int
     temporary: int
     older: int = 0

@@ -26,7 +26,7 @@ from sixfold.gpt.machine.devices import Device
 from sixfold.gpt.plan.activation_bytes import Shape
 from sixfold.gpt.plan.communication_bytes import SentBytes, stage_sent
 from sixfold.gpt.plan.elementwise_bytes import elementwise_bytes
-from sixfold.gpt.plan.stored_bytes import Formats, ranks_of, wire_bytes
+from sixfold.gpt.plan.stored_bytes import formats_of, ranks_of, wire_bytes
 from sixfold.gpt.plan.tensor_sizes import Unit
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ def _unit_transfers(
     config: TrainConfig, parallel: ParallelConfig, device: Device, units: Sequence[Unit]
 ) -> tuple[float, float]:
     """Seconds to gather all units, and to reduce them."""
-    formats = Formats.of(config)
+    formats = formats_of(config, parallel)
     cluster = cluster_of(device, parallel.dp * parallel.cp * parallel.tp)
     run = Run(tp=parallel.tp, replicas=parallel.dp_replicate)
     gather = reduce = 0.0

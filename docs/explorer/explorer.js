@@ -146,7 +146,7 @@
   }
 
   function fail(words) {
-    say(`Python did not answer: ${words}. The site is built with it by \`nox -s docs\` where npm is.`, true);
+    say(`Python did not answer: ${words}. The site is built with it by \`nox -s docs\` where npm is.`);
   }
 
   function refuse(refused) {
@@ -158,7 +158,7 @@
 
   function clear() {
     point(null);
-    at("shown").hidden = at("marked").hidden = true;
+    at("drawn").hidden = at("shown").hidden = at("marked").hidden = true;
     for (const id of ["action", "text", "command"]) at(id).textContent = "";
   }
 
@@ -437,7 +437,7 @@
   label();
   if (location.protocol === "file:") {
     // Browsers start no worker there; what the site's search has in its place runs no modules.
-    say("Opened as a file this page cannot run Python: serve the site's folder, `python -m http.server -d site`.", true);
+    say("Opened as a file this page cannot run Python: serve the site's folder, `python -m http.server -d site`.");
   } else {
     start();
     ask({ ask: "menu" }, begin);

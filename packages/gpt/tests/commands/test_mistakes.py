@@ -30,8 +30,8 @@ TABLE = r"""
 no such file            | !train none.toml                      | 2 | none.toml: No such file or directory; give the path of a TOML configuration
 a folder                | !train .                              | 2 | .: Is a directory; give the path of a TOML configuration
 not TOML                | !train torn.toml                      | 2 | torn.toml: not TOML: Invalid value (at line 1, column 5)
-a key in no table       | !train flat.toml                      | 2 | seq_length = 32 stands in no table; the nearest key is data.seq_length
-a key is missing        | !train no-lr.toml                     | 2 | optimizer.lr is not given and without default; write it into the configuration, or optimizer.lr=VALUE behind it
+a key in no table       | !train flat.toml                      | 2 | seq_length = 32 is in no table; the nearest key is data.seq_length
+a key is missing        | !train no-lr.toml                     | 2 | optimizer.lr is not given, and there is no default; write it into the configuration, or optimizer.lr=VALUE behind its path
 --- keys and values
 a table misspelt        | trian.steps=3                         | 2 | [trian] is not a table of the configuration; the nearest is [train]
 a key of another name   | optimizer.learning_rate=1             | 2 | optimizer.learning_rate is not a key of [optimizer]; the nearest is optimizer.lr
@@ -62,7 +62,7 @@ no weight               | data.weights=[0,0]                    | 2 | data.weigh
 one name twice          | data.blend=["wiki","./wiki"]          | 2 | data.blend: two datasets are called 'wiki'; tell them apart by data.names
 a split of two          | data.split=90,20                      | 2 | data.split is '90,20'; it is three numbers >= 0, the first > 0, as 98,2,0
 nothing to evaluate     | eval.every=1 data.split=100,0,0       | 2 | eval.every is 1 and data.split '100,0,0' leaves no validation data; name some in data.valid, or set eval.every = 0
-memory of a planet      | model.ffn_hidden_size=10000000000000  | 1 | rank 0: memory ran out: ... bytes could not be allocated. The model has ... parameters; more ranks, ...
+memory of a planet      | model.ffn_hidden_size=10000000000000  | 1 | rank 0: memory ran out: ... bytes could not be allocated. The model has ... parameters. To need less, take more ranks, ...
 --- data
 no such data            | data.blend=["wiki","cod"]             | 1 | cod.idx: found No such file or directory, expected a file ... PREFIX.bin and PREFIX.idx are read
 a pair cut short        | data.blend=["cut","code"]             | 1 | cut.bin: found ... bytes, expected ... bytes, as cut.idx says ... write the pair again
@@ -91,8 +91,8 @@ another seed            | run.dir=done train.seed=5             | 2 | a resumed 
 another model           | run.dir=done model.num_layers=5       | 2 | a resumed run cannot change model.num_layers (was 4, is 5); put back what was, or start a new run.dir ...
 other data of that name | run.dir=done data.blend=["new/wiki","code"] | 1 | the saved state does not fit: datasets.0.tokens was ... and is ..., and the 8 positions already read depend on it; restore it, ...
 ranks that do not fit   | run.dir=done --ranks 3                | 2 | train.global_batch_size is 8 and train.micro_batch_size * parallel.dp is 2 * 3 = 6; ... 6 or 12 works
-only damaged checkpoints | run.dir=torn                         | 1 | torn/checkpoints holds no whole checkpoint; the newest is damaged: ...common.pt: ... Restore one, or move step-00000001 away to start anew [see errors/gpt.html#all-checkpoints-are-damaged]
-learning rate too large | run.dir=burst optimizer.lr=1e30       | 1 | step 1, rank 0: loss ..., gradient norm nan: not finite; the first such value is the ... of layers.... Weights are those before it [see errors/gpt.html#a-value-is-not-finite]
+only damaged checkpoints | run.dir=torn                         | 1 | torn/checkpoints holds no whole checkpoint; the newest is damaged: ...common.pt: ... Restore one, or move step-00000001 away to start anew
+learning rate too large | run.dir=burst optimizer.lr=1e30       | 1 | step 1, rank 0: the loss is ... and the gradient norm nan. The first value that is not finite is the ... of layers.... The weights are those before the step. ...
 --- launchers
 too many ranks          | --ranks 3 parallel.pp=2               | 2 | parallel.pp * cp * tp = 2 * 1 * 1 = 2 does not divide the world of 3 ranks; a world of 2 or 4 works, or ...
 WORLD_SIZE and degrees  | @WORLD_SIZE=3 {torchrun} parallel.pp=2 | 2 | parallel.pp * cp * tp = 2 * 1 * 1 = 2 does not divide the world of 3 ranks; a world of 2 or 4 works, or ...
@@ -100,7 +100,7 @@ a rank outside          | @WORLD_SIZE=3 {torchrun} RANK=5       | 2 | torchrun s
 half a launcher         | @RANK=0 WORLD_SIZE=2                  | 2 | RANK is 0 and WORLD_SIZE 2, and MASTER_ADDR and MASTER_PORT are not set; start the ranks by torchrun or a PyTorchJob, ...
 a port that is none     | @RANK=0 {pod} MASTER_PORT=abc         | 2 | MASTER_PORT is 'abc'; its launcher sets it to a whole number
 a port in use           | @RANK=0 {pod} MASTER_PORT={port}      | 1 | rank 0 of 2 (pytorchjob, tcp://localhost:{port}): the port is in use on this machine; set MASTER_PORT to a free one on all ranks
-nobody at the port      | @RANK=1 {pod} MASTER_PORT={free} run.timeout_seconds=1 | 1 | rank 1 of 2 (pytorchjob, tcp://localhost:{free}) did not meet the others within 1 s: nobody listens there (Connection refused). Are all 2 ranks started, and can they reach that address? [see errors/gpt.html#the-ranks-did-not-meet]
+nobody at the port      | @RANK=1 {pod} MASTER_PORT={free} run.timeout_seconds=1 | 1 | rank 1 of 2 (pytorchjob, tcp://localhost:{free}) did not meet the others within 1 s: nobody listens there (Connection refused). Are all 2 ranks started, and can they reach that address?
 an unknown host         | @RANK=1 WORLD_SIZE=2 MASTER_ADDR=no-such.invalid MASTER_PORT=1 run.timeout_seconds=1 | 1 | rank 1 of 2 (...) did not meet the others within 1 s: the host name no-such.invalid is not known here (...). Are all ...
 mpirun                  | @OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 | 2 | mpirun started 2 processes (OMPI_COMM_WORLD_SIZE); it tells them no place to meet: start the ranks by torchrun, srun or `sixfold train --ranks 2`
 a torn node list        | @SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=gpu[3-1] | 2 | node list 'gpu[3-1]': '3-1' is no number or range; lists look like gpu[01-03,07]

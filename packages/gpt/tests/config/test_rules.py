@@ -176,7 +176,7 @@ def test_the_world_nobody_gave_is_the_product_of_the_degrees():
     ("overrides", "world", "expected"),
     [
         (("parallel.pp=3",), 4, ("= 3", "world of 4", "3 or 6 works", "parallel.pp = 2 with parallel.dp = 2")),
-        (("parallel.pp=2", "parallel.dp=2"), 3, ("is 4 ranks and the world has 3", "a world of 4 works")),
+        (("parallel.pp=2", "parallel.dp=2"), 3, ("is 4 ranks, and 3 are there", "a world of 4 works")),
         ((), 3, ("train.global_batch_size is 16", "4 * 3 = 12", "12 or 24 works")),
         ((), 0, ("a world of 1 works",)),
         (("parallel.dp_replicate=3",), 4, ("parallel.dp_replicate is 3 and parallel.dp 4", "= 2 works")),

@@ -290,7 +290,7 @@ def test_a_missing_key_without_default_is_named(key):
         (None, "No such file"),
         (b"[model\n", "not TOML"),
         (b"\xff", "not UTF-8"),
-        (b"steps = 3\n", "steps = 3 stands in no table; the nearest key is"),
+        (b"steps = 3\n", "steps = 3 is in no table; the nearest key is"),
         (b"train = 3\n", "it is a table: write [train]"),
     ],
 )

@@ -365,8 +365,8 @@ def test_a_checkpoint_with_more_than_the_model_has_or_in_other_shapes_is_refused
         open_it(run)
     for part in (
         f"model.norm.weight is of shape [{len(wider)}] and [model] says [{len(wider) - 8}]",
-        "model.positions.weight, of no part of the model",
-        "model.layers.0.extra, of no part of the model",
+        "model.positions.weight, which is no part of the model",
+        "model.layers.0.extra, which is no part of the model",
         "model.layers.1._extra_state",
         "model_provider's own decoder",
     ):

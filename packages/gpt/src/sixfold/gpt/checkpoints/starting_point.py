@@ -152,7 +152,9 @@ def _check_past(newest: Path, config: TrainConfig) -> None:
         same_end = config.data.eod_mask_loss and common.get(END) == end_of_documents(config)
         resume_changes(saved_config(newest), config, step=step_of(newest), same_end=same_end)
     elif differ := model_differences(newest, config.model):
-        raise ConfigError(f"{newest} was imported with another {', '.join(differ)}; take its [model] over as it is")
+        raise ConfigError(
+            f"{newest} was imported with another {', '.join(differ)}; copy the [model] of its config.toml"
+        )
 
 
 def _newest(config: TrainConfig, damaged: dict[Path, str]) -> Path | None:
@@ -174,7 +176,7 @@ def _newest(config: TrainConfig, damaged: dict[Path, str]) -> Path | None:
         folder, why = next(iter(damaged.items()))
         raise FinalError(
             f"{root} holds no whole checkpoint; the newest is damaged: {why}. Restore one, or move {folder.name} away "
-            f"to start anew [see errors/gpt.html#all-checkpoints-are-damaged]"
+            f"to start anew"
         )
     if resume == "must" and newest is None:
         raise ConfigError(f'checkpoint.resume is "must" and {root} holds no whole checkpoint; "auto" starts anew')

@@ -55,7 +55,7 @@ def check_tensors(folder: Path, config: GPTConfig) -> None:
         rows = name in TABLES_OF_IDS and bool(found) and found[0] >= shape[0]
         if (found[1:] if rows else found) != (shape[1:] if rows else shape):
             problems.append(f"model.{name} is of shape {list(found)} and [model] says {list(shape)}")
-    problems += [f"{key}, of no part of the model" for key in sorted(stored)]
+    problems += [f"{key}, which is no part of the model" for key in sorted(stored)]
     if problems:
         raise ConfigError(
             f"{folder} is no GPTModel of its [model]: {'; '.join(problems)}; a model_provider's own decoder is loaded "

@@ -233,8 +233,8 @@ def _await_sight(rank: int, folder: Path, limit_s: float) -> None:
     while not dist_ckpt.check_is_distributed_checkpoint(folder):
         if time.monotonic() > deadline:
             raise TrainError(
-                f"rank {rank} does not see {folder}, which rank 0 chose, within {limit_s:g} s; all ranks of a run need "
-                f"run.dir on one file system [see errors/gpt.html#a-rank-does-not-see-a-checkpoint]"
+                f"rank {rank} does not see {folder}, which rank 0 chose, within {limit_s:g} s. All ranks of a run need "
+                f"run.dir on one file system"
             )
         time.sleep(SEEN_POLL_S)
 

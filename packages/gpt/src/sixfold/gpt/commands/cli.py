@@ -73,50 +73,59 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version, help="print the versions of the packages and end")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
-    train = verbs.add_parser("train", help="train as a TOML file says; continues the run that lies in run.dir")
+    train = verbs.add_parser("train", help="train from a TOML file; resumes the run in run.dir")
     train.add_argument("config", metavar="CONFIG", help="TOML file")
     train.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="change a key of the file")
     train.add_argument(
-        "--ranks", type=at_least_one, help="ranks to start here (default: product of the degrees; GPUs: all)"
+        "--ranks",
+        type=at_least_one,
+        help="ranks to start on this machine (default: product of the degrees, else one per GPU)",
     )
     train.add_argument(
         "--max-restarts",
         type=at_least_zero,
         default=0,
         metavar="N",
-        help="start all ranks again from the newest checkpoint, N times at most (%(default)s), when one was killed or "
-        "lost or failed by what may pass; not where configuration, data, a value or the disk would end the run again",
+        help="restart all ranks from the newest checkpoint, at most N times (%(default)s), if a rank was killed or "
+        "lost; not if the configuration, the data, a NaN or a full disk would end the run again",
     )
     train.add_argument("--print-config", action="store_true", help="print the resolved TOML and end")
     train.set_defaults(run=run_train)
 
     demo = verbs.add_parser(
-        "demo", help="train on this Python's documentation, be killed, resume, plot; about 4 minutes"
+        "demo", help="train on this Python's documentation, kill and resume the run, plot it; about 4 minutes"
     )
-    demo.add_argument("--dir", type=Path, default=Path("sixfold-demo"), help="where everything goes (%(default)s)")
+    demo.add_argument("--dir", type=Path, default=Path("sixfold-demo"), help="folder for all files (%(default)s)")
     demo.add_argument("--minutes", type=minutes, default=3.0, help="how long to train (%(default)s)")
     demo.add_argument(
-        "--ranks", type=at_least_one, default=2, help="processes, first a pipeline, then sharded (%(default)s)"
+        "--ranks", type=at_least_one, default=2, help="ranks: first a pipeline, then sharded (%(default)s)"
     )
     demo.set_defaults(run=_demo)
 
-    prepare = verbs.add_parser("prepare", help="text files to token pairs; txt: a file is a document, jsonl: a line")
+    prepare = verbs.add_parser("prepare", help="make token files of text; a document is a .txt file or a .jsonl line")
     prepare.add_argument("inputs", nargs="*", metavar="INPUT")
     prepare.add_argument("--cpython", action="store_true", help="the demo's corpus instead of files")
-    prepare.add_argument("--out", required=True, metavar="PREFIX", help="path of the pair, without extension")
-    prepare.add_argument("--tokenizer", default="bytes", help="bytes or a tokenizer.json (%(default)s)")
+    prepare.add_argument(
+        "--out", required=True, metavar="PREFIX", help="path of the .bin and .idx files, without extension"
+    )
+    prepare.add_argument(
+        "--tokenizer", default="bytes", help="a tokenizer.json, or bytes: a token per byte (%(default)s)"
+    )
     prepare.add_argument(
         "--eod-token",
         default="",
         metavar="NAME",
-        help="token of a tokenizer.json that ends a document (default: finds it)",
+        help="token that ends a document (default: the tokenizer's eos_token or a usual name)",
     )
-    prepare.add_argument("--key", default="text", help="where a jsonl line holds its text (%(default)s)")
+    prepare.add_argument("--key", default="text", help="key of the text in a .jsonl line (%(default)s)")
     prepare.add_argument(
-        "--documents", choices=("file", "paragraph", "line"), default="file", help="of a text file (%(default)s)"
+        "--documents",
+        choices=("file", "paragraph", "line"),
+        default="file",
+        help="what is a document in a .txt file (%(default)s)",
     )
     prepare.add_argument(
-        "--template", action="store_true", help="with what the tokenizer's template adds, such as a BOS"
+        "--template", action="store_true", help="also store what the tokenizer's template adds, such as a BOS"
     )
     prepare.add_argument("--workers", type=at_least_one, default=1, help="processes (%(default)s)")
     prepare.set_defaults(run=_prepare)
@@ -125,25 +134,34 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder or metrics.jsonl")
     plot.add_argument("--out", type=Path, default=Path("loss.svg"), help=".svg or .png (%(default)s)")
     plot.add_argument("--x", choices=("step", "tokens", "seconds"), default="step")
-    plot.add_argument("--by-dataset", action="store_true", help="a curve for each dataset of the blend as well")
+    plot.add_argument("--by-dataset", action="store_true", help="also draw a curve for each dataset of the blend")
     plot.set_defaults(run=_plot)
 
-    sample = verbs.add_parser("sample", help="let a trained model write")
+    sample = verbs.add_parser("sample", help="generate text with a trained model")
     sample.add_argument("path", type=Path, metavar="PATH", help="run folder or checkpoint folder")
-    sample.add_argument("--prompt", default="", help="text to go on from (default: the start of a document)")
-    sample.add_argument("--tokenizer", default="", help="bytes or a tokenizer.json (default: the run's own)")
-    sample.add_argument("--eod-token", default="", metavar="NAME", help="token of it that ends a document")
-    sample.add_argument("--tokens", type=at_least_one, default=200, help="tokens at most (%(default)s)")
-    sample.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (%(default)s)")
-    sample.add_argument("--top-k", type=int, default=50, help="of the likeliest K only; 0 is all (%(default)s)")
-    sample.add_argument("--top-p", type=float, default=1.0, help="of the likeliest that together have P; 1 is all")
+    sample.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    sample.add_argument("--tokenizer", default="", help="a tokenizer.json or bytes (default: the run's own)")
+    sample.add_argument("--eod-token", default="", metavar="NAME", help="token of the tokenizer that ends a document")
+    sample.add_argument("--tokens", type=at_least_one, default=200, help="most tokens to generate (%(default)s)")
+    sample.add_argument(
+        "--temperature", type=float, default=0.8, help="0 always takes the likeliest token (%(default)s)"
+    )
+    sample.add_argument(
+        "--top-k", type=int, default=50, help="sample from the K likeliest tokens; 0: from all (%(default)s)"
+    )
+    sample.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        help="sample from the likeliest tokens that together have probability P; 1: from all",
+    )
     sample.add_argument("--seed", type=int, default=0)
-    sample.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    sample.add_argument("--json", action="store_true", help="print one JSON object")
     sample.set_defaults(run=_sample)
 
-    timeline = verbs.add_parser("timeline", help="draw a step as the pipeline ran it, beside the same on paper")
+    timeline = verbs.add_parser("timeline", help="draw a measured pipeline step above its simulation")
     timeline.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, trained with log.timeline_steps")
-    timeline.add_argument("--step", type=at_least_one, help="which of log.timeline_steps (default: the newest)")
+    timeline.add_argument("--step", type=at_least_one, help="one of log.timeline_steps (default: the newest)")
     timeline.add_argument(
         "--out", type=Path, default=Path("timeline.svg"), help=".svg, .png, .json for Perfetto, .txt (%(default)s)"
     )
@@ -166,18 +184,20 @@ class _Version(argparse.Action):
 
 
 def _huggingface_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    export = verbs.add_parser("export", help="a run's model as a Hugging Face folder: Llama, Qwen2 or Qwen3")
+    export = verbs.add_parser("export", help="write a run's model as a Hugging Face folder: Llama, Qwen2, Qwen3")
     export.add_argument("path", type=Path, metavar="PATH", help="run folder or checkpoint folder")
     export.add_argument("out", metavar="OUT_DIR", help="a folder that does not exist or is empty")
-    export.add_argument("--step", type=int, help="the checkpoint of that step (default: the newest)")
+    export.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")
     export.add_argument(
-        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: that of the checkpoint, fp32 of runs"
+        "--dtype", choices=("fp32", "bf16", "fp16"), help="default: dtype of the checkpoint; runs have fp32"
     )
-    export.add_argument("--max-shard-bytes", type=at_least_one, metavar="N", help="of values in a file (5000000000)")
+    export.add_argument(
+        "--max-shard-bytes", type=at_least_one, metavar="N", help="most bytes of values per file (5000000000)"
+    )
     export.set_defaults(run=_export)
 
-    bring = verbs.add_parser("import", help="a Hugging Face folder as a run folder with a checkpoint of step 0")
-    bring.add_argument("hf_dir", metavar="HF_DIR", help="config.json and safetensors")
+    bring = verbs.add_parser("import", help="make a run folder of a Hugging Face folder, with a checkpoint of step 0")
+    bring.add_argument("hf_dir", metavar="HF_DIR", help="folder with config.json and safetensors")
     bring.add_argument("run_dir", metavar="RUN_DIR", help="a folder that does not exist or is empty")
     bring.set_defaults(run=_import)
 

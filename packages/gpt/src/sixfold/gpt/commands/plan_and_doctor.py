@@ -18,32 +18,43 @@ if TYPE_CHECKING:
 
 def add_verbs(verbs: Verbs) -> None:
     """``plan`` and ``doctor`` to the parser of the command."""
-    plan = verbs.add_parser("plan", help="memory, traffic, bubble and time of a layout; no GPU, no ranks, no torch")
+    plan = verbs.add_parser(
+        "plan", help="estimate memory, traffic and time of a layout; needs no GPU, no ranks, no torch"
+    )
     plan.add_argument("config", metavar="CONFIG", help="TOML file")
     plan.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="change a key of the file")
-    plan.add_argument("--world", type=at_least_one, metavar="N", help="ranks (default: product of the degrees)")
-    plan.add_argument("--memory-gb", type=above_zero, metavar="G", help="of a rank, 10^9 bytes (default: the device's)")
     plan.add_argument(
-        "--tflops", type=above_zero, metavar="F", help="achieved in matrix products (default: the device's)"
+        "--world", type=at_least_one, metavar="N", help="number of ranks (default: product of the degrees)"
     )
-    plan.add_argument("--gbps", type=above_zero, metavar="B", help="Gbit/s of the network for each device")
-    plan.add_argument("--device", metavar="NAME", help="a100, h100, h200, b200 or cpu (default: what run.device means)")
-    plan.add_argument("--machine", metavar="FILE", help="plan for the machine of which `sixfold doctor` wrote FILE")
-    plan.add_argument("--search", action="store_true", help="rank the layouts of this world that fit")
-    plan.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    plan.add_argument(
+        "--memory-gb", type=above_zero, metavar="G", help="memory of a rank in 10^9 bytes (default: the device's)"
+    )
+    plan.add_argument(
+        "--tflops", type=above_zero, metavar="F", help="TFLOP/s that matrix products achieve (default: the device's)"
+    )
+    plan.add_argument("--gbps", type=above_zero, metavar="B", help="Gbit/s of the network per device")
+    plan.add_argument("--device", metavar="NAME", help="a100, h100, h200, b200 or cpu (default: by run.device)")
+    plan.add_argument("--machine", metavar="FILE", help="plan for the machine that `sixfold doctor` measured into FILE")
+    plan.add_argument("--search", action="store_true", help="list the layouts of so many ranks that fit, best first")
+    plan.add_argument("--json", action="store_true", help="print one JSON object")
     plan.set_defaults(run=_plan)
 
-    doctor = verbs.add_parser("doctor", help="check a machine, or an allocation under torchrun or srun, and measure it")
-    doctor.add_argument("--ranks", type=at_least_one, metavar="N", help="ranks to start here (default: GPUs, else 2)")
-    doctor.add_argument("--dir", default=".", metavar="FOLDER", help="where runs are to lie (%(default)s)")
+    doctor = verbs.add_parser("doctor", help="check and measure this machine, or an allocation under torchrun or srun")
+    doctor.add_argument(
+        "--ranks", type=at_least_one, metavar="N", help="ranks to start on this machine (default: one per GPU, else 2)"
+    )
+    doctor.add_argument("--dir", default=".", metavar="FOLDER", help="folder of runs, to check (%(default)s)")
     doctor.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     doctor.add_argument(
         "--timeout", type=above_zero, default=30.0, metavar="S", help="longest wait for another rank (%(default)s)"
     )
     doctor.add_argument(
-        "--out", default="sixfold-machine.json", metavar="FILE", help="for `sixfold plan --machine` (%(default)s)"
+        "--out",
+        default="sixfold-machine.json",
+        metavar="FILE",
+        help="results, for `sixfold plan --machine` (%(default)s)",
     )
-    doctor.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(run=_doctor)
 
 

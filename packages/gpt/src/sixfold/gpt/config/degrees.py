@@ -34,9 +34,9 @@ def check_degrees(config: "TrainConfig") -> None:
         degree = getattr(config.parallel, key)
         if degree > 1 and config.train.compile and config.train.recompute == "full":
             raise ConfigError(
-                f"train.compile is true, train.recompute 'full' and parallel.{key} {degree}: what travels between "
-                f"ranks is not compiled, and neither is then a layer that is computed again whole: train.recompute = "
-                f"'selective' works"
+                f"train.compile is true, train.recompute 'full' and parallel.{key} {degree}. Messages between ranks "
+                f"are not compiled, so a layer with messages cannot be compiled and recomputed whole: "
+                f"train.recompute = 'selective' works"
             )
     if config.parallel.dp:
         check_ranks(config, config.parallel)
@@ -53,14 +53,14 @@ def check_ranks(config: "TrainConfig", parallel: "ParallelConfig") -> None:
     copies, dp, cp, ep = parallel.dp_replicate, parallel.dp, parallel.cp, parallel.ep
     if dp % copies:
         raise ConfigError(
-            f"parallel.dp_replicate is {copies} and parallel.dp {dp}; the first divides the second: "
+            f"parallel.dp_replicate is {copies} and parallel.dp {dp}; dp_replicate divides dp: "
             f"parallel.dp_replicate = {nearest_divisor(dp, copies)} works"
         )
     if dp * cp % ep:
         near = nearest_divisor(gcd(dp * cp, max(config.model.num_experts, 1)), ep)
         raise ConfigError(
-            f"parallel.ep is {ep} and parallel.dp * cp = {dp} * {cp} = {dp * cp}, the ranks over which experts are "
-            f"split; the first divides the second: parallel.ep = {near} works, or parallel.dp = "
+            f"parallel.ep is {ep} and parallel.dp * cp = {dp} * {cp} = {dp * cp}. Experts are split over these "
+            f"ranks, so ep divides dp * cp: parallel.ep = {near} works, or parallel.dp = "
             f"{_near_multiple(ep // gcd(ep, cp), dp)}"
         )
 
@@ -93,7 +93,7 @@ def _check_tensor_parallel(config: "TrainConfig") -> None:
         )
     if tp > 1 and config.optimizer.name == "muon":
         raise ConfigError(
-            f"optimizer.name is 'muon' and parallel.tp {tp}, which cuts the matrices that it takes whole; "
+            f"optimizer.name is 'muon' and parallel.tp {tp}, which splits the matrices that Muon needs whole; "
             f"optimizer.name = 'adamw' works, or parallel.tp = 1 with more of parallel.pp, dp or cp"
         )
 

@@ -158,7 +158,7 @@ def check_world(config: "TrainConfig", world: int) -> "ParallelConfig":
     degrees = f"parallel.pp * cp * tp = {parallel.pp} * {parallel.cp} * {parallel.tp} = {model_ranks}"
     if parallel.dp and parallel.dp * model_ranks != world:
         raise ConfigError(
-            f"{degrees} times parallel.dp = {parallel.dp} is {parallel.world} ranks and the world has {world}; "
+            f"{degrees} times parallel.dp = {parallel.dp} is {parallel.world} ranks, and {world} are there; "
             f"a world of {parallel.world} works, or {_fitting(parallel.pp, model_ranks, world)}"
         )
     if world < 1 or world % model_ranks:

@@ -61,7 +61,7 @@ def read_tables(text: str, overrides: Sequence[str], tables: Tables, source: str
         if name not in tables and not isinstance(table, dict):
             near = _nearest_key(f".{name}", tables)
             raise ConfigError(
-                f"{name} = {table!r} stands in no table"
+                f"{name} = {table!r} is in no table"
                 + (f"; the nearest key is {near}" if near else "; write [table] above")
             )
         _check_table(name, tables)

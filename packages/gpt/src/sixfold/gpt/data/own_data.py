@@ -55,14 +55,15 @@ def check_own(config: TrainConfig, datasets: Datasets) -> None:
     unknown = [name for name in named if name not in datasets] + [name for name in datasets if name not in named]
     if unknown:
         raise ConfigError(
-            f"datasets are {list(datasets)}, data.blend {list(data.blend)} and data.valid {list(data.valid)}; each "
-            f"name stands on both sides, and {unknown[0]!r} does not: pairs and own datasets do not mix in a run"
+            f"datasets are {list(datasets)}, data.blend {list(data.blend)} and data.valid {list(data.valid)}. "
+            f"Both have the same names, and {unknown[0]!r} is missing in one. A run reads token files or your "
+            f"datasets, not both"
         )
     for name, dataset in datasets.items():
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             raise ConfigError(
-                f"dataset {name!r} is a {type(dataset).__name__} without len() or [i]; it is of map style: an iterable "
-                f"one has no place to go on from"
+                f"dataset {name!r} is a {type(dataset).__name__} without len() or [i]. Give a map-style dataset: a run "
+                f"cannot resume in an iterable one"
             )
         if len(dataset) < 1:
             raise ConfigError(f"dataset {name!r} has {len(dataset)} items; it has at least one")

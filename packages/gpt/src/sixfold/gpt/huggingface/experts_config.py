@@ -106,9 +106,9 @@ def check(config: GPTConfig) -> None:
     if config.qk_norm == config.qkv_bias or shared != config.qkv_bias or config.shared_expert_gate != shared:
         raise ConfigError(
             f"model.qk_norm is {config.qk_norm}, model.qkv_bias {config.qkv_bias}, model.shared_ffn_hidden_size "
-            f"{config.shared_ffn_hidden_size} and model.shared_expert_gate {config.shared_expert_gate}; with experts "
-            "Qwen3-MoE has the first alone and Qwen2-MoE the others, and no other architecture is written: "
-            "sixfold-ckpt convert writes the tensors as they are. model.qk_norm = true alone is a Qwen3-MoE"
+            f"{config.shared_ffn_hidden_size} and model.shared_expert_gate {config.shared_expert_gate}. With experts "
+            "Qwen3-MoE has only the first, and Qwen2-MoE the other three. model.qk_norm = true alone is a Qwen3-MoE. "
+            "For other models sixfold-ckpt convert writes the tensors alone"
         )
 
 

@@ -348,7 +348,7 @@ def _not_met(rendezvous: Rendezvous, timeout_s: float, error: str) -> str:
         return f"{rendezvous}: the port is in use on this machine; set MASTER_PORT to a free one on all ranks"
     return (
         f"{rendezvous} did not meet the others within {timeout_s:g} s: {first}. Are all {rendezvous.size} ranks "
-        f"started, and can they reach that address? [see errors/gpt.html#the-ranks-did-not-meet]"
+        f"started, and can they reach that address?"
     )
 
 

@@ -235,11 +235,9 @@ def _silent_end(rank: int, exit_code: int | None) -> Failure:
         return _ended_at_once(rank)
     if exit_code is not None and exit_code < 0:
         number = signal.Signals(-exit_code)
-        text = (
-            f"rank {rank} was killed by {number.name}{_HINTS.get(number, '')} [see errors/gpt.html#a-rank-was-killed]"
-        )
+        text = f"rank {rank} was killed by {number.name}{_HINTS.get(number, '')}"
         return Failure(rank=rank, time=now, text=text, killed_by=number)
-    text = f"rank {rank} ended with exit status {exit_code} and no message [see errors/gpt.html#a-rank-was-killed]"
+    text = f"rank {rank} ended with exit status {exit_code} and no message"
     return Failure(rank=rank, time=now, text=text)
 
 
@@ -293,8 +291,8 @@ def _outcome(ranks: list[_Rank], stop: _Stop, stopped: list[int]) -> int:
 
 def _ended_at_once(rank: int) -> Failure:
     text = (
-        "a second signal ended the run at once; what was done since the newest checkpoint is not saved "
-        "[see errors/gpt.html#a-second-signal-ended-the-run]"
+        "a second signal ended the run at once; the steps since the newest checkpoint are not saved. The same command "
+        "resumes from it"
     )
     return Failure(rank=rank, time=time.time(), text=text, exit_code=ENDED, final=True)
 

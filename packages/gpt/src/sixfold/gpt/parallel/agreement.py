@@ -102,8 +102,8 @@ def memory_errors(rank: int, config: TrainConfig) -> Iterator[None]:
             raise
         raise FinalError(
             f"rank {rank}: memory ran out: {asked[1]} could not be allocated. The model has "
-            f"{config.model.num_parameters:,} parameters; more ranks, a smaller train.micro_batch_size or "
-            f'data.seq_length, or train.recompute = "full" takes less [see errors/gpt.html#memory-ran-out]'
+            f"{config.model.num_parameters:,} parameters. To need less, take more ranks, a smaller "
+            f'train.micro_batch_size or data.seq_length, or train.recompute = "full"'
         ) from error
 
 
@@ -116,6 +116,6 @@ def world_collective(what: str) -> Iterator[None]:
         if not is_lost_rank(error):
             raise
         raise TrainError(
-            f"{what}: another rank died or did not answer in time: {error} "
-            "[see errors/gpt.html#a-rank-died-or-did-not-come]"
+            f"{what}: another rank died or did not answer in time. Look at the output of the other ranks. The back end "
+            f"says: {error}"
         ) from error

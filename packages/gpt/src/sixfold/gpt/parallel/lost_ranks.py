@@ -52,8 +52,7 @@ def group_collective(group: dist.ProcessGroup | None, what: str) -> Iterator[Non
         ranks, seconds = dist.get_process_group_ranks(group), time.monotonic() - begin
         others = ", ".join(str(rank) for at, rank in enumerate(ranks) if at != group.rank())
         raise TrainError(
-            f"{what} of ranks {', '.join(map(str, ranks))}: rank {ranks[group.rank()]} waited {seconds:.1f} s and one "
-            f"of the others died or did not come: look at what rank {others} says and whether its process runs; a rank "
-            f"that is only slow needs a longer run.timeout_seconds: {error} "
-            "[see errors/gpt.html#a-rank-died-or-did-not-come]"
+            f"{what} of ranks {', '.join(map(str, ranks))}: rank {ranks[group.rank()]} waited {seconds:.1f} s and "
+            f"another rank died or did not come. Look at the output and the process of rank {others}. A rank that "
+            f"is only slow needs a longer run.timeout_seconds. The back end says: {error}"
         ) from error

@@ -150,8 +150,8 @@ class Run:
             batch = prefetch.result(limit)
         except TimeoutError as error:
             raise TrainError(
-                f"{what}: rank {self.rank.mesh.rank} did not read its data within {limit:g} s; is the disk there? "
-                "[see errors/gpt.html#data-did-not-come]"
+                f"{what}: rank {self.rank.mesh.rank} did not read its data within {limit:g} s. Does the disk "
+                "answer? A slow one needs a longer run.timeout_seconds"
             ) from error
         for microbatch in batch:
             microbatch.arrive()
@@ -307,9 +307,9 @@ class Run:
         what, rank, where = blamed(self.rank, batch, outcome.gradient, self.progress.step)
         self.note("nonfinite", step=self.progress.step, rank=rank, where=where, what=what)
         raise FinalError(
-            f"step {self.progress.step}, rank {rank}: loss {outcome.loss}, gradient norm {outcome.grad_norm}: not "
-            f"finite; the first such value is the {what}{where and f' of {where}'}. Weights are those before it "
-            "[see errors/gpt.html#a-value-is-not-finite]"
+            f"step {self.progress.step}, rank {rank}: the loss is {outcome.loss} and the gradient norm "
+            f"{outcome.grad_norm}. The first value that is not finite is the {what}{where and f' of {where}'}. "
+            "The weights are those before the step. Resume with a lower optimizer.lr, or look at the data of this step"
         )
 
     def loop(self, flag: StopFlag) -> str:

@@ -138,8 +138,8 @@ def test_an_item_that_is_none_is_named_with_dataset_and_number(tmp_path, case):
 @pytest.mark.parametrize(
     ("overrides", "datasets", "says"),
     [
-        ([], {"a": Numbered(3)}, "'b' does not"),
-        ([], {**TWO, "c": Numbered(3)}, "'c' does not"),
+        ([], {"a": Numbered(3)}, "'b' is missing in one"),
+        ([], {**TWO, "c": Numbered(3)}, "'c' is missing in one"),
         ([], {"a": Numbered(3), "b": Numbered(0)}, "'b' has 0 items"),
         ([], {"a": Numbered(3), "b": iter([])}, "without len"),
         (["data.order=megatron"], TWO, "data.order is 'megatron'"),

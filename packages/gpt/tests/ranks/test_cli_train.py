@@ -78,9 +78,7 @@ def test_a_killed_rank_is_named_and_the_next_start_goes_on_at_another_layout(con
     assert resume["step"] == 2 and resume["layout"]["dp"] == 2
 
 
-KILLED = (
-    r"rank 1 was killed by SIGKILL; the kernel does so when memory runs out"
-)
+KILLED = r"rank 1 was killed by SIGKILL; the kernel does so when memory runs out"
 
 
 @pytest.mark.sampled(2)  # a killed rank and a stopped one

@@ -96,10 +96,10 @@ def test_a_ring_in_a_run_waits_for_the_runs_deadline_and_no_longer():
     found = ranktest.run_ranks(alone_in_the_ring, 4)
     assert all(0.8 * SHORT_S < seconds < 10 for seconds, _ in found[::2]), found
     assert re.match(
-        r"ring of keys and values over cp of ranks 0, 1: rank 0 waited \d+\.\d s .* what rank 1 says", found[0][1]
+        r"ring of keys and values over cp of ranks 0, 1: rank 0 waited \d+\.\d s .* process of rank 1", found[0][1]
     )
     assert re.match(
-        r"ring of .*keys and values over cp of ranks 2, 3: rank 2 waited \d+\.\d s .* what rank 3 says", found[2][1]
+        r"ring of .*keys and values over cp of ranks 2, 3: rank 2 waited \d+\.\d s .* process of rank 3", found[2][1]
     )
 
 
@@ -211,4 +211,4 @@ def test_a_lost_rank_is_told_of_with_the_sum_from_which_it_stayed_away():
     for texts, sums, (here, there) in ((first, SUMS[::2], (0, 1)), (second, SUMS[1::2], (2, 3))):
         for text, (what, _) in zip(texts, sums, strict=True):
             ranks = f"of ranks {here}, {there}: rank {here} waited"
-            assert re.match(rf"{what} {ranks} \d+\.\d s .* what rank {there} says", text), text
+            assert re.match(rf"{what} {ranks} \d+\.\d s .* process of rank {there}", text), text

@@ -121,7 +121,7 @@ def test_ranks_have_their_numbers_in_the_job_wherever_a_pipeline_tells_of_them(t
     layout = ("parallel.pp=2", "parallel.tp=2")  # pipelines of ranks 0 and 2, 1 and 3
     config = tiny_config(tmp_path, "train.steps=3", "train.global_batch_size=4", "run.timeout_seconds=3", *layout)
     first, second, third, _ = ranktest.run_ranks(told_of_the_last_rank, 4, config.to_toml(), timeout=JOB_S)
-    here = r"over tp of ranks 2, 3: rank 2 waited \d+\.\d s .* what rank 3 says"
+    here = r"over tp of ranks 2, 3: rank 2 waited \d+\.\d s .* process of rank 3"
     assert re.match(rf"rank 2 failed at \[\d+/\d+\] 1F0: .* {here}", third), third
     assert re.match(r"rank (2 failed at \[\d+/\d+\] 1F0: |0 waits at .* for rank 2; rank 2 )", first), first
     assert re.match(r"rank 1 waits at \[\d+/\d+\] 0RECV_B\d for rank 3; rank 3 silent", second), second

@@ -83,7 +83,7 @@ class Odd(nn.Module):
 )
 def test_values_that_are_not_finite_stop_before_the_optimizer_and_are_named(tmp_path, spoil, where, what):
     config = tiny_config(tmp_path, "checkpoint.save_initial=true")
-    with pytest.raises(TrainError, match=rf"step 0, rank 0: .* not finite; the first such value is the {what}"):
+    with pytest.raises(TrainError, match=rf"step 0, rank 0: .* The first value that is not finite is the {what}"):
         train(config, model_provider=lambda pre_process, post_process, vp_stage: Odd(spoil))
     [entry] = lines(config, "nonfinite")
     assert (entry["step"], entry["rank"], entry["where"], entry["what"]) == (0, 0, where, what)

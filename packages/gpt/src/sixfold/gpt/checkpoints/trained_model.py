@@ -174,7 +174,8 @@ def load_model(
     Returns:
         The model in evaluation mode, weights in ``dtype``.
     Raises:
-        ConfigError: no checkpoint there, or its tensors are not those of its [model]. CheckpointError: it is damaged.
+        ConfigError: there is no checkpoint, or its tensors are not those of its [model].
+        CheckpointError: the checkpoint is damaged.
     """
     from sixfold.gpt.model.decoder import GPTModel
 

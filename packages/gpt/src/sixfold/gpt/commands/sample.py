@@ -83,12 +83,12 @@ class Draws:
 
 
 def sample(model: GPTModel, tokenizer: Tokenizer, prompt: str = "", **draws: Any) -> str:
-    """What ``model`` writes after ``prompt``, the prompt not included; arguments and errors as of `stream`."""
+    """The text that ``model`` writes after ``prompt``, without the prompt. Arguments and errors as of `stream`."""
     return "".join(stream(model, tokenizer, prompt, **draws))
 
 
 def stream(model: GPTModel, tokenizer: Tokenizer, prompt: str = "", **draws: Any) -> Iterator[str]:
-    """The text that ``model`` writes after ``prompt``, in pieces as it comes; together they are what `sample` gives.
+    """Yield the text that ``model`` writes after ``prompt``, in pieces. Together they are what `sample` returns.
 
     An empty prompt is the start of a document: its template's first token (a BOS) where the tokenizer adds one, else
     the end of the document before; see [Note: how a text without a prompt begins]. The text ends with its document or
@@ -153,12 +153,13 @@ class Opened:
 
 
 def open_run(path: str | Path, tokenizer: str = "", eod_token: str = "") -> Opened:
-    """Model, length of its rows and tokenizer of a run folder or checkpoint folder, for one process on the CPU.
+    """Open a run folder or checkpoint folder on the CPU: the model, the length of its rows and the tokenizer.
 
     Args:
         tokenizer, eod_token: as of `tokenizer_for`; "" are the run's own.
     Raises:
-        ConfigError: no checkpoint or no tokenizer there. CheckpointError: it is damaged.
+        ConfigError: there is no checkpoint or no tokenizer.
+        CheckpointError: the checkpoint is damaged.
     """
     from sixfold.gpt.checkpoints.trained_model import (
         IMPORTED,

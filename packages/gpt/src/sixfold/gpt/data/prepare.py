@@ -103,16 +103,16 @@ def prepare(
     template: bool = False,
     workers: int = 1,
 ) -> Prepared:
-    """Tokenize text files into one pair.
+    """Tokenize text files into one pair of .bin and .idx files.
 
     Args:
         inputs: a ``.jsonl`` file is a document per line, its text under ``key``; any other file is one document.
-        out_prefix: path of the pair without extension; folders are made.
+        out_prefix: path of the pair without extension. Missing folders are made.
         tokenizer: ``bytes`` or the path of a tokenizer.json, or of a folder that has one.
-        eod_token: of a tokenizer.json: the text of the token that ends a document; "" finds the usual ones.
-        documents: what is a document of a text file: the ``file``, a ``paragraph`` or a ``line``.
-        template: each document begins as the tokenizer's template has it (a BOS): of models that others trained so.
-        workers: processes; the bytes written do not depend on it.
+        eod_token: the token of a tokenizer.json that ends a document; "" takes its eos_token or a usual name.
+        documents: what is a document in a text file: the ``file``, a ``paragraph`` or a ``line``.
+        template: also store what the tokenizer's template adds to a document, such as a BOS.
+        workers: number of processes. The written bytes do not depend on it.
     Raises:
         ConfigError: no input, a missing input, an existing pair, an unknown tokenizer.
         IndexedDataError: a line that is not what ``key`` promises, disk full.

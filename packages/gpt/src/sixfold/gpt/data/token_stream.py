@@ -384,11 +384,11 @@ class TokenStream:
 
 
 def global_batches(config: TrainConfig, first_step: int = 0, *, datasets: OwnDatasets | None = None) -> Iterator[Batch]:
-    """What each step trains on, whole, in one process and without a group: the oracle of every layout.
+    """The whole batch of each step, in one process without a group. Each layout trains on the same samples.
 
     Args:
         first_step: updates already done; the first batch is the one that update ``first_step`` trains on.
-        datasets: those that the run is given, see ``train``.
+        datasets: as of ``train``.
     """
     import torch
 

@@ -72,7 +72,7 @@ def import_model(hf_dir: str | Path, run_dir: str | Path) -> Path:
 
     The checkpoint has ``model.*`` alone, in the dtype of the files. ``load_model`` opens it; a run of any layout takes
     its weights by ``checkpoint.init_from``, or goes on from step 0 if it is its own ``run.dir``. Files of the tokenizer
-    and generation_config.json are carried along.
+    and generation_config.json are copied.
 
     Returns:
         The checkpoint's folder.
@@ -274,8 +274,8 @@ def export_model(
     Args:
         path: run folder or checkpoint folder, of any layout.
         step: the checkpoint of that step; None takes the newest whole one.
-        dtype: "fp32", "bf16" or "fp16"; None keeps what the checkpoint has: fp32 of a run, the imported of an import.
-        max_shard_bytes: values in a file; a model of more is cut into several, with an index.
+        dtype: "fp32", "bf16" or "fp16"; None keeps the dtype of the checkpoint (a run has fp32).
+        max_shard_bytes: most bytes of values in a file. A larger model is split into several files with an index.
     Returns:
         ``out_dir``. A tokenizer.json and generation_config.json lie in it if the run has them.
     Raises:

@@ -414,18 +414,18 @@ def train(
     forward_step: Callable[..., Any] | None = None,
     datasets: own_data.Datasets | None = None,
 ) -> TrainResult:
-    """Train as ``config`` says: this process alone, or this process as the rank that its launcher made it.
+    """Train as ``config`` says, in this process. It is one process alone, or a rank of torchrun, srun or a PyTorchJob.
 
     Args:
         model_provider: builds a stage of another decoder; see ``sixfold.gpt.engine.rank_model.build_rank``.
         forward_step: only None; a model_provider's module computes its losses itself.
-        datasets: map-style ones instead of token pairs, by names of data.blend and data.valid; see own_data.py.
+        datasets: map-style datasets in place of token files, by the names in data.blend and data.valid.
     Returns:
-        How it ended, on every rank.
+        How the run ended, on every rank.
     Raises:
-        KeyboardInterrupt: on a rank that had Ctrl-C: the step at hand is done and saved, as SIGTERM has it done.
-        ConfigError: the config cannot work with this world or this data. TrainError: the run failed; the newest whole
-        checkpoint in ``run.dir`` is what a next start continues from.
+        KeyboardInterrupt: on a rank that got Ctrl-C, after the current step is done and saved.
+        ConfigError: the config cannot work with these ranks or this data.
+        TrainError: the run failed. The next start resumes from the newest whole checkpoint in ``run.dir``.
     """
     if forward_step is not None:
         raise ConfigError("forward_step is not supported: let a model_provider's module compute its losses")

@@ -62,7 +62,7 @@ class DataConfig(Table):
     seq_length: Positive
     order: Literal["stateless", "megatron", "apportioned"] = "stateless"
     document_shuffle: Literal["auto", "global", "block"] = "auto"  # "block": the order of 0.1.0
-    max_epochs: Size = 4.0  # a dataset that training reads more often is told of; 0 = none is
+    max_epochs: Size = 4.0  # the run warns if training reads a dataset more often; 0 = never
     document_mask: bool = True
     cache_dir: str = ""
     tokenizer: str = ""  # "bytes" or a tokenizer.json; "" = what prepare wrote beside the pairs
@@ -294,7 +294,7 @@ class LogConfig(Table):
     tensorboard: bool = False
     profile_steps: tuple[Positive, ...] = ()  # updates traced by torch.profiler, a file per rank
     straggler_every: Count = 100  # steps between reports of each rank's times; 0 = none
-    straggler_factor: Annotated[float, AtLeast(1)] = 2.0  # a rank that takes so many times the others' is told of
+    straggler_factor: Annotated[float, AtLeast(1)] = 2.0  # a rank is named that takes so many times as long
     timeline_steps: tuple[Positive, ...] = ()  # updates whose pipeline is timed, for `sixfold timeline`
 
 

@@ -5,7 +5,7 @@
 [Note: roll calls] Before each check every rank signs in the job's store and waits for the others' signs, with a
 deadline: who is missing is named, and nobody enters a collective in which it would wait for a rank that is not there. A
 rank that is lost inside a collective is found by the group's deadline, which is the same. Then rank 0 tells what it
-has, and says in the store that it does; a rank that does not find that sign raises: a lost rank 0 is told of too.
+has, and says in the store that it does; a rank that does not find that sign raises, so a lost rank 0 is reported too.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 slow rank is the time that it does not wait for others: data, compute, optimizer, save. It is compared with the median
 of the other ranks of its pipeline stage, which do the same work, or of all others where there are none. Ranks that
 split a stage (tp, cp, ep) wait for each other within its computation: a slow one makes all of them slow, and they are
-told of together, beside other groups of the stage.
+named together, beside other groups of the stage.
 
 [Note: clocks of the host] On a GPU the host runs ahead of the device, and waits for other ranks lie in the device's
 queue: compute is what the host took to fill it, and the wait for the step's one host read is communication. A slow

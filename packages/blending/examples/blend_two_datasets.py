@@ -1,4 +1,4 @@
-"""Blend two datasets 70 to 30, look at where a sample comes from, and change the weights on the way."""
+"""Blend two datasets 70 to 30, look at where a sample comes from, and change the weights during the run."""
 
 from sixfold.blending import BlendChange, BlendedDataset, GPTDataset, GPTDatasetConfig, Split
 from sixfold.blending.source import ListSource

@@ -1,4 +1,4 @@
-"""Documents read as prefix, suffix, middle: what a dataset of one's own does with ids that are filled in."""
+"""Documents read as prefix, suffix, middle: a dataset class that changes the ids of a batch."""
 
 from dataclasses import dataclass
 from hashlib import blake2b

@@ -1,4 +1,4 @@
-"""Conversations packed whole into samples, with loss on the answers alone: data of one's own behind the same order."""
+"""Conversations packed whole into samples, with loss on the answers alone: your own data in the same order."""
 
 import json
 from dataclasses import dataclass

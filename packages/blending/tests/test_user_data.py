@@ -394,7 +394,7 @@ def test_ends_of_documents_that_are_not_the_configs_are_told():
     ending = numbered([5] * 30)
     for document in ending:
         document[-1] = 7
-    with pytest.warns(UserWarning, match=r"16 of 16 documents of a .*the tokenizer's eod, 0, but with 7"):
+    with pytest.warns(UserWarning, match=r"16 of 16 sampled documents of a .*the tokenizer's eod, 0; one ends with 7"):
         dataset(ending, create_cu_seqlens=True, reset_position_ids=True)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -452,7 +452,7 @@ def test_a_run_goes_on_without_a_dataset_that_left_the_blend_and_was_deleted(pai
     early = then.state_dict(20)
     for end in ("bin", "idx"):
         os.unlink(f"{b}.{end}")
-    with pytest.warns(UserWarning, match="b has left the blend and is not there"):
+    with pytest.warns(UserWarning, match="b has left the blend and its files are missing"):
         now = stream([a, b], [1, 1], **fields)
     assert now.load_state_dict(json.loads(json.dumps(state))) == 80
     assert np.array_equal(now.get_batch(range(80, 99))["tokens"], expected)

@@ -210,7 +210,7 @@ def test_a_text_that_spells_the_end_of_a_document_does_not_end_it_and_that_is_to
 
 
 def test_special_tokens_of_a_text_become_ids_where_that_is_asked_and_an_end_inside_is_told(bpe):
-    with pytest.warns(BuildNote, match=r"1 documents have the EOD of bpe\.json inside"):
+    with pytest.warns(BuildNote, match=r"1 documents contain the EOD of bpe\.json: readers end"):
         documents, _ = built([SPELLS, "over<|endoftext|>"], special_tokens="ids")
     eod = bpe.token_to_id("<|endoftext|>")
     assert documents[0] == [*bpe.encode(SPELLS, add_special_tokens=False).ids, eod]

@@ -405,8 +405,8 @@ class BlendedMegatronDatasetBuilder:
                 self._warn_of_unused_cache(path)
             if self._has_left(prefix) and not any(map(os.path.lexists, pair_of(path))):
                 warnings.warn(
-                    f"{prefix} has left the blend and is not there: positions before the change that removes it cannot "
-                    "be read",
+                    f"{prefix} has left the blend and its files are missing: positions before the change that removes "
+                    "it cannot be read",
                     stacklevel=2,
                 )
                 self._opened[prefix] = AbsentSource(path)
@@ -417,7 +417,7 @@ class BlendedMegatronDatasetBuilder:
             if boundaries is not None:
                 warnings.warn(
                     f"{prefix} has {len(self._opened[prefix].sequence_lengths)} sequences in {len(boundaries) - 1} "
-                    "documents, and sequences are shuffled apart, as by megatron-core; write each document as one "
+                    "documents. Sequences are shuffled one by one, as in megatron-core: write each document as one "
                     "sequence to keep it together",
                     stacklevel=2,
                 )

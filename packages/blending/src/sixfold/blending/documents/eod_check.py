@@ -29,9 +29,9 @@ def warn_of_other_eod(part: Part, name: str, eod: int, options: str) -> None:
     others = [last for last in lasts if last != eod]
     if others:
         warnings.warn(
-            f"{len(others)} of {len(lasts)} documents of {name} looked at do not end with the tokenizer's eod, "
-            f"{eod}, but with {others[0]} for instance; {options} would not see where they end: give the eod of the "
-            "data, or build the data with it",
+            f"{len(others)} of {len(lasts)} sampled documents of {name} do not end with the tokenizer's eod, {eod}; "
+            f"one ends with {others[0]}. {options} would not see where documents end: give the eod of the data, or "
+            "build the data with it",
             stacklevel=5,
         )
 

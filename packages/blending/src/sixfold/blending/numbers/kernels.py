@@ -158,9 +158,9 @@ def _load() -> Kernels | None:
         return cast(Kernels, native)
     except ImportError as error:
         warnings.warn(
-            f"sixfold.blending runs without its compiled kernels ({error}): the results are the same, made by numpy, "
-            "several times slower. Install a wheel, or a C compiler and then the package again: pip install "
-            "--force-reinstall --no-cache-dir sixfold-blending (pip keeps what it built without one)",
+            f"sixfold.blending runs without its compiled kernels ({error}). NumPy gives the same results, several "
+            "times slower. Install a wheel, or a C compiler and then the package again: pip install --force-reinstall "
+            "--no-cache-dir sixfold-blending (pip keeps what it built without one)",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -156,7 +156,7 @@ def _found(reports: list[PartReport], job: Job) -> list[str]:
             'special_tokens="ids" (--special-tokens ids) makes it the token'
         )
     if inside:
-        notes.append(f"{inside} documents have the EOD of {job.tokenizer} inside, where readers end them")
+        notes.append(f"{inside} documents contain the EOD of {job.tokenizer}: readers end a document there")
     return notes
 
 

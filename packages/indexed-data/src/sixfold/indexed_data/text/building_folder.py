@@ -127,7 +127,7 @@ def _dropped(folder: str, differing: list[str]) -> list[str]:
         return []
     return [
         f"{folder}: {count} finished parts were made with other {', '.join(differing)}; they are dropped, and the "
-        "build starts anew"
+        "build starts over"
     ]
 
 

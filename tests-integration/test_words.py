@@ -83,6 +83,12 @@ def test_decisions_are_short_and_dated_and_the_newest_comes_first(page):
     assert dates == sorted(dates, reverse=True), f"not the newest first: {dates}"
 
 
+def test_decisions_are_on_one_page_per_package():
+    found = {path.stem for path in (ROOT / "docs/decisions").iterdir()}
+    own = {"repository", *(package.name for package in PACKAGES)}
+    assert found == own, f"{sorted(found - own)}: an entry at the top of docs/decisions/<package>.md (CONTRIBUTING.md)"
+
+
 def test_every_page_of_the_list_is_a_page():
     listed = {page for pages in LATER.values() for page in pages}
     assert listed <= set(map(name, PAGES)), listed - set(map(name, PAGES))

@@ -3,13 +3,12 @@
     config, mesh --> same_config, starting_point --> StartingPoint (this file) --> rank_model.py, loop.py
 
 [Note: a damaged newest checkpoint] A save is committed by one rename, so a step's folder that does not open was
-damaged later. A run goes on from the newest one that opens, and says so; what only a load's checksums tell
-(`older_start`) is found when all ranks read. The damaged folder is set aside under another name once an older one is
-loaded: left in place, it would count among those that retention keeps, and the good one could go. Without a good one
-nothing is begun anew.
+damaged later. A run goes on from the newest one that opens, and says so. Damage that only a load's checksums show is
+found when all ranks read (`older_start`). Once an older one is loaded, the damaged folder gets another name. In its old
+place retention would count it among those to keep, and could remove the good one. Without a good one the run ends.
 
-Nothing here is decided by a rank for itself: what a rank reads (its configuration, a folder of a shared file system)
-may differ from what its neighbours read, and a run of differing ranks trains without a word on something nobody asked.
+No rank decides alone here. A rank's configuration, or its view of a shared folder, may differ from that of the others.
+Such a run would train on something that nobody asked for, without an error.
 """
 
 from __future__ import annotations

@@ -3,11 +3,10 @@
     arrays of token_stream.py, on its thread --> Transfer.put, .send (this file)
     loop.py, before a step                   --> Transfer.arrive (this file)
 
-[Note: what a copy waits for] Tensors are allocated for the side stream that fills them. A microbatch that the host has
-dropped may still be read by queued computation, and its memory is the side stream's to take again: so the copies wait
-for all that is queued for computation once the last of their tensors is allocated, which is behind every use of what
-was dropped before. They still run beside the rest of the step that was begun then. The step that reads them waits for
-their event.
+[Note: what a copy waits for] Tensors are allocated for the side stream that fills them. Queued computation may still
+read a microbatch that the host has dropped, while the side stream may take its memory again. So the copies wait for all
+computation that is queued when the last of their tensors is allocated. Every use of a dropped microbatch is queued
+before. The copies still run beside the rest of that step. The step that reads them waits for their event.
 
 On a CPU a tensor is the array, and nothing waits.
 """

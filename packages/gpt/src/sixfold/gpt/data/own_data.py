@@ -6,10 +6,10 @@ The same interface as a blend of sixfold.blending, and the same promises: nothin
 position gives the same sample on every layout, on every rank and after a restart. Datasets take turns by blending's
 quota tree; within a dataset each epoch is a keyed permutation of its items, another one each time.
 
-[Note: what an item is] Either ``seq_length + 1`` ids, of which all but the last are tokens and all but the first their
-labels, or a dict with ``tokens`` and ``labels`` of ``seq_length`` ids, and if wanted ``loss_mask`` (1, and 0 where a
-target does not count) and ``documents`` (numbers that change where another document begins; one document without it).
-A pure function of its number: it is read on a thread, by every rank that needs it, in any order.
+[Note: what an item is] It is ``seq_length + 1`` ids: tokens are all but the last, labels all but the first. Or it is a
+dict with ``tokens`` and ``labels`` of ``seq_length`` ids. The dict may have ``loss_mask`` (0 where a target does not
+count, else 1) and ``documents`` (numbers that change where another document begins). An item is a pure function of its
+number: it is read on a thread, by every rank that needs it, in any order.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@
 [Note: who sums what] fsdp sums every gradient over dp x cp, experts' over the ranks that share them (SUM, never mean).
 Weights that tensor-parallel ranks have whole and use in part (weight_sharding.py) are summed over tp, the tied
 embedding, when its two copies live on different ranks, over that pair. The number of unmasked targets is summed over dp
-x cp and divides once. The squares for the norm are summed over dp x cp by fsdp and over tp and pp here, copies left
-out; loss, stop flag and memory ride along, so a step has one host read, before the optimizer: a non-finite value must
-stop it.
+x cp and divides once. fsdp sums the squares for the norm over dp x cp, and this file over tp and pp, without copies.
+Loss, stop flag and memory are in the same sum, so a step has one host read. It comes before the optimizer, because a
+non-finite value must stop it.
 """
 
 from __future__ import annotations

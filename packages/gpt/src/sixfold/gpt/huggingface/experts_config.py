@@ -2,10 +2,10 @@
 
     config.json --> read (this file) --> config.py          config.py --> write (this file) --> config.json
 
-[Note: the balance of transformers] Its router_aux_loss_coef belongs to a loss in which the shares of tokens sum to
-num_experts_per_tok, not to 1, and which is a mean over the layers with experts, not their sum: one of it is
-num_experts_per_tok / layers of model.router_aux_loss. Gradients are then transformers' where all layers share out their
-tokens alike. Pure: no files, no torch.
+[Note: the balance of transformers] In the loss of router_aux_loss_coef the shares of tokens sum to num_experts_per_tok,
+not to 1. It is a mean over the layers with experts, not their sum. So a coefficient of 1 there is
+num_experts_per_tok / layers of model.router_aux_loss here. Gradients agree with transformers' if all layers share out
+their tokens alike. Pure: no files, no torch.
 """
 
 from __future__ import annotations

@@ -6,15 +6,15 @@
 The one place of the package that reads a launcher's variables and that makes or ends the default process group. A
 process without such variables is a world of one, with no group at all. torch is imported when a rank joins, not before.
 
-[Note: which GPU is a rank's] torchrun and our own ranks show every rank all devices: the local rank counts. srun may
-bind (``--gpus-per-task``, ``--gpu-bind``): a task then sees fewer devices than its step has on the node, or no more
-than it asked for, and they are its own, the first of them is its device. ``--gpu-bind=none`` beside ``--gpus-per-task``
-shows all to all. A single visible device is taken in either case; that no two ranks share one, and that all have one
-or none, is checked when they meet.
+[Note: which GPU is a rank's] Under torchrun, and for ranks that we start, a rank sees all devices of the machine. It
+takes the device of its local rank. srun may bind devices (``--gpus-per-task``, ``--gpu-bind``). A task then sees fewer
+devices than its step has on the node, or no more than it asked for. They are its own, and it takes the first.
+``--gpu-bind=none`` beside ``--gpus-per-task`` shows all devices to all tasks. A single visible device is always taken.
+When ranks meet, they check that no two share a device, and that all have one or none.
 
-[Note: one process of a pod] Kubernetes' PyTorchJob sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, and no
-LOCAL_RANK: one process in each pod, whose devices are its own. torchrun inside the container reads variables of the
-same job (PET_...) and sets LOCAL_RANK for the ranks that it starts: then they are torchrun's.
+[Note: one process of a pod] Kubernetes' PyTorchJob sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE and RANK, but no
+LOCAL_RANK. Then each pod has one process, and its devices are the process's own. torchrun in the container reads other
+variables of the job (PET_...) and sets LOCAL_RANK for the ranks that it starts. Then they are ranks of torchrun.
 """
 
 from __future__ import annotations

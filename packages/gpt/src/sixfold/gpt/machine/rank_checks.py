@@ -3,9 +3,9 @@
     Options --> examine_rank (this file), on every rank --> Report on rank 0 --> doctor.py
 
 [Note: roll calls] Before each check every rank signs in the job's store and waits for the others' signs, with a
-deadline: who is missing is named, and nobody enters a collective in which it would wait for a rank that is not there. A
-rank that is lost inside a collective is found by the group's deadline, which is the same. Then rank 0 tells what it
-has, and says in the store that it does; a rank that does not find that sign raises, so a lost rank 0 is reported too.
+deadline. Missing ranks are named, and no rank enters a collective in which it would wait for them. If a rank is lost
+inside a collective, the group's deadline finds it; that deadline is the same. Then rank 0 reports what it has, and
+signs that it does so. A rank that does not find this sign raises, so a lost rank 0 is reported too.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ routes its own share of the tokens: with sequence parallelism those that it has,
 
     router_aux_loss * experts * sum over e of (f_e * P_e) * tokens
 
-f_e is the share of (token, choice) pairs that went to expert e: the f of a layer sum to 1, as Megatron-Core has it (in
+f_e is the share of (token, choice) pairs that went to expert e. The f of a layer sum to 1, as in Megatron-Core (in
 transformers they sum to experts_per_token). P_e is the mean of its probability. Both are of the whole microbatch, over
-the ranks of cp and tp. f_e has no gradient, so that the probabilities' is router_aux_loss * experts * f_e each: added
-in their backward, it never travels between stages, is in no loss that is reported, and the division by the number of
-targets, which is that of all gradients, makes it a mean like the loss.
+the ranks of cp and tp. f_e has no gradient, so each probability's gradient is router_aux_loss * experts * f_e. The
+backward of the probabilities adds it. So it never travels between stages, and no reported loss has it. All gradients
+are divided by the number of targets, which makes it a mean like the loss.
 """
 
 from __future__ import annotations

@@ -3,15 +3,15 @@
     Clock of a rank --> seconds by part --> gathered each log.straggler_every steps --> slow_ranks --> metrics.jsonl
                                                         (this file)                                `-> terminal
 
-[Note: a rank's own time] A step takes all ranks equally long: who is done waits in a message or in a sum. What tells a
-slow rank is the time that it does not wait for others: data, compute, optimizer, save. It is compared with the median
-of the other ranks of its pipeline stage, which do the same work, or of all others where there are none. Ranks that
-split a stage (tp, cp, ep) wait for each other within its computation: a slow one makes all of them slow, and they are
-named together, beside other groups of the stage.
+[Note: a rank's own time] A step takes all ranks equally long, because a fast rank waits in a message or in a sum. A
+slow rank shows in the time that it does not wait for others: data, compute, optimizer, save. This time is compared with
+the median of the other ranks of its pipeline stage, which do the same work. A rank alone in its stage is compared with
+all others. Ranks that split a stage (tp, cp, ep) wait for each other within its computation. One slow rank makes
+all of them slow, so they are named together.
 
 [Note: clocks of the host] On a GPU the host runs ahead of the device, and waits for other ranks lie in the device's
-queue: compute is what the host took to fill it, and the wait for the step's one host read is communication. A slow
-host is told from that, a slow device is not.
+queue. So compute is the time that the host took to fill the queue. The wait for the step's one host read counts as
+communication. These times show a slow host, but not a slow device.
 """
 
 from __future__ import annotations

@@ -12,10 +12,10 @@ behind, in backward the other way round. On an axis of one rank nothing happens 
 (b, s / tp, hidden), once, and the first linear in backward gathers for all of them. A part that is recomputed gathers
 it in that recomputation, which keeps it for that backward alone; where backward is split, W gathers once more.
 
-[Note: chunks] With ``overlap`` the gather is one of each chunk of the rank's part, all of them on their way before the
-first product; a chunk's products run while the next ones travel, and in backward a chunk's sum travels while the
-gradients of the next are made. Where collectives are not asynchronous, nothing is gained and nothing changes but the
-order in which a weight's gradient is summed: by chunks.
+[Note: chunks] With ``overlap`` each chunk of the rank's part has its own gather. All gathers start before the first
+product. A chunk's products run while the next chunks travel. In backward a chunk's sum travels while the gradients of
+the next are made. If collectives are not asynchronous, this gains nothing. The only change is then the order in which a
+weight's gradient is summed: by chunks.
 """
 
 from __future__ import annotations

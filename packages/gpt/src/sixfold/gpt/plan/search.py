@@ -2,9 +2,9 @@
 
     PlannedConfig, world, Device --> candidates (this file) --> plan.py --> suggestions, ranking (this file)
 
-A candidate is a set of keys that change. What is searched: pp, dp_replicate, schedule with its stages per rank,
-sharding, micro-batch size and recomputation at the tp, cp and ep that are given; and, for fewer of these, other degrees
-of tp, cp and ep whose ranks are in one node. Everything else stays as it is given.
+A candidate is a set of keys that change. At the given tp, cp and ep these are pp, dp_replicate, schedule with its
+stages per rank, sharding, micro-batch size and recomputation. Fewer of these are also tried at other degrees of tp, cp
+and ep whose ranks are in one node. All other keys stay.
 
 [Note: what is planned whole] Every candidate gets a time that it cannot beat (its busiest rank without a bubble) and a
 memory that it hardly falls below (as many microbatches in flight as ranks follow). Only candidates that may fit and may

@@ -4,11 +4,10 @@
 
 Seconds from formulas: no torch, no ranks. Transfers are those of ``sixfold.fsdp.cost.terms``.
 
-[Note: two streams share a device] While a collective is in flight its kernels take multiprocessors and memory bandwidth
-from matrix products, and they from it: computation runs at ``1 - COMPUTE_LOSS`` of its rate and communication at
-``1 - LINK_LOSS`` of its own until one of them is done. The two numbers are fitted to the three measured runs of
-Llama-3-70B in the reference slides (within 3 % of each), whose page on the harm of parallel communication to matrix
-products says why; with none, three configurations come out in another order than they were measured in.
+[Note: two streams share a device] A collective in flight and matrix products take multiprocessors and memory bandwidth
+from each other. Until one of them is done, computation runs at ``1 - COMPUTE_LOSS`` of its rate and communication at
+``1 - LINK_LOSS`` of its own. The two numbers are fitted to the three measured runs of Llama-3-70B in the reference
+slides (within 3 % of each). Without them the plans of these three have another order than the measurements.
 
 [Note: attention counts whole] A causal kernel skips half of attention's products and runs the others at about half
 the rate of large products (FlashAttention-2 on an H100: a third of the peak). So all of them are counted, at the rate

@@ -24,6 +24,7 @@ while kind == "late" and time.process_time() < float(what):
     pass
 
 from sixfold.dist_ckpt import _worker  # noqa: E402 - as late as the worker
+from sixfold.dist_ckpt.storage.local import LocalStore  # noqa: E402
 
 if kind == "late":
     _worker.main()
@@ -43,7 +44,7 @@ if kind == "held":
 
     _worker.lost_workers.decide = held
 if kind == "moving":
-    publish, trainer, path = _worker.saving.LocalStore.publish, os.getppid(), what
+    publish, trainer, path = LocalStore.publish, os.getppid(), what
     kind, what, _worker._LOOK_S = "slow", "0", 2.0
 
     def publish_as_an_orphan(*arguments, **options):
@@ -54,7 +55,7 @@ if kind == "moving":
             time.sleep(0.01)
         return publish(*arguments, **options)
 
-    _worker.saving.LocalStore.publish = publish_as_an_orphan
+    LocalStore.publish = publish_as_an_orphan
 if kind == "orphan":
     write, trainer = _worker.writer.write, os.getppid()
     path, kind, what = what, "slow", "0"

@@ -28,7 +28,7 @@ BANNED = {
 }
 CODE_BLOCK = re.compile(r"^([ \t]*)```.*?^\1```[^\n]*$", re.MULTILINE | re.DOTALL)
 ABBREVIATIONS = re.compile(r"\b(e\.g|i\.e|vs|cf|approx|no|Fig|Sec|et al|etc)\.", re.IGNORECASE)
-END = re.compile(r"(?<=[.!?])[)\"'*_]*\s+(?=[(\[\"'*_`]*[A-Z0-9`])")
+END = re.compile(r"(?<=[.!?])[)\"'*_]*\s+(?=[(\[\"'*_`]*(?:[A-Z0-9`]|code\b))")
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,20 +51,15 @@ class Engine:
         faults: Faults,
         order_check: OrderCheck,
         control: Control,
-        own_meshes: bool = False,
-        as_sharded: bool = False,
     ) -> None:
         self.units = units
         self.ranks = ranks
-        self.own_meshes = own_meshes  # some rank has parameters on a mesh of their own
         self.strategy = strategy
-        self.as_sharded = as_sharded  # parameters are read as where weights are sharded, though all are here
         self._shards_grads = strategy.shards_grads
         self.gathering = gathering
         self._here = gathering.pipeline.ready
         self.reduction = reduction
         self.faults = faults
-        self.wait = faults.wait
         self.control = control
         self._order_check = order_check
         self.records: dict[nn.Parameter, ParamRecord] = {

@@ -142,7 +142,7 @@ class Reduction:
         paths, pool: how each stream's gradients get to their reduction, and the slots for it.
         at_once: a Work's wait() stops a stream and not the host, so a unit's whole reduction is enqueued when its
             backward is done; else the host waits, as late as it may. [Note: who waits for a reduction]
-        in_step: ranks hold different streams (experts on meshes of their own), and so run out of slots at different
+        own_meshes: ranks hold different streams (experts on meshes of their own), and so run out of slots at different
             moments: a piece whose sum takes two collectives is finished before the next one starts.
 
     Attributes:
@@ -165,7 +165,7 @@ class Reduction:
         stream: SideStream,
         wait: Wait,
         at_once: bool,
-        in_step: bool = False,
+        own_meshes: bool = False,
         divisor: float,
         device: torch.device,
         used: UsedParameters,
@@ -182,7 +182,7 @@ class Reduction:
         self._side = stream
         self._waits = {name: partial(wait, unit=name, op="reduce") for name in self._by_name}
         self._at_once = at_once
-        self._in_step = in_step
+        self.own_meshes = own_meshes
         self._used = used
         kinds = {record.dtype for unit in units for stream in unit.trained for record in stream.records}
         mixed = device.type == "cpu" and len(kinds | {main, reduce, precision.grad_dtype or main}) > 1
@@ -355,7 +355,7 @@ class Reduction:
                 flight.slots.append(slot)
             with self._side.inside:
                 flight.pieces.append(self._start_piece(stream, path, taken, piece, slot, holder))
-                if self._in_step and self._takes_two(stream):
+                if self.own_meshes and self._takes_two(stream):
                     self._finish_pieces(flight)
         return taken
 

@@ -31,11 +31,13 @@ def square_sum(engine: Engine, include: Callable[[str], bool]) -> Tensor:
     on_own = [record for record in records if record.buffer.ranks is not engine.ranks and _counts(record)]
     sums = torch.stack([_squares(on_main, engine), _squares(on_own, engine)])
     if engine.strategy.shards_optimizer:
-        engine.wait(engine.ranks.shard.all_reduce(sums if engine.own_meshes else sums[:1]), None, "reduce")
-    elif engine.own_meshes:
-        engine.wait(engine.ranks.shard.all_reduce(sums[1:]), None, "reduce")
-    if engine.own_meshes:
-        engine.wait(engine.ranks.outer.all_reduce(sums[1:]), None, "reduce")
+        engine.faults.wait(
+            engine.ranks.shard.all_reduce(sums if engine.reduction.own_meshes else sums[:1]), None, "reduce"
+        )
+    elif engine.reduction.own_meshes:
+        engine.faults.wait(engine.ranks.shard.all_reduce(sums[1:]), None, "reduce")
+    if engine.reduction.own_meshes:
+        engine.faults.wait(engine.ranks.outer.all_reduce(sums[1:]), None, "reduce")
     return sums.sum()
 
 

@@ -100,7 +100,9 @@ def shard_optimizer(
         groups.append(held)
     pieces = _pieces_for_muon(optimizer, numbered, given_mains)
     exchanged = {record for _, record in pieces}
-    _refuse_unfit(optimizer, [record for _, record in numbered], exchanged=exchanged, own_meshes=engine.own_meshes)
+    _refuse_unfit(
+        optimizer, [record for _, record in numbered], exchanged=exchanged, own_meshes=engine.reduction.own_meshes
+    )
     if attached.offload:
         state_offload.refuse_unfit(optimizer, in_pieces=bool(pieces))
     _move_first_state(optimizer, records)
@@ -209,7 +211,7 @@ def _exchange_pieces(
         comm = record.buffer.ranks.shard if record.buffer.cut.parts > 1 else local
         by_comm.setdefault(comm, []).append((number, record))
     steps = [
-        PieceMuon(optimizer, members, comm, lambda work: engine.wait(work, None, "step"))
+        PieceMuon(optimizer, members, comm, lambda work: engine.faults.wait(work, None, "step"))
         # The main mesh first: where ranks list their experts in other places, all still meet in one order.
         for comm, members in sorted(by_comm.items(), key=lambda one: one[0] is not engine.ranks.shard)
     ]
@@ -268,7 +270,7 @@ def _refuse_unfit(
 
 def _before_step(optimizer: torch.optim.Optimizer, engine: Engine, names: Mapping[int, str], *, widens: bool) -> None:
     """Refuse what would train wrongly, then let the engine finish gradient sync; ``widens``: chunk by chunk."""
-    sharded = (engine.strategy.shards_optimizer or engine.own_meshes) and engine.ranks.size > 1
+    sharded = (engine.strategy.shards_optimizer or engine.reduction.own_meshes) and engine.ranks.size > 1
     if sharded and vars(optimizer).pop("found_inf", None) is not None:
         vars(optimizer).pop("grad_scale", None)
         raise FsdpError(

@@ -137,7 +137,7 @@ def build(module: nn.Module, options: Options) -> Built:
             stream=make_stream(device),
             wait=faults.wait,
             at_once=device.type == "cuda",
-            in_step=own_meshes,
+            own_meshes=own_meshes,
             divisor=float(ranks.size if options.grad_divisor is None else options.grad_divisor),
             device=device,
             used=used,
@@ -152,8 +152,6 @@ def build(module: nn.Module, options: Options) -> Built:
             faults=faults,
             order_check=OrderCheck(options.checks, units, ranks, control, faults, used),
             control=control,
-            own_meshes=own_meshes,
-            as_sharded=chosen.sharding.shards_params and not options.sharding.shards_params,
         )
         set_start_values(
             module,
@@ -169,7 +167,7 @@ def build(module: nn.Module, options: Options) -> Built:
         )
         if ranks.size > 1:
             warn_of_statistics(module)
-        guard_parameters(engine)
+        guard_parameters(engine, as_sharded=chosen.sharding.shards_params and not options.sharding.shards_params)
         faults.step = 0
         given_up.pop_all()
     return Built(engine, fp8, communicators)

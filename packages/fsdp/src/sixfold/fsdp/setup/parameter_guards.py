@@ -22,16 +22,19 @@ from sixfold.fsdp.parameter_access.unit_guard import EscapedViews, UnitGuard
 from sixfold.fsdp.torch_private import in_backward
 
 
-def guard_parameters(engine: Engine) -> None:
-    """From now on parameters are read in calls of their units."""
+def guard_parameters(engine: Engine, *, as_sharded: bool) -> None:
+    """From now on parameters are read in calls of their units; ``as_sharded``: also where all weights are here."""
     for unit in engine.units:
         for stream in unit.streams:
             stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
     engine.guards = [
         UnitGuard(
-            [Guard(record, _reads(engine, unit), _owes_gradient(engine), engine.forget) for record in unit.records],
+            [
+                Guard(record, _reads(engine, unit, as_sharded=as_sharded), _owes_gradient(engine), engine.forget)
+                for record in unit.records
+            ],
             EscapedViews(unit, engine.saved_views),
-            as_sharded=engine.as_sharded,
+            as_sharded=as_sharded,
             strides=any(map(_strides, {type(part) for module in unit.modules for part in module.modules()})),
         )
         for unit in engine.units
@@ -45,9 +48,9 @@ def guard_parameters(engine: Engine) -> None:
     ]
 
 
-def _reads(engine: Engine, unit: Unit) -> Callable[[], bool]:
+def _reads(engine: Engine, unit: Unit, *, as_sharded: bool) -> Callable[[], bool]:
     """Whether values of ``unit`` may be read now by code that is not of the unit's own call."""
-    always = not engine.as_sharded and all(stream.weights.whole_here for stream in unit.streams)
+    always = not as_sharded and all(stream.weights.whole_here for stream in unit.streams)
 
     def readable() -> bool:
         if always or engine.state_dict_asked:

@@ -48,7 +48,7 @@ def whole_of(of: ParamAndGradBuffer, flat: Tensor, engine: Engine, room: Tensor 
     if room is None:
         room = torch.empty(numel * flat.dtype.itemsize, dtype=torch.uint8, device=of.device)
     full = room[: numel * flat.dtype.itemsize].view(flat.dtype)
-    engine.wait(of.ranks.shard.all_gather(full, flat.to(full.device)), of.unit, "gather")
+    engine.faults.wait(of.ranks.shard.all_gather(full, flat.to(full.device)), of.unit, "gather")
     return full
 
 
@@ -161,5 +161,5 @@ def whole_dtensor(name: str, value: Any, engine: Engine) -> Tensor:
     mine = local.new_zeros((rows, *value.shape[1:]))
     mine[: local.shape[0]].copy_(local)
     full: Tensor = local.new_empty((ranks.size * rows, *value.shape[1:]))
-    engine.wait(ranks.all_gather(full.view(-1), mine.view(-1)), None, "load")
+    engine.faults.wait(ranks.all_gather(full.view(-1), mine.view(-1)), None, "load")
     return full[: value.shape[0]]

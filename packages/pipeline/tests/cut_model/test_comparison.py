@@ -95,7 +95,7 @@ def between(place: int, factor: float = 0.5) -> Any:
 @pytest.mark.parametrize(
     ("model", "where"),
     [
-        (lambda: llama(ScaledEmbeddings), "in front of the first layer"),
+        (lambda: llama(ScaledEmbeddings), "before the first layer"),
         (lambda: llama(WrongPositions), "in layer 0, of stage 0"),
         (lambda: llama(NoMask), "in layer 0, of stage 0"),
         (lambda: between(1), "between stages 0 and 1"),
@@ -105,7 +105,7 @@ def between(place: int, factor: float = 0.5) -> Any:
 )
 def test_a_model_that_does_what_no_stage_runs_is_refused_at_the_cut_which_names_the_place(model, where):
     made = model()
-    with pytest.raises(ScheduleError, match=rf"stages of a {type(made).__name__} give .*, first {where}"):
+    with pytest.raises(ScheduleError, match=rf"stages of a {type(made).__name__} give .* differ first {where}"):
         stages_of_causal_lm(made, 2)
     assert len(stages_of_causal_lm(made, 2, check=False)) == 2
 

@@ -123,7 +123,7 @@ def test_so_are_more_models_and_cuts(name, count):
 def test_a_model_whose_forward_was_set_on_it_is_refused_whose_stages_would_each_run_all_layers():
     model = model_of("Gemma2")
     model.model.forward = model.model.forward
-    with pytest.raises(ScheduleError, match="which has a forward that was set on it"):
+    with pytest.raises(ScheduleError, match="which has a forward that was set on the object"):
         stages_of_causal_lm(model, 2)
 
 
@@ -293,12 +293,12 @@ def test_a_hook_in_front_of_the_model_is_refused_which_the_last_stage_alone_woul
 
     if when == "before":
         model.register_forward_pre_hook(hook, with_kwargs=True)
-        with pytest.raises(ScheduleError, match="hook in front of its forward"):
+        with pytest.raises(ScheduleError, match="forward pre-hook"):
             stages_of_causal_lm(model, 2)
         return
     runner = PipelineRunner(one_f_one_b(2, M), stages_of_causal_lm(model, 2), None, lm_loss)
     handle = model.register_forward_pre_hook(hook, with_kwargs=True)
-    with pytest.raises(ScheduleError, match="hook in front of its forward"):
+    with pytest.raises(ScheduleError, match="forward pre-hook"):
         runner.forward(ids)
     expected = model(ids, use_cache=False).logits.detach()
     handle.remove()  # and, as the error says, what it made as kwargs
@@ -394,7 +394,7 @@ def test_layers_that_are_rescaled_by_their_place_in_eval_mode_have_the_models_lo
     found = PipelineRunner(one_f_one_b(2, 1), stages, None, lm_loss).forward(ids).outputs[0]
     torch.testing.assert_close(found, plain(ids, use_cache=False).logits.detach())  # no dropout
     model(ids)
-    with pytest.raises(ScheduleError, match="has layers that its evaluation rescaled"):
+    with pytest.raises(ScheduleError, match="has layers rescaled for evaluation"):
         stages_of_causal_lm(model, 2)
     model.train()(ids, use_cache=False)  # as the error says
     found = PipelineRunner(one_f_one_b(2, 1), stages_of_causal_lm(model, 2), None, lm_loss).forward(ids).outputs[0]

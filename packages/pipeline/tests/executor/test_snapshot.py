@@ -144,7 +144,7 @@ STATES = {
     "a stage less": (lambda state: state["carried"]["slots"].pop(0), r"the state's 'slots' are of stages \[1\]"),
     "a version less": (lambda state: state["carried"]["weights"][0].pop("older"), "stage 0 has no 'older'"),
     "a weight less": (lambda state: state["carried"]["weights"][0]["newest"].pop("0.bias"), "their names and shapes"),
-    "a slot less": (lambda state: state["carried"]["slots"][0].pop(), "stage 0: the state has not the microbatches"),
+    "a slot less": (lambda state: state["carried"]["slots"][0].pop(), "stage 0: the state lacks microbatches"),
     "a slot's input less": (lambda state: state["carried"]["slots"][0][0].pop("inputs"), "has no 'inputs'"),
     "a text": (lambda state: state["carried"].update(batch="1"), "'batch' is a str"),
 }

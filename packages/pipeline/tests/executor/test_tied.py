@@ -105,7 +105,7 @@ def test_what_cannot_be_tied_is_refused():
         Stage(s.module, s.index, tied=s.tied, optimizer=torch.optim.SGD(s.module.parameters()))
         for s in stages_of(2, (0, 1))
     ]
-    with pytest.raises(ScheduleError, match="stage 0 has tied parameters, whose gradients are summed behind"):
+    with pytest.raises(ScheduleError, match="stage 0 has tied parameters, whose gradients are summed after"):
         PipelineRunner(optimizer_step(gpipe(2, 2)), stages, loss_fn=square_loss)
     module = two[0].module
     with pytest.raises(ScheduleError, match="stage 0 has tied parameters and data_parallel, which owns"):

@@ -172,5 +172,5 @@ def test_a_rank_whose_stages_fall_apart_is_refused():
         "1: 1F0 1F1 1B0 1STEP0 1B1 1STEP1\n"
     )
     verify(program)
-    with pytest.raises(ScheduleError, match=r"rank 0 0F1: behind it there are never 1 forwards, 1 backwards"):
+    with pytest.raises(ScheduleError, match=r"rank 0 0F1: no 1 forwards, 1 backwards"):
         endless(program)

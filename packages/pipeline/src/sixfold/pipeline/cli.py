@@ -293,11 +293,13 @@ def _say(text: str, end: str = "\n") -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="sixfold-pipeline", description="Pipeline schedules as values.")
+    parser = argparse.ArgumentParser(
+        prog="sixfold-pipeline", description="Draw, simulate, prove, plan and export pipeline schedules."
+    )
     verbs = parser.add_subparsers(required=True, metavar="VERB")
     words = {
         "simulate": (_simulate, "time, bubbles and memory of a schedule"),
-        "verify": (_verify, "prove a program free of deadlock, or show the shortest counter-example"),
+        "verify": (_verify, "prove a program free of deadlocks, or show the shortest counter-example"),
         "export": (_export, "write a program as PyTorch's CSV or as text"),
         "draw": (_draw, "draw a schedule as text, SVG, PNG or a trace for Perfetto"),
     }
@@ -308,18 +310,19 @@ def _parser() -> argparse.ArgumentParser:
         if verb == "verify":
             sub.add_argument("--memory-cap", type=_amount, help="most activations of a rank, in microbatches")
         if verb == "export":
-            sub.add_argument("--lowered", action="store_true", help="with sends and receives")
+            sub.add_argument("--lowered", action="store_true", help="add sends and receives")
             sub.add_argument("--unshard", type=int, metavar="N", help="gather at most N stages of a rank at once")
-            sub.add_argument("--format", choices=("csv", "text"), required=True)
+            sub.add_argument("--format", choices=("csv", "text"), required=True, help="of the output")
         if verb == "draw":
-            sub.add_argument("--format", choices=("text", "svg", "trace", "png"), default="text")
-            beside = "a measured trace to draw beside the simulation, which has its times where no costs are given"
+            sub.add_argument(
+                "--format", choices=("text", "svg", "trace", "png"), default="text", help="of the drawing (text)"
+            )
+            beside = "a measured trace to draw beside the simulation; gives its costs if you give none"
             sub.add_argument("--measured", metavar="FILE", help=beside)
         if verb in ("export", "draw"):
-            sub.add_argument("-o", "--output", metavar="FILE")
-    sub = verbs.add_parser(
-        "plan", help="search a schedule for costs under a memory cap; without --chunks, with 1 and 2"
-    )
+            sub.add_argument("-o", "--output", metavar="FILE", help="write there; default: standard output")
+    plan_text = "search a schedule for costs under a memory cap; tries 1 and 2 chunks unless --chunks says more"
+    sub = verbs.add_parser("plan", help=plan_text, description=plan_text)
     _common(sub, _plan)
     sub.add_argument("--memory-cap", type=_amount, help="most activations of a rank, in microbatches; default: no cap")
     sub.add_argument("--time-limit", type=_seconds, default=5.0, metavar="S", help="seconds to search (default 5)")
@@ -328,12 +331,20 @@ def _parser() -> argparse.ArgumentParser:
 
 def _common(parser: argparse.ArgumentParser, run: Any) -> None:
     parser.set_defaults(run=run)
-    for name in ("ranks", "microbatches", "chunks", "waves", "steps"):
-        parser.add_argument(f"--{name}", type=int)
-    for name in ("forward", "backward-input", "backward-weight"):
-        parser.add_argument(f"--{name}", type=float, default=1.0, metavar="T", help="time on a rank's whole share (1)")
+    sizes = {
+        "ranks": "number of ranks",
+        "microbatches": "microbatches of a step",
+        "chunks": "stages per rank, for schedules with several",
+        "waves": "waves of hanayo",
+        "steps": "batches that overlap (pipedream, pipedream_2bw)",
+    }
+    for name, help_text in sizes.items():
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=help_text)
+    for name, letter in {"forward": "F", "backward-input": "I", "backward-weight": "W"}.items():
+        words = f"time of {letter} on all stages of a rank (1)"
+        parser.add_argument(f"--{name}", type=float, default=1.0, metavar="T", help=words)
     parser.add_argument("--hop", type=float, default=0.0, metavar="T", help="time of one message (0)")
-    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _amount(text: str) -> float:

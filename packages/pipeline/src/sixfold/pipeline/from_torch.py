@@ -74,8 +74,8 @@ class TorchSchedule:
 
     Args:
         schedule: as ``program_of`` takes it.
-        stages: this rank's ``torch.distributed.pipelining.PipelineStage`` objects, or one; ``Stage`` objects are taken
-            too, where ``group`` and ``num_stages`` say the rest.
+        stages: this rank's ``torch.distributed.pipelining.PipelineStage`` objects, or one of them. ``Stage`` objects
+            need ``group`` and ``num_stages`` too.
         n_microbatches: of a step.
         loss_fn: of output and target; None runs forwards alone.
         scale_grads: divide gradients by ``n_microbatches`` ([Note: torch's division]).
@@ -85,8 +85,8 @@ class TorchSchedule:
     Attributes:
         program, runner: what runs, and what runs it.
     Raises:
-        ScheduleError: stages without a group, or of different groups or numbers of stages; a number of stages that the
-            ranks do not divide, unless a CSV places them; a stage with a ``dw_builder``; or as ``program_of`` and
+        ScheduleError: stages have no group, or different groups or numbers of stages; the ranks do not divide the
+            number of stages and no CSV places them; a stage has a ``dw_builder``; or as ``program_of`` and
             ``PipelineRunner``.
     """
 

@@ -45,13 +45,13 @@ class StepResult:
     """What a step returns.
 
     Attributes:
-        losses: m detached scalars, as ``loss_fn`` returned them (sums with ``scale="token"``); [] where the last stage
-            is on another rank.
-        outputs: m outputs of the last stage, from ``forward`` and with ``keep_outputs``; likewise.
+        losses: m detached scalars, as ``loss_fn`` returned them (sums with ``scale="token"``). [] on a rank without the
+            last stage.
+        outputs: m outputs of the last stage, from ``forward`` and with ``keep_outputs``. [] on other ranks.
         events: with ``profile``, what this process did: (rank, action, begin, end) in seconds of its
-            ``time.perf_counter``. A SEND is what it costs to start it, a RECV the wait for its message; an overlap is
-            there as its parts.
-        ranks, weights: of the program whose events they are.
+            ``time.perf_counter``. A SEND lasts until it has started, a RECV until its message is there. An overlap
+            stands there as its parts.
+        ranks, weights: those of the program.
     """
 
     losses: list[Tensor] = field(default_factory=list)
@@ -299,7 +299,7 @@ def side_of(wiring: Wiring) -> SideStream:
         handle = wiring.runs[part.stage].stage.data_parallel
         if handle is not None and not isinstance(handle, Replicas):
             raise ScheduleError(
-                f"stage {part.stage} has data_parallel, which orders its gathers against one compute stream; make the "
+                f"stage {part.stage} has data_parallel, which orders its gathers for one compute stream; make the "
                 "runner with overlap='order'"
             )
     return make_side(next((run.stage.device for run in wiring.runs.values() if run.stage.device is not None), None))

@@ -65,8 +65,8 @@ class CompiledEndless(Compiled):
     ) -> None:
         if overlap == "streams" and any(action.parts for _, _, action in endless.program.entries()):
             raise ScheduleError(
-                f"weights: {endless.program.weights} put older weights in the place of a stage's parameters, for one "
-                "part of an overlap at a time; make the runner with overlap='order'"
+                f"weights: {endless.program.weights} put older weights into a stage for one part of an overlap at a "
+                "time; make the runner with overlap='order'"
             )
         if goal.scale == "token":
             raise ScheduleError(

@@ -86,7 +86,7 @@ class Graphed:
         """The module's outputs."""
         index = self._stage.index
         if kwargs:
-            raise ScheduleError(f"stage {index} has cuda_graphs, which know no keyword arguments; step without kwargs")
+            raise ScheduleError(f"stage {index} has cuda_graphs, which take no keyword arguments; step without kwargs")
         for value in inputs:
             if not isinstance(value, Tensor):
                 kind = type(value).__name__
@@ -122,8 +122,8 @@ class Graphed:
             return
         moved = next((name for name, lies in key.lie.items() if before.lie.get(name) != lies), "one of its tensors")
         raise ScheduleError(
-            f"stage {self._stage.index} has cuda_graphs, which hold where tensors lie, and {moved} lies elsewhere in "
-            "each of its calls; change it in place (copy_), or make the stage without cuda_graphs"
+            f"stage {self._stage.index} has cuda_graphs, which keep the addresses of tensors, but {moved} has another "
+            "address in each call; change it in place (copy_), or make the stage without cuda_graphs"
         )
 
     def _capture(self, inputs: tuple[Tensor, ...]) -> None:

@@ -159,7 +159,7 @@ class Wiring:
             if run.stage.cuda_graphs and goal.train:
                 run.calls[:] = [Graphed(run.stage, partial(getattr, run.store, "slot", None)) for _ in range(slots)]
         if goal.train and goal.autocast and any(stage.cuda_graphs for stage in stages.values()):
-            raise ScheduleError("cuda_graphs hold no casts of autocast; step outside of it, with stages in its type")
+            raise ScheduleError("cuda_graphs cannot run under autocast; call step outside of it, on stages of its type")
         for run in self.runs.values() if goal.train and goal.autocast else ():
             run.calls[:] = [partial(of_own_casts, run.stage, call) for call in run.calls]
             if run.index:  # the first stage's inputs are the caller's

@@ -63,7 +63,7 @@ def prove(model: Any, layers: Sequence[nn.Module], parts: Sequence[nn.Module], m
             raise failed[0]
         raise ScheduleError(
             f"the stages of a {type(model).__name__} fail where the model does not: {_told(failed[0])}; "
-            "write its stages as modules of your own"
+            "write stages of this model as modules of your own"
         ) from failed[0]
     warnings.warn(
         f"the stages of a {type(model).__name__} were not compared with it, since it failed alone on token ids and a "
@@ -236,13 +236,14 @@ def _compare(model: Any, whole: _Run, stages: _Run, kept: Tensor, mine: Sequence
         again = whole.with_other_numbers()  # does the model repeat itself?
         if again.error is not None or far <= limit + 4 * _apart(expected, again.logits, kept)[1]:
             return
-        what = f"that differ by {far:.3g} where the largest is {largest:.3g}"
+        what = f"{far:.3g} apart, where the largest is {largest:.3g}"
     else:
-        what = f"of shape {tuple(found.shape)} for {tuple(expected.shape)}"
+        what = f"shape {tuple(found.shape)} instead of {tuple(expected.shape)}"
     where = _where(whole, stages, mine)
     raise ScheduleError(
-        f"the stages of a {type(model).__name__} give logits {what} from the model's, first {where}: its forward does "
-        "there what no stage runs; write its stages as modules of your own (check=False cuts it so)"
+        f"the stages of a {type(model).__name__} give other logits than the model: {what}; they differ first {where}, "
+        "where the model's forward does something that no stage runs; write stages of this model as modules of your "
+        "own, or give check=False to accept the difference"
     )
 
 
@@ -265,13 +266,13 @@ def _where(whole: _Run, stages: _Run, mine: Sequence[range]) -> str:
     for at, (theirs, ours) in enumerate(zip(whole.calls, stages.calls, strict=True)):
         if not _same(theirs[0], ours[0]):
             if at == 0:
-                return "in front of the first layer"
+                return "before the first layer"
             if stage_of[at] != stage_of[at - 1]:
                 return f"between stages {stage_of[at - 1]} and {stage_of[at]} (layers {at - 1} and {at})"
             return f"between layers {at - 1} and {at}, of stage {stage_of[at]}"
         if not _same(theirs[1], ours[1]):
             return f"in layer {at}, of stage {stage_of[at]} (its other arguments)"
-    return "behind the last layer"
+    return "after the last layer"
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -83,8 +83,8 @@ def check_layers(model: Any, base: Any) -> None:
     """Each layer runs in each forward. Raises ScheduleError."""
     if (chance := getattr(base, "layerdrop", 0.0)) and chance > 0:
         raise ScheduleError(
-            f"the model is a {type(model).__name__} with layerdrop={chance}: training leaves out layers by chance, and "
-            "a stage's border may be one; set base_model.layerdrop = 0.0"
+            f"the model is a {type(model).__name__} with layerdrop={chance}: training drops layers at random, also the "
+            "first or last of a stage; set base_model.layerdrop = 0.0"
         )
 
 
@@ -98,6 +98,6 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _refuse(model: Any, name: str) -> None:
     raise ScheduleError(
-        f"the model is a {type(model).__name__}, whose {name} was replaced behind stages_of_causal_lm (a resize, a "
-        "head, an adapter), and its stages have the old one; cut the model again, and make optimizer and runner anew"
+        f"the model is a {type(model).__name__}, whose {name} was replaced after stages_of_causal_lm (a resize, a "
+        "head, an adapter); its stages still hold the old one; cut the model again, and make a new optimizer and runner"
     )

@@ -25,17 +25,17 @@ __all__ = ["stages_of_causal_lm", "stages_of_sequential"]
 
 
 def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
-    """``model`` cut between its layers, so that the largest part has few parameters; all parts share its parameters.
+    """``model`` cut between its layers, so that the largest part has few parameters. Stages share its parameters.
 
-    Take those of a rank: ``[made[i] for i in program.stages_of(rank)]``. A parameter that several stages have, of a
-    layer that stands in the model twice or of tied weights, is tied (``Stage(tied=)``).
+    The stages of a rank are ``[made[i] for i in program.stages_of(rank)]``. A parameter that several stages hold is
+    tied (``Stage(tied=)``).
 
-    A layer hands on what it returns and nothing else. One that leaves a value in an attribute for a later layer is not
-    seen: in another stage that layer reads the value of another microbatch. Return it, in a tuple.
+    A layer hands on only what it returns. If it leaves a value in an attribute for a later layer, that layer may read
+    the value of another microbatch. Return such a value, in a tuple.
 
     Raises:
-        ScheduleError: it is no nn.Sequential, does more than its layers do (a forward or hooks of its own), has
-            layers without shapes yet (lazy ones), or fewer layers than stages.
+        ScheduleError: it is no nn.Sequential; it has a forward or hooks of its own; a layer has no shapes yet (a lazy
+            one); or it has fewer layers than stages.
     """
     if not isinstance(model, nn.Sequential):
         raise ScheduleError(f"the model is a {type(model).__name__}; stages_of_sequential cuts an nn.Sequential")
@@ -102,26 +102,24 @@ def _shared(parts: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:
 def stages_of_causal_lm(model: Any, stages: int, *, check: bool = True) -> list[Stage]:
     """A causal language model of Hugging Face's form (Llama, Qwen, Gemma, GPT-2, ...) as stages.
 
-    The first takes token ids, the last gives logits, with what the model does to them (a soft cap, a scale). ``kwargs``
-    of a step reach every stage: ``attention_mask``, ``position_ids``. Stages share the model's parameters, but for an
-    output embedding that is tied: it becomes a copy, tied between the first stage and the last. Parameters of layers
-    that several stages have are tied too. Take those of a rank: ``[made[i] for i in program.stages_of(rank)]``.
-    What is set on the model's attributes or its configuration later holds in its stages too.
+    The first stage takes token ids. The last gives logits, with the model's soft cap or scale. ``kwargs`` of a step
+    reach every stage (``attention_mask``, ``position_ids``). Stages share the model's parameters. Only a tied output
+    embedding becomes a copy, tied between the first stage and the last. The stages of a rank are
+    ``[made[i] for i in program.stages_of(rank)]``. Attributes and configuration that are set later hold in them too.
 
     Args:
-        check: run the model and its stages once on 16 tokens, in eval mode and without gradients, and compare the
-            logits; nothing stays of it. Left out for parameters on meta or sharded ones (DTensor, FSDP, ZeRO-3), flex
-            attention, and flash attention on CPUs. A model that fails on token ids and a mask alone is cut with a
-            warning.
+        check: run the model and its stages once on 16 tokens, in eval mode without gradients, and compare the logits.
+            It is left out for parameters on meta or sharded ones (DTensor, FSDP, ZeRO-3), for flex attention, and for
+            flash attention on CPUs. If the model fails on token ids and a mask, it is cut with a warning.
     Raises:
-        ScheduleError: the model has no such form, parameters that no stage or several would have, a ``forward`` that
-            was set on it, a hook in front of its forward, a loss of its routers (``output_router_logits``), layers
-            that it leaves out by chance, fewer layers than stages, or other logits than its stages.
+        ScheduleError: the model has another form; no stage or several would hold a parameter; a ``forward`` or a
+            forward pre-hook was set on it; it has a loss of its routers (``output_router_logits``), random layer drop,
+            or fewer layers than stages; or its stages give other logits.
     """
     if callable(getattr(model, "get_base_model", None)):
         raise ScheduleError(
-            f"the model is a {type(model).__name__}, around the model that has the layers; give its get_base_model(), "
-            "where adapters of layers (LoRA) lie: prompts that it adds in front are no part of stages"
+            f"the model is a {type(model).__name__}, which wraps the model with the layers; give its get_base_model(), "
+            "which holds LoRA adapters too (prompts that peft adds before the input are left out)"
         )
     base: Any = base_of(model)
     lists = [(n, m) for n, m in base.named_children() if isinstance(m, nn.ModuleList)] if base is not None else []
@@ -129,7 +127,7 @@ def stages_of_causal_lm(model: Any, stages: int, *, check: bool = True) -> list[
     if not asked or base is model or len(lists) != 1 or model.get_output_embeddings() is None:
         raise ScheduleError(
             f"the model is a {type(model).__name__}; stages_of_causal_lm takes a Hugging Face causal language model, "
-            "whose base_model has one ModuleList: write its stages as modules of your own"
+            "whose base_model has one ModuleList: write stages of this model as modules of your own"
         )
     (name, layers), head = lists[0], model.get_output_embeddings()
     embedding = model.get_input_embeddings()
@@ -169,13 +167,13 @@ def _check_form(model: Any, base: Any, name: str, embedding: nn.Module, head: nn
     parts = list(model._modules.values())
     wrong = ""
     if "forward" in vars(model) or "forward" in vars(base):
-        wrong = "has a forward that was set on it, which runs all of its layers"
+        wrong = "has a forward that was set on the object, and stages would not run it"
     elif base not in parts or head not in parts:
         wrong = "does not hold its base_model and output embedding itself"
     elif model._parameters or any(_trained(part) for part in parts if part not in (base, head)):
         wrong = "has parameters besides its base_model and output embedding"
     elif getattr(base, "layers_are_rescaled", False):
-        wrong = "has layers that its evaluation rescaled by their place (a forward behind train() puts them back)"
+        wrong = "has layers rescaled for evaluation (call train() and run one forward to undo it)"
     elif base._parameters:
         wrong = f"has parameters of its base_model's own: {', '.join(base._parameters)}"
     seen = False
@@ -183,12 +181,12 @@ def _check_form(model: Any, base: Any, name: str, embedding: nn.Module, head: nn
         seen |= other == name
         plain = module is None or module is embedding or other == name or not _trained(module)
         if not wrong and not plain and not isinstance(module, nn.Embedding) and not _is_norm(module):
-            where = "behind" if seen else "in front of"
-            wrong = f"has a {type(module).__name__} {where} its layers, and no stage is known that it belongs to"
+            where = "after" if seen else "before"
+            wrong = f"has a {type(module).__name__} {where} its layers, and no stage would hold it"
     if wrong:
         raise ScheduleError(
-            f"the model is a {type(model).__name__}, which {wrong}; stages_of_causal_lm takes layers between an "
-            "embedding and a norm: write its stages as modules of your own"
+            f"the model is a {type(model).__name__}, which {wrong}; stages_of_causal_lm cuts embedding, layers, "
+            "norm and head: write stages of this model as modules of your own"
         )
 
 
@@ -202,16 +200,16 @@ def _check_routers(model: Any, kwargs: Mapping[str, Any]) -> None:
     wanted = kwargs.get("output_router_logits")
     if getattr(getattr(model, "config", None), "output_router_logits", False) if wanted is None else wanted:
         raise ScheduleError(
-            f"the model is a {type(model).__name__} with output_router_logits, whose loss is of all layers' routers at "
-            "once, and no stage has them; set it to False, and give each layer's balance to add_loss in a forward hook"
+            f"the model is a {type(model).__name__} with output_router_logits, whose loss needs the routers of all "
+            "layers, and no stage has all; set it to False, and add each layer's balance by add_loss in a forward hook"
         )
 
 
 def _check_hooks(model: Any) -> None:
     if model._forward_pre_hooks:
         raise ScheduleError(
-            f"the model is a {type(model).__name__} with a hook in front of its forward, which the last stage alone "
-            "would run; remove it, and give what it makes of the arguments as inputs and kwargs of the step"
+            f"the model is a {type(model).__name__} with a forward pre-hook, which only the last stage would run; "
+            "remove it, and give the arguments that it makes as inputs and kwargs of the step"
         )
 
 

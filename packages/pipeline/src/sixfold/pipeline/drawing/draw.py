@@ -33,12 +33,11 @@ def draw(
     """A program or a timeline, alone or with a second one at the same scale, such as measured beside simulated.
 
     Args:
-        format: "text", a line per rank: a program's actions in order, a timeline's to scale, where a dot stands for
-            idle time; "svg", a picture to scale, both of work alone, without messages and slots; "trace", for Perfetto:
-            one event per action, in microseconds.
-            For the last two a program is simulated with F, I and W of 1 per rank.
-        beside: drawn below the first, which is then called simulated and this one measured.
-        unit: of the times, as "s": an SVG then has an axis with it. A program's times have none.
+        format: "text": a line per rank. A timeline is drawn to scale, with a dot for idle time. "svg": a picture to
+            scale, without messages and slots. "trace": for Perfetto, one event per action, in microseconds. For svg and
+            trace a program is simulated with F, I and W of 1 per rank.
+        beside: drawn below the first. The first is then called simulated, this one measured.
+        unit: of the times, such as "s": an SVG then has an axis with it.
     Raises:
         ScheduleError: another format, or a timeline in which nothing takes time.
     """

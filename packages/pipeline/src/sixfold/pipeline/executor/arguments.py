@@ -124,7 +124,7 @@ def check_program(
     if one:
         if program.weights is not Weights.FLUSHED:
             raise ScheduleError(
-                f"weights: {program.weights} let batches overlap without end, and edges='one' needs a proof of the "
+                f"weights: {program.weights} let batches overlap without end, but edges='one' needs a proof of the "
                 "whole order; make the runner with edges=None or 'groups'"
             )
         verify(complete(program), transport="rendezvous")  # [Note: one communicator]
@@ -141,9 +141,9 @@ def check_program(
                 )
                 raise ScheduleError(f"rank {at} [{position}] {action}: {rule}", **where)  # type: ignore[arg-type]
             if stage.tied:
-                rule = f"stage {stage.index} has tied parameters, whose gradients are summed behind the last STEP"
+                rule = f"stage {stage.index} has tied parameters, whose gradients are summed after the last STEP"
                 raise ScheduleError(
-                    f"rank {at} [{position}] {action}: {rule}; step behind the runner",
+                    f"rank {at} [{position}] {action}: {rule}; step the optimizers after runner.step",
                     **where,  # type: ignore[arg-type]
                 )
 

@@ -67,9 +67,7 @@ def connect(
         message = f"rank {name} waited {timeout_s:g} s for all {transport.ranks} ranks to make their runner"
         if time.monotonic() - begin < timeout_s:
             message = f"rank {name} has no connection to all {transport.ranks} ranks: {error}"
-        raise PipelineTimeout(
-            f"{message} [see errors/pipeline.html#the-ranks-did-not-make-their-runner-together]", rank=transport.rank
-        ) from error
+        raise PipelineTimeout(message, rank=transport.rank) from error
     return links, FailureReport(transport.rank, transport.ranks, links, store, names)
 
 

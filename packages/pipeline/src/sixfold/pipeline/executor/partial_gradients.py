@@ -48,7 +48,7 @@ class StepGradients:
                         self.end()
                         raise ScheduleError(
                             f"a gradient of stage {stage.index} holds a part of a step that failed; call zero_grad() "
-                            "on its optimizer and repeat all steps that were to be added up"
+                            "on its optimizer, then repeat all steps of this sum"
                         )
                     self._there.append((parameter, gradient, gradient._version))
 

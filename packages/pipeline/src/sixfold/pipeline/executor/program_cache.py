@@ -127,7 +127,7 @@ class ProgramCache:
             PeerLost: one did not come before the deadline.
         """
         if self._here is not None:
-            self._agree_on(_hash(what), f"calls {what}, and another call was made on", "")
+            self._agree_on(_hash(what), f"calls {what}; another call runs on", "")
 
     def _agree_on(self, number: int, differs: str, here: str) -> None:
         """All ranks are about to do the same for the first time; the texts are of the error where one is not."""
@@ -138,8 +138,7 @@ class ProgramCache:
             if theirs != number:
                 all_know(links.control)
                 raise ScheduleError(
-                    f"rank {self._here} {differs} rank {rank}{here}; "
-                    "all ranks make the same calls [see errors/pipeline.html#ranks-run-different-programs]",
+                    f"rank {self._here} {differs} rank {rank}{here}; all ranks make the same calls",
                     rank=self._here,
                 )
 

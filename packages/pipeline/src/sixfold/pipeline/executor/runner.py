@@ -62,38 +62,35 @@ class PipelineRunner:
     order, with the bits of a single process that runs the same microbatches.
 
     Args:
-        program: compute-only programs are lowered here.
-        stages: those that the program places on this rank (``program.stages_of(rank)``), any order; or the only one.
-        group: rank r of the program is group rank r; a mesh of one dimension is its group; None runs all stages in this
-            process. Reports of what failed or did not come call ranks by their numbers among all ranks of the job.
-        loss_fn: ``loss_fn(output, target)`` -> scalar; needed where the last stage is.
-        scale: "mean" divides each loss by m before its backward, "sum" does not, "token" takes
-            (sum, count) from ``loss_fn`` and divides the step's gradients once by the total count.
+        program: the schedule; messages are added if it has none.
+        stages: the stages of this rank (``program.stages_of(rank)``) in any order, or its only one.
+        group: rank r of the program is group rank r. It may be a mesh of one dimension. None runs all stages in this
+            process. Errors number ranks as the job does.
+        loss_fn: ``loss_fn(output, target)`` -> scalar; needed on the rank of the last stage.
+        scale: "mean" divides each loss by m before its backward. "sum" does not. "token" takes (sum, count) from
+            ``loss_fn`` and divides the step's gradients once by the total count.
         timeout_s: deadline of every wait for another rank.
-        store: for ranks to tell each other where they stand after a failure; None takes the group's.
-        lookahead: compute actions by which a receive is posted before its place.
-        profile: results hold when each action began and ended, of those calls that do not say ``profile=False``.
-        dynamic_shapes: False: shapes may differ from a step to the next where stage 0's inputs or a rank's first output
-            do, whatever joins the ranks; True: in every step and microbatch without notice; "announced": only in a step
-            that all ranks call with ``new_shapes``, and then no host waits to hear whether they do.
-        edges: ``edges(source, destination)`` makes the group of a directed edge; None makes an edge of shared
-            memory where both ranks are on one host and have CPU tensors, else a communicator per edge, and
-            "groups" always the latter. "host" is gloo's whatever the device, over host memory. "one" is a single
-            communicator for all edges, which takes less memory and runs in order what it is given: messages that stand
-            beside each other in a list start together, none ahead of its place (no ``lookahead``), and the program
-            must pass ``verify`` as a rendezvous.
-        overlap: the parts of an OVERLAP_F_B run in "order", or where stages are on a CUDA device on two "streams",
-            forward beside backward; with the same bits. A program whose overlaps cannot run so is refused by name.
-        debug_memory: received memory that nobody holds any more is filled with NaN, whole numbers with all bits set, so
-            that a module that reads it (by an address, through numpy) is found out. Costs a pass over that memory
-            for each message. Over a process group; elsewhere no memory is used again.
+        store: ranks write there where they stand after a failure; None takes the group's.
+        lookahead: a receive is posted so many compute actions before its place.
+        profile: results say when each action began and ended. ``step(..., profile=False)`` leaves that out.
+        dynamic_shapes: False: shapes may change from step to step, if stage 0's inputs or the first output of a rank
+            change. True: in every message. "announced": in steps that all ranks call with ``new_shapes``; no host waits
+            to hear about shapes.
+        edges: an edge is one direction between two ranks. None: shared memory for CPU tensors on one host, else a
+            communicator per edge. "groups": always a communicator per edge. "host": gloo over host memory, whatever the
+            device. "one": one communicator for all edges. It takes less memory and keeps the order of messages; it
+            posts no receive early, and the program must pass ``verify`` as a rendezvous. A function
+            ``edges(source, destination)``: the group that it returns.
+        overlap: run the parts of an OVERLAP_F_B in "order", or on two "streams" of a CUDA device, with the same bits.
+        debug_memory: fill received memory that nobody holds with NaN (integers: all bits set), so that a module that
+            still reads it is found. It costs a pass over that memory per message. Only over process groups.
     Attributes:
-        deferred: behind a step of a program with I and W, by stage of this rank the share of its trainable numbers
-            whose gradients W made; those of other layers were made in I. For ``Costs.deferring``.
+        deferred: after a step with I and W: for each stage of this rank, the share of its trainable numbers whose
+            gradients W made. I made the others. See ``Costs.deferring``.
     Raises:
-        ScheduleError: the stages are not the program's, the ranks have different programs, the program is not
-            right (``verify``, where a SEND never waits), or a stage lacks what an action needs (an optimizer for STEP).
-        PipelineTimeout: a rank of the group did not make its runner in time, or cannot be connected to.
+        ScheduleError: the stages are not those of the program; ranks have different programs; ``verify`` refuses the
+            program; or a stage lacks what an action needs, such as an optimizer for STEP.
+        PipelineTimeout: a rank of the group did not make its runner in time, or cannot be reached.
     """
 
     def __init__(
@@ -193,24 +190,23 @@ class PipelineRunner:
     ) -> StepResult:
         """Forward and backward of one batch; gradients are added to what is there.
 
-        With a program whose batches overlap (its weights are "2bw" or "pipedream") a batch is one of its batches, the
-        stages' optimizers step inside, and earlier stages still hold backwards of the batch when this returns;
-        ``drain`` runs them. The parameters are the newest weights, which earlier stages have later.
+        Weights "2bw" and "pipedream" let batches overlap. A step then runs one batch, and the stages' optimizers step
+        inside. Earlier stages still hold backwards of the batch when this returns; ``drain`` runs them.
 
-        Where autocast is on it holds for forwards and recomputes; backwards run without.
+        Autocast around this call holds for forwards and recomputes. Backwards run without it.
 
         Args:
-            inputs: where stage 0 is: a tensor, or a tuple for a stage of several inputs, cut along dim 0; or a list of
-                m tensors or tuples. With scale="mean" each microbatch counts 1/m, so m divides the rows of a tensor;
-                those of a list may differ. Where a tensor comes out of a graph of yours (an embedding in front of the
-                pipeline), that graph's backward runs once, behind the step.
-            targets: where the last stage is: likewise, or a dict of tensors; None gives ``loss_fn`` None.
-            kwargs: for the modules of all local stages, never sent: a dict, whose tensors are cut along dim 0, or m.
+            inputs: on the rank of stage 0: a tensor, or a tuple for several inputs, cut along dim 0; or a list of m
+                tensors or tuples. With scale="mean" m must divide the rows of a tensor; those of a list may differ. If
+                a tensor comes out of a graph of yours (an embedding), that graph's backward runs once, at the end.
+            targets: on the rank of the last stage: likewise, or a dict of tensors; None gives ``loss_fn`` None.
+            kwargs: for the modules of this rank's stages, never sent: a dict, whose tensors are cut along dim 0, or a
+                list of m dicts.
             program: for this step, the same on all ranks; compiled once and kept.
             keep_outputs: the result holds the last stage's outputs too, detached.
-            new_shapes: shapes may differ from those of the step before; the same on all ranks. What
-                ``dynamic_shapes="announced"`` needs; otherwise ranks tell each other by themselves.
-            profile: False: of a runner with ``profile``, this step takes no times and waits for no device.
+            new_shapes: shapes may differ from those of the step before; the same on all ranks. Only
+                ``dynamic_shapes="announced"`` needs it.
+            profile: False: this step of a runner with ``profile`` measures nothing and waits for no device.
         Raises:
             ScheduleError: an argument, a stage or ``loss_fn`` failed here or on the rank it names.
             PipelineTimeout: another rank did not answer before the deadline.
@@ -235,11 +231,11 @@ class PipelineRunner:
                 self._run(None, "drain", self._in_flight.goal, None, None, None, profile=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """What another runner needs to go on behind this step with the same bits; ``torch.load`` reads it as it is.
+        """What another runner needs to continue after this step with the same bits; ``torch.load`` reads it.
 
-        Plain tensors, numbers, texts, lists and dicts, of the stages that are here: their optimizers, the state of the
-        random numbers, and where batches overlap the modules' whole state, older weights and what is in flight. Its
-        tensors are those in use: save or copy them before the next step. It waits for messages that were sent.
+        It holds the optimizers of this rank's stages and the state of the random numbers. If batches overlap, it also
+        holds the modules' state, older weights and the microbatches in flight. Its tensors are those in use: save or
+        copy them before the next step. It waits for messages that were sent.
 
         Raises:
             ScheduleError: keyword arguments or targets in flight are no such values.
@@ -252,10 +248,10 @@ class PipelineRunner:
             self._fail(error, self._in_flight)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where the runner that made ``state`` stood; all ranks call it, each with what it saved.
+        """Continue where the runner that made ``state`` stood; all ranks call it, each with what it saved.
 
-        Load the modules before, where weights do not overlap; where they do, ``state`` holds them. Forwards of
-        microbatches in flight run again.
+        Load the modules before, unless batches overlap: then ``state`` holds them. Forwards of microbatches in flight
+        run again.
 
         Raises:
             ScheduleError: ``state`` is of other stages or another program, or lacks something, and nothing was changed;
@@ -285,11 +281,11 @@ class PipelineRunner:
         keep_outputs: bool = False,
         profile: bool = True,
     ) -> StepResult:
-        """Losses of one batch without gradients; nothing of it remains. Arguments as in ``step``.
+        """Losses of one batch without gradients; buffers stay as they were. Arguments as in ``step``.
 
-        While microbatches are in flight each stage has its newest weights, and what is in flight stays as it is.
+        Each stage uses its newest weights. Microbatches in flight stay as they are.
 
-        A tensor of any number of rows from m on is cut; the mean of losses of unequal microbatches is not that of rows.
+        A tensor needs m rows at least. If m does not divide them, the mean of the losses is not the mean over rows.
         """
         goal = Goal(train=False, loss_fn=self._loss_fn, scale=self._scale, autocast=_autocast())
         with torch.no_grad(), self._guard.around(self._stages.values(), "evaluate"):
@@ -304,11 +300,10 @@ class PipelineRunner:
             return self._run(None, "forward", goal, inputs, None, kwargs)
 
     def check(self) -> None:
-        """Call it before what a step made is used, such as before an optimizer that is not the stages'.
+        """Wait until all that the steps received has arrived. Call it before gradients are used on a device.
 
-        Where devices work behind the host's back ``step`` returns before its messages are there, and one that never
-        comes is found out later. This waits until all that the steps received is there, and sends nothing. Behind a
-        value that the host read of the step (a loss, a norm) there is nothing left to wait for.
+        On a device ``step`` returns before its messages have arrived, so a message that never comes is noticed later.
+        This call sends nothing. If the host has read a value of the step (a loss, a norm), nothing is left to wait for.
 
         Raises:
             ScheduleError, PipelineTimeout: the runner has failed; a message of its steps did not come in time; or
@@ -349,8 +344,8 @@ class PipelineRunner:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over all stages is at most ``max_norm``, as torch's of the whole model.
 
-        All ranks call it, behind a step and in front of the optimizer. A tied parameter counts once. Where the program
-        has STEPs the optimizers have stepped by then: each clips its stage's own in a ``register_step_pre_hook``.
+        All ranks call it, after a step and before the optimizer. A tied parameter counts once. If the program has
+        STEPs, the optimizers have stepped by then: clip in a ``register_step_pre_hook`` of each optimizer.
 
         Returns:
             the norm before, equal on all ranks.
@@ -362,8 +357,8 @@ class PipelineRunner:
         self._not_broken()
         if self._stepped:  # on all ranks
             raise ScheduleError(
-                "the program's STEPs ran the optimizers inside step(), and left no gradients to clip; clip those of "
-                "each stage in its optimizer's register_step_pre_hook, or run a program without STEPs"
+                "the program's STEPs ran the optimizers inside step(), so no gradients are left to clip; clip in a "
+                "register_step_pre_hook of each stage's optimizer, or run a program without STEPs"
             )
         self._meet(f"clip_grad_norm_ of {max_norm!r}, {norm_type!r}")
         max_norm, norm_type = check_norm(max_norm, norm_type)
@@ -401,9 +396,9 @@ class PipelineRunner:
         return None if events is None else measured(events, weights)
 
     def fail(self, error: BaseException) -> NoReturn:
-        """End this runner on all ranks: what was found wrong here outside of its calls, such as by a data loader.
+        """End this runner on all ranks with an error of the caller's, such as one of a data loader.
 
-        Others raise ``error``'s text from the call in which they wait for this rank, or from their next one.
+        Other ranks raise its text from the call in which they wait for this rank, or from their next call.
 
         Raises:
             ScheduleError: ``error`` itself where it is one, else one with its text, from it.
@@ -538,8 +533,8 @@ class PipelineRunner:
         outer = OuterGraph(inputs) if mode == "step" and 0 in self._stages else None
         if outer is not None and outer.there and isinstance(compiled, CompiledEndless):
             raise ScheduleError(
-                "inputs have a graph of the caller's, and batches overlap, so that it would be gone through several "
-                "times; give a list of microbatches, each with a graph of its own"
+                "inputs come out of one autograd graph, and batches overlap, so its backward would run several times; "
+                "give a list of microbatches, each with a graph of its own"
             )
         microbatches: list[Values] = []
         if 0 in self._stages:

@@ -162,8 +162,8 @@ def _check_endless(state: Any, endless: CompiledEndless | None, stages: Mapping[
     _check_keys(state, _CARRIED, "the state's 'carried'")
     if endless is None or state["order"] != endless.order:
         raise ScheduleError(
-            "the state is of another program than this runner's, with batches in another order or of another size; "
-            f"make the runner with a program that goes on as\n{state['order']}"
+            "the state is of another program: its batches have another order or size than this runner's; "
+            f"make the runner with a program that continues as\n{state['order']}"
         )
     if state["autocast"] != list(endless.goal.autocast):
         raise ScheduleError(
@@ -184,7 +184,7 @@ def _check_endless(state: Any, endless: CompiledEndless | None, stages: Mapping[
         for slot in state["slots"][index]:
             _check_keys(slot, _SLOT, f"a microbatch of stage {index}")
         if sorted(slot["slot"] for slot in state["slots"][index]) != sorted(weights["slots"]):
-            raise ScheduleError(f"stage {index}: the state has not the microbatches that its weights are read by")
+            raise ScheduleError(f"stage {index}: the state lacks microbatches that its weight versions are kept for")
 
 
 # ---- values

@@ -224,5 +224,4 @@ def time_out_line(
     for other, name in enumerate(names) if heard else ():
         if other != rank:
             parts.append(f"rank {name} at {others[other].place}" if other in others else f"rank {name} silent")
-    known = "; ".join((*parts, "the store does not answer") if deaf else parts)
-    return f"{known} [see errors/pipeline.html#a-peer-did-not-come]"
+    return "; ".join((*parts, "the store does not answer") if deaf else parts)

@@ -66,10 +66,10 @@ class Plan:
     Attributes:
         program: placement and number of microbatches are in it.
         timeline: ``simulate(program, costs)``.
-        lower_bound: no program that ``simulate`` can time has a smaller makespan under the same costs and within the
-            cap, RECOMPUTE and OVERLAP_F_B included: on the placement that was given, or, if none was, on any.
-        gap: makespan / lower_bound - 1. 0 proves that none of these programs is shorter; more than 0 says how much
-            shorter one could be, not that there is one.
+        lower_bound: no program has a smaller makespan under the same costs and cap, with RECOMPUTE and OVERLAP_F_B too.
+            It holds on the placement that was given, or on any if none was.
+        gap: makespan / lower_bound - 1. 0 proves that no program is shorter. More says how much shorter one could be at
+            most, not that there is one.
     """
 
     program: Program
@@ -93,8 +93,8 @@ def plan(
         costs: per stage; the number of stages is ranks times the chunks of a rank.
         memory_cap: most activations on any rank, in units of ``costs.activation``; None means no cap.
         placement: rank of each stage; None searches looped, wave, and any other map that could be better.
-        time_limit_s: of wall time. With time to look at them, the plan is never longer than any schedule of this
-            package that has its ranks, microbatches and chunks and keeps the cap; those come first.
+        time_limit_s: of wall time. The search looks first at the schedules of this package that have these ranks,
+            microbatches and chunks and keep the cap. With time for them, the plan is never longer than any of them.
     Returns:
         the best schedule found; where ``costs.overlap`` is below one it may hold OVERLAP_F_Bs.
     Raises:
@@ -226,7 +226,7 @@ def _shops(
     if not fitting:
         raise ScheduleError(
             f"memory_cap is {cap:.12g}; the least that any schedule needs is {least:.12g} of activations "
-            "(plans recompute nothing) [see errors/pipeline.html#no-order-fits-the-memory-cap]"
+            "(plans recompute nothing)"
         )
     return sorted(fitting, key=lambda entry: entry.bound)
 

@@ -164,15 +164,15 @@ def _cut(program: Program, rank: int, steps: int, batch: int) -> tuple[list[Row]
                 if t == len(cuts):
                     cuts.append(position)
                 if t != len(cuts) - 1:
-                    rule = f"it is of batch {t} and stands among the forwards of batch {len(cuts) - 1}"
-                    raise _refused(program, rank, position, f"{rule}, and a step has the inputs of its own batch alone")
+                    rule = f"it belongs to batch {t} but stands among the forwards of batch {len(cuts) - 1}"
+                    raise _refused(program, rank, position, f"{rule}; a step has only the inputs of its own batch")
     pieces = [row[a:b] for a, b in zip(cuts, [*cuts[1:], len(row)], strict=True)]
     last = pieces[-1]
     again = moved(pieces[-2], 1, batch)
     end = len(again) if _is_whole(again, stages, batch) and last[: len(again)] == again else _whole(last, stages, batch)
     if end is None:
-        rule = f"behind it there are never {batch} forwards, {batch} backwards and one STEP of every stage of the rank"
-        raise _refused(program, rank, cuts[-1], f"{rule}, so that no further batch can follow in the same order")
+        rule = f"no {batch} forwards, {batch} backwards and one STEP of every stage of the rank follow it"
+        raise _refused(program, rank, cuts[-1], f"{rule}, so the order of batches cannot repeat")
     return [*pieces[:-1], last[:end]], last[end:]
 
 

@@ -36,9 +36,8 @@ class Costs:
         activation: what F makes the stage hold; None means 1/v of a rank with v stages.
         input: size of the stage's input, which is what RECOMPUTE keeps; None means 0.
         input_share: part of ``activation`` that I frees already; W frees the rest.
-        overlap: factor on the summed times of an OVERLAP_F_B. At 1 it is its parts in order, each of which begins when
-            its own inputs are there and hands on its result at its own end; else it is one block, which begins when the
-            inputs of all are there and hands on all results at its end.
+        overlap: factor on the summed times of an OVERLAP_F_B. At 1 its parts run in order, each with its own inputs and
+            its own end. Else it is one block: it begins when all inputs are there and gives all results at its end.
         step, unshard, reduce: time for which STEP, UNSHARD and REDUCE_GRAD keep the rank; None means 0.
         deferred: what I adds to a stage's ``activation`` until W: gradients of layers' outputs; None means 0.
     """
@@ -80,10 +79,10 @@ class Costs:
             raise ScheduleError(f"Costs.overlap is {self.overlap}; it is finite and > 0")
 
     def deferring(self, shares: Mapping[int, float]) -> Costs:
-        """These costs where W makes but a part of a stage's weight gradients: the rest of W's time is I's.
+        """These costs if W makes only a part of a stage's weight gradients; I takes the rest of W's time.
 
         Args:
-            shares: by stage the part, 0 to 1, as ``PipelineRunner.deferred`` tells it; of other stages W makes all.
+            shares: the part of each stage, 0 to 1, as in ``PipelineRunner.deferred``. A stage that is left out has 1.
         Raises:
             ScheduleError: there is no such stage, or a share is not in 0..1.
         """

@@ -49,13 +49,13 @@ class Timeline:
         span_over_ideal: (longest time from the start of a rank's first work to the end of its last - ideal) / ideal.
         peak_activations: per rank.
         weight_versions: per rank.
-        events: of rank 0 in order, then rank 1, ...; simulated ones are work, and the slots that ``Costs`` prices;
-            measured ones all that was given. An overlap whose parts run in order and with a gap is there as its parts.
-        peak_outputs: per rank, most stage outputs held at once; each from its F, or RECOMPUTE, to its B or I, and one
-            that is recomputed from its F until it was handed on as well.
+        events: of rank 0 in order, then rank 1, and so on. Simulated events are work and the slots that ``Costs``
+            prices. An overlap whose parts run in order with a gap stands there as its parts.
+        peak_outputs: per rank, most stage outputs held at once. An output is held from its F, or RECOMPUTE, to its B
+            or I. A recomputed one is also held from its F until it was sent.
         weights: the program's.
-        peak_received: per rank, most inputs and gradients from other ranks held at once; each from the place of its
-            RECV, where it is posted, to the end of its B or I (``passes.post_ahead`` posts as the runner does).
+        peak_received: per rank, most inputs and gradients from other ranks held at once, each from its RECV to the end
+            of its B or I. ``passes.post_ahead`` posts receives as the runner does.
     """
 
     makespan: float

@@ -96,6 +96,6 @@ def _identity(one: Any) -> int:
 def _unseen(store: WeightGradientStore, what: str) -> ScheduleError:
     return ScheduleError(
         f"stage {store.index}: a backward of its own (torch.autograd.grad, Tensor.backward) runs through layers whose "
-        f"weight gradients wait for W, {what}; run a program whose backwards are B, or make those layers of a "
-        "subclass: their gradients are made in I"
+        f"weight gradients wait for W, {what}; run a program whose backwards are B, or use a subclass for these "
+        "layers, whose gradients are then made in I"
     )

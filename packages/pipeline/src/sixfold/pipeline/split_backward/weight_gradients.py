@@ -438,8 +438,8 @@ class WeightGradientStore:
     def refuse_create_graph(self) -> None:
         """Raise where the gradient of a gradient is asked for."""
         raise ScheduleError(
-            f"stage {self.index}: a backward with create_graph runs while weight gradients are deferred, and would not "
-            "see them; run a program whose backwards are B"
+            f"stage {self.index}: a backward with create_graph runs while weight gradients wait for W, and would miss "
+            "them; run a program whose backwards are B"
         )
 
 

@@ -49,7 +49,7 @@ class Replicas:
         if (why := _way_of_its_own(ddp)) is not None:
             raise ScheduleError(
                 f"stage {index} is a {type(ddp).__name__} with {why}, which a pipeline does not run; give the stage "
-                "the module inside, and what reduces its gradients as data_parallel"
+                "the module inside it, and give the object that reduces its gradients as data_parallel"
             )
         self.timeout_s: float | None = None
         self._index = index
@@ -120,8 +120,7 @@ class Replicas:
         except RuntimeError as error:
             members = dist.get_process_group_ranks(self._group)
             raise PipelineTimeout(
-                f"stage {self._index} waited for its replicas on ranks {members} to {what}: {error} "
-                "[see errors/pipeline.html#a-peer-did-not-come]"
+                f"stage {self._index} waited for its replicas on ranks {members} to {what}: {error}"
             ) from error
 
 

@@ -29,9 +29,9 @@ Around = Callable[[Mapping[str, Any]], Contexts]
 class DataParallel(Protocol):
     """What shards or replicates a stage; the program drives it.
 
-    Optional besides: ``call(*args, **kwargs)``, used in F instead of the module;
-    ``accumulate(parameter, gradient)``, called with each weight gradient that a W made; and
-    ``after_backward(microbatch)``, called when a microbatch is done on the stage.
+    Three more methods are optional. F runs ``call(*args, **kwargs)`` instead of the module.
+    ``accumulate(parameter, gradient)`` gets each weight gradient that a W made. ``after_backward(microbatch)`` is
+    called when a microbatch is done on the stage.
     """
 
     def unshard(self) -> object:
@@ -51,23 +51,21 @@ class Stage:
     """One stage of the model.
 
     Args:
-        module: takes and returns a tensor, or a tuple of tensors with None, ints, floats and truth values beside them;
-            None passes its input on. A DistributedDataParallel is run as the module inside of it, whose gradients are
-            averaged over DDP's process group once, at REDUCE_GRAD.
-        index: its place, 0 first.
+        module: takes and returns a tensor, or a tuple of tensors, None, ints, floats and bools. None passes its input
+            on. Of a DistributedDataParallel the module inside runs; DDP's process group averages its gradients once, at
+            REDUCE_GRAD.
+        index: its place in the pipeline, from 0 on.
         optimizer: steps at the STEPs of a program that has them; its parameters are the stage's.
-        tied: parameters that several stages hold a copy of, by a name of all of them. A runner gives each the value of
-            the lowest stage, and after a step all of them the sum of their gradients.
-        checkpoint: hold the stage's inputs alone, and run its forward again in the backward
-            (``torch.utils.checkpoint``, non-reentrant); what the forward changes, it changes once.
+        tied: parameters of which several stages hold a copy, by one name on all of them. A runner gives each copy the
+            value of the lowest stage. After a step each has the sum of their gradients.
+        checkpoint: keep only the stage's inputs, and run its forward again in the backward
+            (``torch.utils.checkpoint``, non-reentrant). What the forward changes, it changes once.
         data_parallel: see ``DataParallel``.
-        cuda_graphs: from a slot's fourth step on its F, I and W (or B) are replays of CUDA graphs, of one set of
-            shapes. For a module of tensors alone, without hooks, whose work does not depend on what its Python sees;
-            each microbatch holds its activations for good.
+        cuda_graphs: from the fourth step on F, I and W (or B) are replays of CUDA graphs, for one set of shapes. The
+            module takes only tensors and has no hooks and no branch on values. Each microbatch keeps its activations.
     Raises:
-        ScheduleError: the module is none, holds a DistributedDataParallel deeper inside, or is one that reduces in a
-            way of its own (communication hooks, mixed precision, sparse gradients); ``index`` is no place, or an
-            argument is of another type.
+        ScheduleError: the module is no nn.Module, or holds a DistributedDataParallel deeper inside; a DDP reduces in
+            another way (communication hooks, mixed precision, sparse gradients); or an argument is of another type.
     """
 
     def __init__(
@@ -120,7 +118,7 @@ class Stage:
 
     @classmethod
     def from_torch(cls, stage: Any, **options: Any) -> Stage:
-        """The stage that a ``torch.distributed.pipelining.PipelineStage`` is; its module is shared, not copied.
+        """The stage of a ``torch.distributed.pipelining.PipelineStage``; the module is shared, not copied.
 
         Args:
             options: of ``Stage``.

@@ -66,8 +66,8 @@ class Versions:
         handle = stage.data_parallel
         if getattr(handle, "call", None) is not None:
             raise ScheduleError(
-                f"stage {index}: data_parallel is a {type(handle).__name__} whose call runs the module, which knows "
-                f"its newest weights alone; weights: {weights} takes modules whose parameters are whole, without call"
+                f"stage {index}: data_parallel is a {type(handle).__name__} whose call runs the module with its "
+                f"newest weights only; weights: {weights} takes stages with whole parameters and no call"
             )
         if stage.module is not None:
             check_made(stage.module, f"stage {index}")
@@ -292,9 +292,9 @@ class Versions:
         for name, parameter in self._trained().items():
             if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                 raise ScheduleError(
-                    f"stage {self._stage.index}: {name} has a gradient hook, and gradients gather on older weights "
-                    "than the parameter's; with versions of weights use a hook of the module, or change gradients in "
-                    "the optimizer"
+                    f"stage {self._stage.index}: {name} has a gradient hook, which would not run: gradients are "
+                    "added to older versions of the weights; use a hook of the module, or change gradients in the "
+                    "optimizer"
                 )
 
 

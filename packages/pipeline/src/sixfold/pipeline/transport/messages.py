@@ -261,8 +261,7 @@ class Inlet:
             if bool(renewed) != self._renewed:
                 raise ScheduleError(
                     f"rank {self._peer} calls step {'with' if renewed else 'without'} new_shapes, this rank "
-                    f"{'with' if self._renewed else 'without'}; all ranks make the same calls "
-                    "[see errors/pipeline.html#ranks-run-different-programs]"
+                    f"{'with' if self._renewed else 'without'}; all ranks make the same calls"
                 )
 
     def _has_header(self, receipt: Receipt) -> bool:
@@ -326,5 +325,5 @@ def other_call(peer: int) -> ScheduleError:
     """A message came that belongs to nothing that runs here."""
     return ScheduleError(
         f"rank {peer} runs another program in this step, or another call (step, evaluate, forward); "
-        "all ranks make the same calls [see errors/pipeline.html#ranks-run-different-programs]"
+        "all ranks make the same calls"
     )

@@ -113,6 +113,6 @@ class Outputs:
             raise ScheduleError(
                 f"stage {action.stage} made {words_of(specs, gradients=frozen)} of microbatch {action.microbatch}, "
                 f"in the step before {words_of(before, gradients=frozen)}; {say}make the runner with "
-                "dynamic_shapes=True [see errors/pipeline.html#a-stages-output-changed-its-shape]"
+                "dynamic_shapes=True"
             )
         return first, told

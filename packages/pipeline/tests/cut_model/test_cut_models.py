@@ -134,7 +134,7 @@ def test_a_parameter_that_no_stage_or_several_would_have_is_refused():
         stages_of_causal_lm(model, 2)
     model = model_of("Gemma2")
     model.model.add_module("projection", nn.Linear(16, 16))
-    with pytest.raises(ScheduleError, match="has a Linear behind its layers"):
+    with pytest.raises(ScheduleError, match="has a Linear after its layers"):
         stages_of_causal_lm(model, 2)
 
 

@@ -50,9 +50,7 @@ def test_a_message_that_never_came_is_raised_before_the_optimizer_on_all_ranks(m
     assert kind is PipelineTimeout and not applied and took < TIMEOUT_S + 1
     assert re.match(rf"rank 0 waits at \[{position}/\d+\] 0RECV_B1 for rank 1", line), line
     assert other[0] is PipelineTimeout and not other[3]
-    assert re.fullmatch(
-        rf"rank 1 waits at the end of the step; rank 0 at \[{position}/\d+\] 0RECV_B1 \[see .*\]", other[1]
-    )
+    assert re.fullmatch(rf"rank 1 waits at the end of the step; rank 0 at \[{position}/\d+\] 0RECV_B1", other[1])
     assert transports[0].noted  # before the links were ended, behind which every wait returns
 
 

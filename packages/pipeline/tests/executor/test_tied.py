@@ -226,3 +226,45 @@ def test_a_tied_parameter_that_is_gone_or_of_another_shape_is_named():
     del modules[1].factor
     with pytest.raises(ScheduleError, match=r"stage 1: tied\['factor'\] was factor, which its module has no more"):
         runner.step(*batch(4))
+
+
+@pytest.mark.parametrize("where", ["one process", "threads"])
+@pytest.mark.parametrize("sort", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_gradient_hook_of_a_tied_copy_is_refused_until_the_gradients_are_changed_behind_the_step(sort, where):
+    """Such as a mask over the rows of an embedding that are not trained: the other copy's part came past it."""
+    mask = torch.tensor([0.0, 1.0]).repeat(4)
+
+    def masked(parameter: torch.Tensor) -> None:
+        parameter.grad.mul_(mask)
+
+    hook = mask.mul if sort == "register_hook" else masked
+    x, y = batch(4)
+
+    def run(ranks: Any, modules: list[nn.Module], hooked: bool) -> None:
+        here = (0, 1) if ranks is None else (ranks.rank,)
+        stages = [Stage(modules[i], i, tied={"factor": modules[i].factor}) for i in here]
+        runner = PipelineRunner(gpipe(2, 2), stages, ranks, square_loss, timeout_s=20)
+        handle = getattr(modules[0].factor, sort)(hook) if hooked and 0 in here else None
+        try:
+            runner.step(x, y)
+        finally:
+            if handle is not None:
+                handle.remove()
+        for stage in stages:
+            stage.module.factor.grad.mul_(mask)
+
+    def attempt(modules: list[nn.Module], hooked: bool) -> None:
+        if where == "one process":
+            run(None, modules, hooked)
+        else:
+            values_or_raise(on_threads(2, run, modules, hooked))
+
+    with pytest.raises(ScheduleError, match=r"tied\['factor'\] of stage 0 has a gradient hook, .*behind step\(\)"):
+        attempt(two_shared(), hooked=True)
+    modules, oracle = two_shared(), two_shared(one=True)
+    attempt(modules, hooked=False)
+    oracle[0].factor.register_hook(mask.mul)
+    for a, b in zip(x.chunk(2), y.chunk(2), strict=True):
+        (square_loss(oracle[1](oracle[0](a)), b) / 2).backward()
+    for module in modules:
+        torch.testing.assert_close(module.factor.grad, oracle[0].factor.grad)

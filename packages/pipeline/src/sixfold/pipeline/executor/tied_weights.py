@@ -140,7 +140,8 @@ class Ties:
         """A new step: there are no gradients, those from before are set aside.
 
         Raises:
-            ScheduleError: copies of the step before differed, as a device has found out since.
+            ScheduleError: copies of the step before differed, as a device has found out since; or one has another
+                form than it had, or a gradient hook.
         """
         doubts, self._doubts = self._doubts, []
         for verdict, error in doubts:
@@ -194,6 +195,11 @@ class _Chain:
                 if _form(parameter) != form:
                     rule = f"was {form} and is {_form(parameter)}; make the runner anew"
                     raise ScheduleError(f"tied[{name!r}] of stage {stage.index} {rule}")
+                if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                    raise ScheduleError(
+                        f"tied[{name!r}] of stage {stage.index} has a gradient hook, which would get that stage's part "
+                        "of the gradient alone; remove it, and change .grad of every copy behind step()"
+                    )
                 yield parameter
 
     def _of(self, at: int) -> list[nn.Parameter]:

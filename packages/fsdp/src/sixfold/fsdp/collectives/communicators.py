@@ -135,7 +135,7 @@ class Communicators:
             except (RuntimeError, TimeoutError) as error:
                 raise FsdpError(
                     f"the communicator for {name} of ranks {members} could not be made: {error}. A rank did not come, "
-                    "or the network refuses; restart the job [see errors/fsdp.html#a-communicator-could-not-be-made]",
+                    "or the network refuses the connection. Restart the job",
                     op="check",
                 ) from error
             made.append(one)

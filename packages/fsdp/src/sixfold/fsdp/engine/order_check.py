@@ -155,8 +155,7 @@ class OrderCheck:
 
     def _differ(self, step: int, op: str, odd: Sequence[int]) -> FsdpError:
         return self._all_know(
-            f"ranks used units in different orders in step {step}; run with checks='unit' to see which. "
-            f"{DRAWN_ALIKE} [see errors/fsdp.html#ranks-used-units-in-different-orders]",
+            f"ranks used units in different orders in step {step}; run with checks='unit' to see which. {DRAWN_ALIKE}",
             None,
             op,
             odd,
@@ -171,8 +170,7 @@ class OrderCheck:
         if odd:
             does = "; ".join(f"rank {rank} is at {self._at(rows[rank])} in step {rows[rank][0]}" for rank in odd)
             raise self._all_know(
-                f"ranks disagree: most are at {self._at(common)}, {does}. "
-                f"{DRAWN_ALIKE} [see errors/fsdp.html#ranks-disagree]",
+                f"ranks disagree: most are at {self._at(common)}, {does}. {DRAWN_ALIKE}",
                 self._units[common[1]].name,
                 _OPS[common[2]],
                 odd,
@@ -183,8 +181,7 @@ class OrderCheck:
             names += [f"parameter {at}" for at in range(len(names), max(bad.values()) + 1)]  # of a peer's mesh
             where = "; ".join(f"of {names[at]} on rank {rank}" for rank, at in bad.items())
             raise self._all_know(
-                f"gradient {where} is not finite; no main gradient was touched. Look at that rank's batch "
-                "[see errors/fsdp.html#a-gradient-that-is-not-finite]",
+                f"gradient {where} is not finite; no main gradient was touched. Look at that rank's batch",
                 unit.name,
                 "reduce",
                 tuple(bad),

@@ -297,7 +297,7 @@ class Faults:
         said, guilty = self._blame(place, cause, ranks)
         return self._note(
             FsdpError(
-                f"{said} ({text}). Restart the job from its last checkpoint [see errors/fsdp.html#a-lost-rank]",
+                f"{said} ({text}). Restart the job from its last checkpoint",
                 unit=place.unit,
                 step=place.step,
                 op=place.op,

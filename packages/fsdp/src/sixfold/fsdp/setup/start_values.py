@@ -64,8 +64,7 @@ def agree(
     other_name, _, other_value = theirs.partition("|")
     said = other_value if name == other_name else f"{other_name} {other_value}"
     raise FsdpError(
-        f"ranks wrap different models: {name} is {value}, on rank {odd[0]} {said}; build the same model on all ranks "
-        "[see errors/fsdp.html#ranks-wrap-different-models]",
+        f"ranks wrap different models: {name} is {value}, on rank {odd[0]} {said}. Build the same model on all ranks",
         op="check",
         ranks=odd,
     )

@@ -13,7 +13,7 @@ from repository_helpers import PACKAGE_NAMES, PACKAGES, ROOT, Package
 from warm_helpers import start_warm
 
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-MOST_README_LINES = {"pipeline": 42, "fsdp": 42}  # its program runs under torchrun too
+MOST_README_LINES = {"pipeline": 42, "fsdp": 42, "dist-ckpt": 42}  # their programs run under torchrun too
 EXAMPLES = [path for package in PACKAGES for path in sorted((package.folder / "examples").glob("*.py"))]
 
 each_package = pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
@@ -33,10 +33,10 @@ def run_python(arguments: list[str], folder: Path) -> str:
     return done.stdout
 
 
-def run_warm(script: Path, folder: Path) -> str:
+def run_warm(arguments: list[str], folder: Path) -> str:
     """The same in a process that has torch loaded."""
     output, errors = folder / "stdout", folder / "stderr"
-    program = start_warm([str(script)], folder=folder, environment=environment(), output=output, errors=errors)
+    program = start_warm(arguments, folder=folder, environment=environment(), output=output, errors=errors)
     try:
         status = program.wait(300)
     finally:
@@ -61,6 +61,22 @@ def test_the_python_block_of_a_readme_runs(package: Package, tmp_path):
     run_python(["block.py"], tmp_path)
 
 
+@pytest.mark.slow
+def test_the_program_of_dist_ckpts_readme_saves_on_two_ranks_and_goes_on_from_there_on_one(tmp_path):
+    """In processes that have torch loaded; the test above starts a Python for it."""
+    readme = (ROOT / "packages/dist-ckpt/README.md").read_text()
+    script = tmp_path / "train.py"
+    script.write_text(blocks(readme, "python")[0])
+    run_warm(["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)], tmp_path)
+    printed = run_warm([str(script)], tmp_path)  # its output follows that of the two ranks
+    (shown,) = blocks(readme, "text")
+    assert [line.partition(" loss ")[0] for line in printed.splitlines()] == [
+        line.partition(" loss ")[0] for line in shown.splitlines()[:-1]
+    ]
+    losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines()]
+    assert losses == sorted(losses, reverse=True), printed
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: f"{path.parts[-3]}/{path.name}")
 @pytest.mark.slow
 def test_an_example_runs_and_prints(example, tmp_path, pytestconfig):
@@ -68,7 +84,7 @@ def test_an_example_runs_and_prints(example, tmp_path, pytestconfig):
     if "from transformers " in example.read_text():
         pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
     cold = pytestconfig.getoption("--every-case")
-    output = run_python([str(example)], tmp_path) if cold else run_warm(example, tmp_path)
+    output = run_python([str(example)], tmp_path) if cold else run_warm([str(example)], tmp_path)
     assert output.strip(), f"{example.name} printed nothing"
 
 

@@ -79,6 +79,7 @@ WRITTEN = [
         "do/*.md",
         "understand/*.md",
         "guide/blending-*.md",
+        "guide/dist-ckpt-*.md",
         "guide/fsdp-*.md",
         "guide/gpt-*.md",
         "guide/indexed-data-*.md",

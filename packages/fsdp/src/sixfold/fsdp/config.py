@@ -28,22 +28,23 @@ class MixedPrecision:
         param_dtype: dtype of compute weights; None keeps each parameter's own.
         reduce_dtype: dtype that travels in a reduction; None means ``main_dtype``.
         main_dtype: dtype of main weights and of every local sum.
-        grad_sum: ``"backend"`` or ``"rank_order"`` (sum over ranks 0, 1, 2 ... in main_dtype, reproducible).
-        grad_dtype: storage of main gradients between reduction and step; None means ``main_dtype``. What rounds
-            where: a micro-batch's gradients are summed locally, over ranks and divided in main_dtype (and reduce_dtype
-            for what travels); the result is rounded to grad_dtype once, and so is each sum of it with what earlier
-            reductions left: one rounding for each reduction of a step. With ``no_shard`` and ``optim`` that is one if
-            earlier micro-batches run under ``microbatch(last=False)`` or ``no_sync()``, else one a micro-batch.
-            ``step()`` finds gradients in main_dtype, since torch's optimizers take no other: copies of one unit at a
-            time; for its whole length with LBFGS, Muon over pieces, optimizers outside ``torch.optim``, and a ``step``
-            that was replaced on the object before ``fully_shard_optimizer``. With copies of one unit at a time a
-            user's step pre-hook sees gradients in grad_dtype.
+        grad_sum: ``"backend"``: the collective of the back end adds. ``"rank_order"``: ranks 0, 1, 2 ... are added in
+            that order, in main_dtype; the bits are reproducible.
+        grad_dtype: storage of main gradients between reduction and step. None means ``main_dtype``.
+            Gradients are summed on the rank, summed over ranks and divided in main_dtype. They travel in reduce_dtype.
+            The result, added to what earlier reductions left, is rounded to grad_dtype: one rounding a reduction.
+            With ``no_shard`` and ``optim`` a step has one reduction for each micro-batch. It has a single one if
+            earlier micro-batches run under ``microbatch(last=False)`` or ``no_sync()``.
+            torch's optimizers take gradients in main_dtype only. So ``step()`` makes copies, of one unit at a time; a
+            step pre-hook then sees gradients in grad_dtype. The copies are of all units with LBFGS, Muon over pieces
+            and optimizers outside ``torch.optim``. So they are with a ``step`` that was replaced on the object before
+            ``fully_shard_optimizer``.
         cast_inputs: cast floating inputs of the root call to ``param_dtype``.
-        fp8: ``(name) -> bool``: whether a parameter is gathered as float8_e4m3fn bytes with one scale, computed after
-            each step. Main weights are float32, gradients as ever; None: no parameter is.
-        fp8_matmul: ``"emulate"``: layers read the weights that the bytes stand for, in ``param_dtype``. ``"scaled"``:
-            ``F.linear`` (and so ``nn.Linear``) multiplies the bytes by ``torch._scaled_mm``, activations and gradients
-            scaled by tensor; ``"scaled_rows"``: by row.
+        fp8: ``(name) -> bool``: whether a parameter is gathered as float8_e4m3fn bytes with one scale. Scales are
+            computed after each step. Main weights are float32; gradients do not change. None: no parameter is.
+        fp8_matmul: ``"emulate"``: layers read the weights that the bytes stand for, in ``param_dtype``.
+            ``"scaled"``: ``F.linear`` (and so ``nn.Linear``) multiplies the bytes by ``torch._scaled_mm``. Activations
+            and gradients have one scale per tensor. ``"scaled_rows"``: they have one scale per row.
     """
 
     param_dtype: torch.dtype | None = None
@@ -88,35 +89,38 @@ class BufferConfig:
     """Where gathered weights and local gradients lie.
 
     Args:
-        gathered_bytes: None: ``"double"``, and in one process whatever costs least (it runs as ``no_shard``);
-            ``"double"`` (the root and two slots, or the largest unit where that is more), ``"all"`` (a
-            buffer per unit, gathered once a step), or the bytes of gathered weights at most, prefetched ones and the
-            root's included: from the second step on units lie where the recorded order gathers the fewest bytes.
-        prefetch_bytes: how far gathers run ahead along the recorded order; None means one unit, 0 none. Under a byte
-            budget a number > 0 places units so that no gather has to wait for the unit before it, at the price of more
-            gathers; None takes what (nearly) the fewest gathers leave.
-        reduce_buffers: local gradient buffers shared by the units when gradients are sharded, >= 1.
-        align_bytes: every tensor starts on such a border (NCCL user buffers need 128-byte starts).
-        user_buffers: gathered weights, gather sources and local sums in memory that NCCL uses without a copy:
-            ``"off"``, ``"auto"`` (where it can be had; ``report()`` says which path, or why none) or ``"require"``.
-        bucket_bytes: a unit whose local sums are larger is reduced in pieces of this size, so that no sum of the whole
-            exists where gradients are reduced in the backward that makes them. In bytes of main_dtype; None: the
-            largest unit whose class occurs more than once, and at least a sixteenth of the largest unit.
-        merge_bytes: neighbouring units (same units around them, none inside) are one unit while their elements take at
-            most so many bytes of main_dtype: fewer and larger collectives, and gathered memory for all of them at
-            once; ``checks="order"`` does not compare the order of modules inside a merged unit. ``"auto"``: only units
-            that are single layers of one block (an element of a list) and were named by class, up to 4 MiB; none with
-            ``mesh_for`` or with a number for ``gathered_bytes``. On CPUs a model with such units whose gathered weights
-            take at most 4 MiB in all gathers several of them by one collective, once after each change of main weights,
-            and holds what came a second time. None: one collective per unit (and piece).
+        gathered_bytes: how many gathered weights a rank holds.
+            ``"double"``: the root unit and two slots, or the largest unit where that is more.
+            ``"all"``: a buffer for each unit, gathered once a step.
+            A number: at most so many bytes, those of prefetched units and of the root included. From the second step
+            on, units lie where the recorded order gathers the fewest bytes.
+            None: ``"double"``; one process runs as ``no_shard``.
+        prefetch_bytes: how many bytes are gathered ahead, in the recorded order. None means one unit, 0 none.
+            Under a byte budget, a number > 0 places units so that no gather waits for the unit before it; that needs
+            more gathers. None gathers ahead where (nearly) the fewest gathers allow it.
+        reduce_buffers: local gradient buffers that units share when gradients are sharded, >= 1.
+        align_bytes: every tensor starts at a multiple of it (NCCL user buffers need 128-byte starts).
+        user_buffers: whether weights, gather sources and local sums lie in memory that NCCL uses without a copy:
+            ``"off"``, ``"auto"`` (where that is possible; ``report()`` says which path, or why none) or ``"require"``.
+        bucket_bytes: a unit with larger local sums is reduced in pieces of this size, in bytes of main_dtype. If
+            gradients are reduced in the backward that makes them, no sum of the whole unit exists then.
+            None: the largest unit whose class occurs more than once, and at least a sixteenth of the largest unit.
+        merge_bytes: neighbouring units become one while their elements take at most so many bytes of main_dtype.
+            Neighbours have the same units around them and none inside. Collectives are fewer and larger then, and
+            all parts of a merged unit are gathered at once. ``checks="order"`` does not compare the order inside it.
+            ``"auto"``: merges only single layers of one block (an element of a list) that a class names, up to 4 MiB.
+            It merges none with ``mesh_for`` or with a number for ``gathered_bytes``. On CPUs, if the gathered weights
+            of such a model take at most 4 MiB, one collective gathers several units. It runs once after each change of
+            main weights, and what came is held a second time.
+            None: one collective per unit (and piece).
         nccl_min_ctas, nccl_max_ctas: fewest and most thread blocks of a collective, on the NCCL groups made here.
-        always_communicate: a group of one goes through its back end too (one GPU then tests NCCL).
-        share_communicator: gathers and reductions on the given group itself, for few file descriptors; else each has
-            a communicator of its own, made from the given group once.
-        fill_freed: a debug mode: whatever memory units take turns in is filled with NaN when it is given up, and before
-            it is received into; with ``"double"`` each unit has memory of its own for that. A loss that is NaN then,
-            and not without, reads memory of another unit.
-        offload: optimizer state lives in host memory; a step brings it to the device unit by unit, two at a time.
+        always_communicate: a group of one rank uses its back end too (one GPU then tests NCCL).
+        share_communicator: gathers and reductions run on the given group itself, which needs fewer file descriptors.
+            False: each has a communicator of its own, made once from the given group.
+        fill_freed: a debug mode. Memory that units share is filled with NaN when a unit releases it, and before a
+            gather fills it. With ``"double"`` each unit has memory of its own for that. A loss that is NaN only with
+            this option reads memory of another unit.
+        offload: optimizer state lies in host memory. A step brings it to the device unit by unit, two at a time.
     """
 
     gathered_bytes: int | str | None = None

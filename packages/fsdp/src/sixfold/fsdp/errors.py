@@ -14,10 +14,10 @@ class FsdpError(RuntimeError):
     """Bad input, or a fault of a run: the thing, its value, the rule and the remedy.
 
     Attributes:
-        unit: the unit that it happened in (``""`` is the root unit), None if none.
-        step: the model's step number (counts from 0), None before training.
-        op: ``"gather"``, ``"reduce"``, ``"check"`` ..., None if none.
-        ranks: ranks at fault, as positions in the data-parallel mesh; empty if unknown.
+        unit: the unit in which it happened. ``""`` is the root unit, None means none.
+        step: the model's step, counted from 0. None before training.
+        op: ``"gather"``, ``"reduce"``, ``"check"`` and so on. None means none.
+        ranks: ranks at fault, as positions in the data-parallel mesh. Empty if unknown.
     """
 
     def __init__(
@@ -46,4 +46,4 @@ class FsdpError(RuntimeError):
 
 
 class MissingError(FsdpError, AttributeError):
-    """A member that a peer has and this package has not; an AttributeError, so that ``hasattr`` is False."""
+    """A member that torch's wrappers or megatron-fsdp have and this package has not. ``hasattr`` says False of it."""

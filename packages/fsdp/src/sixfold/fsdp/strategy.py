@@ -2,7 +2,7 @@
 
     ShardingStrategy (this file) --> config.py, cost_model.py
 
-No torch: what a strategy costs is told without it.
+It needs no torch: the cost model uses it without.
 """
 
 from __future__ import annotations

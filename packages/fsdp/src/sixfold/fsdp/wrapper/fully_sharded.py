@@ -40,38 +40,40 @@ class FullyShardedDataParallel(nn.Module):
     """Data parallelism with main weights, gradients and parameters split by ``strategy``.
 
     The wrapped module's ``Parameter`` objects keep identity and shape. Their values are there while their unit's call
-    runs; elsewhere reading, writing or copying them raises FsdpError, unless the values are there anyway. Weights are
-    read by ``full_state_dict`` or ``state_records``; gradients lie on ``main_parameters()`` and are final when
-    backward returns (under ``microbatch(last=False)`` and ``no_sync`` when ``finish_grad_sync`` does). Clip with
+    runs. At other times a read, a write or a copy raises FsdpError, unless the values are there anyway. Read weights by
+    ``full_state_dict`` or ``state_records``. Gradients lie on ``main_parameters()``. They are final when backward
+    returns; under ``microbatch(last=False)`` and ``no_sync`` they are final after ``finish_grad_sync``. Clip with
     ``clip_grad_norm_`` of this object. ``requires_grad`` may change to False and back after wrapping, on all ranks
-    alike; a parameter that was frozen when it was wrapped stays so. Delete this object and the module is of no use;
-    ``fully_shard`` ties its life to the module's.
+    alike. A parameter that was frozen when it was wrapped stays frozen. Keep this object: without it the module cannot
+    run. ``fully_shard`` keeps it as long as the module lives.
 
     Args:
         module: any module; parameters may be on the meta device.
-        mesh, process_group: one of them, or neither for all ranks (one process where torch.distributed is not
-            initialised). ``process_group=None`` is one process in any case. A 2-D mesh is (replicate, shard).
+        mesh, process_group: give at most one. Neither means all ranks, or one process where torch.distributed is not
+            initialised. ``process_group=None`` always means one process. A 2-D mesh is (replicate, shard).
         strategy: ``no_shard``, ``optim``, ``optim_grads`` or ``optim_grads_params``.
         fsdp_unit_modules: classes, class names or modules to gather and free together.
-        root_units: a module outside them with more bytes of its own than the smallest of them (an embedding, a head) is
-            a unit too; ``report()`` lists these. Its weights are there in its own call only; False: the root unit
-            keeps them for good.
+        root_units: True makes a unit of a large module outside them, such as an embedding or a head. It is large if
+            its own bytes are more than those of the smallest named unit. ``report()`` lists such units. Their weights
+            are there in their own call only. False: the root unit keeps them gathered.
         granularity: ``(name, parameter) -> "element" | "row" | "tensor" | int``: where a shard may cut it.
-        mesh_for: ``name -> DeviceMesh | None``: a 1-D mesh inside the main one for a parameter that fewer ranks share
-            (an expert); None: the main mesh.
-        grad_divisor: None: the ranks of the main mesh, for every parameter; 1.0 gives sums.
-        grad_reduce: ``"auto"``, ``"last"`` or ``"microbatch"``, under a driven program only.
+        mesh_for: ``name -> DeviceMesh | None``: a 1-D mesh inside the main one for a parameter that fewer ranks share,
+            such as an expert. None means the main mesh.
+        grad_divisor: what sums of gradients are divided by. None: the ranks of the main mesh. 1.0 keeps sums.
+        grad_reduce: ``"auto"``, ``"last"`` or ``"microbatch"``: when a pipeline's program (``stage_handle``) reduces.
         init_fn: ``(module name, module)`` fills a module that was on the meta device.
-        initial: ``"check"``, ``"broadcast"`` or ``"trust"``: equal start on all ranks, of weights and buffers.
-        checks: ``"off"``, ``"order"`` (one digest per step) or ``"unit"`` (an exchange before each collective; a
-            debug mode that reads device values). Which parameters got a gradient is told with each of them.
-        fault_store: where survivors of a lost rank meet, so that it is named; None: the store of the given group.
+        initial: whether weights and buffers start equal on all ranks: ``"check"`` compares them, ``"broadcast"`` sends
+            the first rank's, ``"trust"`` does neither.
+        checks: ``"off"``, ``"order"`` (one digest per step) or ``"unit"``. ``"unit"`` exchanges before each collective;
+            it is a debug mode that reads device values. All three exchange which parameters got a gradient.
+        fault_store: where the ranks that are left find out which rank is lost. None: the store of the given group.
         timeout_s: longest wait for one collective.
-        busy_timeout_s: the same while a rank that has not come gives signs of life (it saves, evaluates, reads data),
-            which needs a store: every real group has one. A line tells of it after 10 s. The longer of the two holds.
-        first_step_timeout_s: the same in the first step, where ranks compile; the longer of the two holds there.
+        busy_timeout_s: longest wait for a rank that gives signs of life (it saves, evaluates, reads data). It needs a
+            store; every real group has one. A line on stderr names the rank after 10 s. The longer of this and
+            ``timeout_s`` holds.
+        first_step_timeout_s: longest wait in the first step, where ranks compile. The longer one holds there too.
     Raises:
-        FsdpError: see each argument's rule; differing models or start values on all ranks.
+        FsdpError: an argument breaks its rule; on all ranks, if models or start values differ between ranks.
     """
 
     def __init__(
@@ -132,9 +134,9 @@ class FullyShardedDataParallel(nn.Module):
         """A callable that runs ``child`` (the wrapped module or one inside it) as if it were the root.
 
         Args:
-            method: another method than the call itself: ``entry(net, method="generate")``. It finds the root unit's
-                weights gathered, and those of other units where it calls their modules. What it runs without grad
-                is run so from outside (``with torch.no_grad():``), else its uses count as a training step's.
+            method: a method to run in place of the call: ``entry(net, method="generate")``. The root unit's weights
+                are gathered for it, and those of other units when it calls their modules. If it runs without
+                gradients, call it under ``with torch.no_grad():``. Otherwise its uses count as a training step's.
         Raises:
             FsdpError: ``child`` is not inside the wrapped module, or has no such method.
         """
@@ -148,8 +150,8 @@ class FullyShardedDataParallel(nn.Module):
         """The ``data_parallel`` object of a pipeline stage that runs ``child``.
 
         Args:
-            fused: every backward of the stage in the program is whole (B); False: some are split (I, W), and what W
-                makes comes through ``accumulate``. Then gradients are reduced once per step, behind the last backward.
+            fused: True if every backward of the stage in the program is whole (B). False if some are split (I, W):
+                ``accumulate`` takes what W makes, and gradients are reduced once per step, after the last backward.
         Raises:
             FsdpError: split backwards with ``grad_reduce="microbatch"``; a merged unit lies on two stages.
         """
@@ -173,12 +175,12 @@ class FullyShardedDataParallel(nn.Module):
         raise FsdpError(f"{type(child).__name__} is not inside the wrapped {type(self.module).__name__}")
 
     def use_plan(self, actions: Sequence[Action]) -> None:
-        """Follow ``residency.plan``'s actions, from the next step on: gathers and frees where they stand.
+        """Follow the gathers and frees of ``residency.plan``, from the next step on.
 
-        For an integer ``gathered_bytes``, and the same on all ranks. The root unit always stays; actions of it say
-        nothing. A step whose uses are others than the plan's gathers each unit at its use from there on, and the next
-        step begins with the plan again. Units of several sizes may clash in their ranges, and one is then gathered once
-        more; ``report()["plan"]`` counts both.
+        It needs an integer ``gathered_bytes``, and the same plan on all ranks. The root unit always stays; its actions
+        have no effect. If a step uses other units than the plan, each unit is gathered at its use until the step ends.
+        The next step follows the plan again. Units of several sizes may need the same addresses; one is then gathered
+        once more. ``report()["plan"]`` counts both.
 
         Raises:
             FsdpError: ``gathered_bytes`` is ``"double"`` or ``"all"``; an action is illegal where it stands, names no
@@ -209,17 +211,17 @@ class FullyShardedDataParallel(nn.Module):
     # ---- gradients
 
     def check(self) -> None:
-        """Raise if a fault ended this model: a missed deadline on CUDA too, where no wait raises by itself.
+        """Raise if a fault ended this model, such as a missed deadline. On CUDA no wait raises by itself.
 
-        ``finish_grad_sync``, ``optimizer.step()`` and whatever reads main weights pass it. Call it once more where
-        the host has read a device value of the step (norm, loss) and before that is used: what was received late, or
-        not at all, is then applied nowhere.
+        ``finish_grad_sync``, ``optimizer.step()`` and all that reads main weights call it. Call it yourself after the
+        host has read a device value of the step (norm, loss) and before you use that value. Then nothing that came too
+        late is used.
         """
         self._engine.check()
 
     @property
     def waited_s(self) -> float:
-        """Seconds for which this host has waited for other ranks so far; none of what a device waits for."""
+        """Seconds for which this host has waited for other ranks so far. Waits of a device are not in it."""
         return self._engine.faults.waited_s
 
     def finish_grad_sync(self) -> None:
@@ -227,9 +229,9 @@ class FullyShardedDataParallel(nn.Module):
         self._engine.finish_grad_sync()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Scale gradients to a total norm of at most ``max_norm``; returns the norm before, fp32, same on all ranks.
+        """Scale gradients to a total norm of at most ``max_norm``; return the norm before, fp32, same on all ranks.
 
-        Squares are added in float64, in another order than by torch's function: where it scales, last bits differ.
+        Squares are added in float64, in another order than torch's function. So last bits of scaled gradients differ.
 
         Raises:
             FsdpError: ``norm_type`` is not 2.
@@ -271,8 +273,8 @@ class FullyShardedDataParallel(nn.Module):
     def broadcast_buffers(self) -> None:
         """Collective: buffers of the module become those of the main mesh's first rank, in place.
 
-        BatchNorm's statistics are otherwise those of each rank's own batches. DDP does this before each forward; once
-        before an evaluation or a checkpoint costs less.
+        Without it BatchNorm's statistics are those of each rank's own batches. DDP does this before each forward. Here
+        call it once before an evaluation or a checkpoint.
         """
         self._engine.faults.check()
         wait = self._engine.faults.for_control(None, "load")
@@ -287,9 +289,10 @@ class FullyShardedDataParallel(nn.Module):
                 yield record.name, record.main
 
     def refresh(self) -> None:
-        """Main weights were written from outside: gathered copies are stale.
+        """Gather main weights anew in the next call, because they were written from outside.
 
-        The next call sees such writes by itself, where every rank made them: this is needed where some did not.
+        It is needed where only some ranks wrote. Where every rank wrote, the next call sees it by itself, except for
+        writes through numpy or through a ``.data`` that was taken before the last call.
         """
         self._engine.faults.check()
         self._engine.main_parameters.adopt()
@@ -318,8 +321,8 @@ class FullyShardedDataParallel(nn.Module):
     def stream_full_state(self, consume: Callable[[str, Tensor], None] | None) -> None:
         """Collective: ``consume(name, tensor)`` for all that ``full_state_dict`` holds, one unit in memory at a time.
 
-        The tensor is a view that is gone when ``consume`` returns; ranks that want nothing give None. If a consumer
-        raises, so does this, on all ranks.
+        The tensor is a view that is gone when ``consume`` returns. A rank that wants nothing gives None. If a consumer
+        raises, this raises on all ranks.
         """
         full_state.stream(self.module, self._engine, consume)
 
@@ -328,25 +331,25 @@ class FullyShardedDataParallel(nn.Module):
 
         Args:
             source: a dict (or another mapping, read one name at a time), an open safetensors file, or an iterable of
-                ``(name, tensor)`` in any order. It comes on one rank while the others give None (each tensor is
-                broadcast), or on every rank (nothing is sent; that all read the same is checked unless
-                ``initial="trust"``). A tied tensor comes under one of its names or under all. A narrower dtype is
-                widened. Each tensor must come within ``timeout_s``.
+                ``(name, tensor)`` in any order. If one rank gives it and the others None, each tensor is broadcast.
+                If every rank gives it, nothing is sent; a check compares what they read, unless ``initial="trust"``.
+                A tied tensor comes under one of its names or under all. A narrower dtype is widened. Each tensor must
+                come within ``timeout_s``.
             strict: False leaves out names that are missing or unexpected.
         Returns:
             ``missing_keys`` and ``unexpected_keys``, as torch's; both empty where ``strict``.
         Raises:
             FsdpError: on all ranks alike: missing, unexpected or doubled names, a shape that is not the parameter's, a
-                dtype that the kept one cannot hold exactly, a source that raised. A dict is checked before its first
-                value is written, and nothing is loaded; of other sources each tensor is, and the text says how many
-                were loaded before.
+                dtype that the kept one cannot hold exactly, a source that raised. A dict is checked whole before
+                anything is loaded. Of other sources each tensor is checked before it is loaded; the error says how
+                many were loaded before.
         Memory: the shards and one tensor. Optimizer state is not touched.
         """
         compare = self._options.initial != "trust"
         return streamed.load(self.module, self._engine, source, compare=compare, strict=strict)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """In one process ``full_state_dict()``; with more, an error: half a dict must not be taken for a whole one."""
+        """``full_state_dict()`` in one process. On several ranks an error, as each rank holds only a part."""
         if self._engine.ranks.size > 1:
             raise FsdpError(
                 f"state_dict() on one of {self._engine.ranks.size} ranks would hold a part of the weights; use "
@@ -360,7 +363,7 @@ class FullyShardedDataParallel(nn.Module):
         return destination
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: ``load_full_state_dict`` loads all, ``state_records()`` and ``refresh()`` a part."""
+        """Always an error: ``load_full_state_dict`` loads all, ``state_records()`` and ``refresh()`` a part."""
         raise FsdpError(
             "load_state_dict() would fill gathered copies; call load_full_state_dict() on all ranks, or copy a part "
             "into state_records() and call refresh()"
@@ -445,9 +448,9 @@ class FullyShardedDataParallel(nn.Module):
     def memory(self, optimizer: torch.optim.Optimizer | None = None) -> Iterator[memory.Recording]:
         """Record what this rank holds while the block runs, usually a step; then ``print(it)`` or ``it.svg()``.
 
-        Every byte of ours by purpose, and at each gather, reduction and free what is on the way and what is there.
-        The optimizer's state counts if it is given. Activations, autograd's gradients before they are added,
-        temporaries of layers and optimizers and the back end's buffers are not ours and not in it. No communication.
+        It has every byte of this package by purpose. At each gather, reduction and free it has what is in flight and
+        what is there. The optimizer's state counts if you give it. Not in it: activations, autograd's gradients before
+        they are added, temporaries of layers and optimizers, the back end's buffers. No communication.
         """
         with memory.recording(self._engine, lambda: self.report()["bytes"], optimizer) as recorded:
             yield recorded
@@ -461,8 +464,8 @@ class FullyShardedDataParallel(nn.Module):
 def fully_shard(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
     """``FullyShardedDataParallel(module, **options)``, for as long as ``module`` lives.
 
-    ``module(x)`` works like the returned object's call, and needs that object no longer. One call for the whole model:
-    units are named by ``fsdp_unit_modules``, where torch's function of this name is called once per unit.
+    ``module(x)`` works like the returned object's call. You need not keep that object. Call this once for the whole
+    model and name the units by ``fsdp_unit_modules``. torch's function of this name is called once per unit.
     """
     for name in OPTIONS.keys() & options.keys():
         raise FsdpError(f"fully_shard has no option {name}; {OPTIONS[name]}")
@@ -476,11 +479,11 @@ def fully_shard(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
 def fully_shard_optimizer(optimizer: torch.optim.Optimizer, model: FullyShardedDataParallel) -> torch.optim.Optimizer:
     """Make ``optimizer`` (over the module's own parameters, without state) update ``model``'s main parameters.
 
-    The same object is returned: its groups, with their options, now hold what this rank owns. ``step()`` first
-    finishes gradient sync and afterwards marks compute weights stale; ``zero_grad()`` also forgets gradients that
-    were not reduced yet, so call it on all ranks. Several optimizers may share a model. ``torch.optim.Muon`` over
-    matrices that lie in pieces has each whole at one rank for the length of its iteration: two all-to-alls for each
-    shape in a step, which all ranks must take.
+    The same object is returned. Its groups, with their options, now hold what this rank owns. ``step()`` first
+    finishes gradient sync. Afterwards the next calls gather the new weights. ``zero_grad()`` also drops gradients that
+    were not reduced yet, so call it on all ranks. Several optimizers may share a model. With ``torch.optim.Muon``, a
+    matrix that lies in pieces is whole at one rank during its iteration. That takes two all-to-alls for each shape in a
+    step, so all ranks must step.
 
     Raises:
         FsdpError: the optimizer has state, or a parameter that is not of this model.

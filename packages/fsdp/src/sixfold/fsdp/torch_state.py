@@ -3,10 +3,10 @@
     main weights, optimizer state --> get_... (this file) --> torch.distributed.checkpoint, FSDP2, DTensor tools
     what FSDP2 or get_... gave --> set_... --> main weights, optimizer state
 
-The functions have the names and the return values of torch's, so a program that saves FSDP2 models changes an
-import. Of ``StateDictOptions`` they take ``full_state_dict``, ``cpu_offload`` and ``broadcast_from_rank0``. A DTensor
-is cut along dim 0 in even chunks and a main weight between any two elements, so these are copies made
-by one gather per unit and key (state_records() are aliases, and cost nothing). Collective, all of them.
+The functions have the names and the return values of torch's. So a program that saves FSDP2 models changes an import.
+Of ``StateDictOptions`` they take ``full_state_dict``, ``cpu_offload`` and ``broadcast_from_rank0``. All are collectives.
+A DTensor is cut along dim 0 in even chunks, a main weight between any two elements. So these functions make copies, by
+one gather per unit and key. ``state_records()`` gives aliases, without communication.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def set_state_dict(
 def get_model_state_dict(model: FullyShardedDataParallel, *, options: StateDictOptions | None = None) -> dict[str, Any]:
     """Main weights as DTensors (plain tensors where every rank holds all) and buffers, as of an FSDP2 model.
 
-    Memory: a shard of the model, and one unit. Write to them and nothing happens: ``set_model_state_dict`` loads.
+    It takes memory for a shard of the model and one unit. The tensors are copies: load by ``set_model_state_dict``.
 
     Raises:
-        FsdpError: a parameter is on a mesh of its own; an option that is not taken.
+        FsdpError: a parameter is on a mesh of its own, or an option is not supported.
     """
     asked = _asked(options, "get_model_state_dict")
     if asked.full_state_dict:
@@ -82,13 +82,13 @@ def get_model_state_dict(model: FullyShardedDataParallel, *, options: StateDictO
 def set_model_state_dict(
     model: FullyShardedDataParallel, state: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> IncompatibleKeys:
-    """Main weights and buffers become those of ``state``, which is the same on all ranks; then they are gathered anew.
+    """Load main weights and buffers from ``state``, which is the same on all ranks.
 
-    With ``broadcast_from_rank0`` it is the first rank's, and what others give is not looked at. Without ``strict``
+    With ``broadcast_from_rank0`` the state of the first rank counts; that of others is ignored. With ``strict=False``
     names that are missing or unexpected are left out, and returned.
 
     Raises:
-        FsdpError: as ``load_full_state_dict``; an option that is not taken.
+        FsdpError: as ``load_full_state_dict``, or an option is not supported.
     """
     asked = _asked(options, "set_model_state_dict", also="strict")
     several = asked.broadcast_from_rank0 and model._engine.ranks.size > 1
@@ -101,11 +101,11 @@ def get_optimizer_state_dict(
 ) -> dict[str, Any]:
     """``{"state": {name: {key: value}}, "param_groups": [...]}`` with parameters named, as of an FSDP2 model.
 
-    State of an optimizer that took no step yet is made, as torch's function makes it: so it can be loaded into.
+    If the optimizer took no step yet, its state is made first, as torch's function does. So you can load into it.
 
     Raises:
-        FsdpError: a parameter is on a mesh of its own; state that is neither a number nor of its parameter's shape; an
-            option that is not taken.
+        FsdpError: a parameter is on a mesh of its own, a state is neither a number nor of its parameter's shape, or an
+            option is not supported.
     """
     asked = _asked(options, "get_optimizer_state_dict")
     model._engine.before_save()
@@ -142,11 +142,11 @@ def set_optimizer_state_dict(
     *,
     options: StateDictOptions | None = None,
 ) -> None:
-    """Every state tensor, number and option becomes that of ``state``, in place; what is not there yet is made.
+    """Load every state tensor, number and option from ``state``, in place. State that is not there yet is made.
 
     Raises:
-        FsdpError: names, shapes or groups that are not the optimizer's; nothing is loaded then. An option that is not
-            taken; ``broadcast_from_rank0`` too: give the state on all ranks.
+        FsdpError: names, shapes or groups are not the optimizer's; then nothing is loaded. Or an option is not
+            supported, such as ``broadcast_from_rank0``: give the state on all ranks.
     """
     _asked(options, "set_optimizer_state_dict", but="broadcast_from_rank0")
     model.materialize_state(optimizer)

@@ -63,44 +63,62 @@ def run_command(argv: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sixfold.fsdp.cost_model",
-        description="When communication hides behind computation, what a device stores, what travels. Without flags: "
-        "the tables of the reference slides. With --layers, --hidden and --gpus: those of a model on a cluster.",
+        description="Print when communication hides behind computation, what a device stores and what travels. "
+        "Without flags it prints the tables of the reference slides. With --layers, --hidden and --gpus it prints those "
+        "of a model on a cluster.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     model = parser.add_argument_group("model")
-    model.add_argument("--layers", type=int)
-    model.add_argument("--hidden", type=int)
+    model.add_argument("--layers", type=int, help="layers of the model")
+    model.add_argument("--hidden", type=int, help="hidden size")
+    model.add_argument("--ffn", type=int, help="width of the feed-forward part, or of one expert (4 * hidden)")
+    model.add_argument("--heads", type=int, help="attention heads; needed with --kv-heads only")
+    model.add_argument("--kv-heads", type=int, help="key and value heads (as many as --heads)")
     model.add_argument(
-        "--ffn", type=int, help="width of the feed-forward part, of one expert if there are (4 * hidden)"
+        "--vocab", type=int, default=0, help="vocabulary size; embedding and head count in memory and traffic"
     )
-    model.add_argument("--heads", type=int, help="attention heads; only with --kv-heads does it matter")
-    model.add_argument("--kv-heads", type=int, help="groups of grouped-query attention (heads)")
-    model.add_argument("--vocab", type=int, default=0, help="words; embedding and head count in memory and traffic")
-    model.add_argument("--swiglu", action="store_true", help="three matrices in the feed-forward part")
-    model.add_argument("--experts", type=int, default=0, help="of each layer; 0: dense")
+    model.add_argument("--swiglu", action="store_true", help="the feed-forward part has three matrices")
+    model.add_argument("--experts", type=int, default=0, help="experts of each layer; 0: a dense model")
     model.add_argument("--top-k", type=int, default=1, help="experts that a token visits")
     cluster = parser.add_argument_group("cluster")
     cluster.add_argument("--gpus", type=int, help="devices in all")
-    cluster.add_argument("--gpus-per-node", type=int, default=8)
-    cluster.add_argument("--tflops", type=float, default=SLIDES_FLOPS / 1e12, help="achieved in bf16 by a device (600)")
-    cluster.add_argument("--links", type=int, default=8, help="network links of a node")
-    cluster.add_argument("--gbit-per-s", type=float, default=400, help="of a link")
-    cluster.add_argument("--efficiency", type=float, default=0.85, help="of the links")
-    cluster.add_argument("--nvlink-gbyte-per-s", type=float, default=NVLINK_BANDWIDTH / 1e9, help="into a device")
-    cluster.add_argument("--latency-us", type=float, default=0.0, help="of a collective")
-    cluster.add_argument("--no-ring-factor", action="store_true", help="count N/N of the bytes, not (N-1)/N")
+    cluster.add_argument("--gpus-per-node", type=int, default=8, help="devices of a node (8)")
+    cluster.add_argument(
+        "--tflops", type=float, default=SLIDES_FLOPS / 1e12, help="TFLOP/s that a device achieves in bf16 (600)"
+    )
+    cluster.add_argument("--links", type=int, default=8, help="network links of a node (8)")
+    cluster.add_argument("--gbit-per-s", type=float, default=400, help="bandwidth of a link (400)")
+    cluster.add_argument(
+        "--efficiency", type=float, default=0.85, help="part of the links' bandwidth that is reached (0.85)"
+    )
+    cluster.add_argument(
+        "--nvlink-gbyte-per-s", type=float, default=NVLINK_BANDWIDTH / 1e9, help="what a device receives inside a node"
+    )
+    cluster.add_argument("--latency-us", type=float, default=0.0, help="latency of a collective (0)")
+    cluster.add_argument(
+        "--no-ring-factor", action="store_true", help="a collective moves all bytes, not (N-1)/N of them"
+    )
     run = parser.add_argument_group("run")
     run.add_argument("--tp", type=int, default=1, help="tensor parallel size")
     run.add_argument("--cp", type=int, default=1, help="context parallel size")
     run.add_argument("--ep", type=int, default=1, help="expert parallel size")
-    run.add_argument("--replicas", type=int, default=1, help="of HSDP: data-parallel size / shard group")
+    run.add_argument(
+        "--replicas",
+        type=int,
+        default=1,
+        help="copies of the shards (HSDP): data-parallel size / ranks that share shards",
+    )
     run.add_argument("--accumulate", type=int, default=1, help="micro-batches per optimizer step")
     run.add_argument("--recompute", action="store_true", help="the backward runs each layer's forward again")
-    run.add_argument("--fp8", action="store_true", help="weights in one byte, twice the FLOP/s")
-    run.add_argument("--grad-bytes", type=float, default=4.0, help="of a gradient on the wire: 4 or 2")
+    run.add_argument("--fp8", action="store_true", help="weights travel as one byte, products run at twice the FLOP/s")
+    run.add_argument("--grad-bytes", type=float, default=4.0, help="bytes of a gradient on the wire: 4 or 2")
     run.add_argument("--not-causal", action="store_true", help="attention computes all its products")
-    run.add_argument("--seq-length", type=int, help="of a sample; counts attention's products")
-    run.add_argument("--micro-batch", type=int, help="samples; with --seq-length, what stays exposed is told too")
+    run.add_argument("--seq-length", type=int, help="tokens of a sample; counts attention's products")
+    run.add_argument(
+        "--micro-batch",
+        type=int,
+        help="samples of a micro-batch; with --seq-length, prints the time that stays exposed too",
+    )
     return parser
 
 

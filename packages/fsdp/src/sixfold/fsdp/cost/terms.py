@@ -43,10 +43,10 @@ class Model:
     """A transformer: ``layers`` of attention and a feed-forward part, dense or of ``experts``.
 
     Args:
-        ffn: width of the feed-forward part, of one expert where there are experts; None: 4 * hidden.
-        heads, kv_heads: of attention; None: no grouped queries, kv_heads = heads.
+        ffn: width of the feed-forward part, or of one expert. None: 4 * hidden.
+        heads, kv_heads: heads of attention. None: as many key and value heads as heads.
         gated: the feed-forward part has three matrices (SwiGLU), not two.
-        experts, top_k: 0 for a dense model; else how many there are and how many a token visits.
+        experts, top_k: experts of a layer (0: a dense model), and how many of them a token visits.
         output_projection: False leaves attention's output matrix out, as the slides' 11 h^2 does.
     """
 
@@ -103,8 +103,8 @@ class Cluster:
         flops: achieved FLOP/s of one device in bf16.
         node_bytes_per_s: what all links of a node carry together, one way.
         nvlink_bytes_per_s: what one device receives from the others of its node.
-        latency_s: of one collective, whatever its size.
-        ring: an all-gather over N ranks moves (N - 1)/N of its bytes; False moves all, as the slides count.
+        latency_s: latency of one collective, whatever its size.
+        ring: True: an all-gather over N ranks moves (N - 1)/N of its bytes. False: it moves all, as the slides count.
     """
 
     gpus: int
@@ -124,12 +124,12 @@ class Run:
     """How the model is split and stored.
 
     Args:
-        replicas: of HSDP; the shard group is data-parallel size / replicas.
-        fp8: weights are gathered in one byte and matrix products run at twice the FLOP/s.
-        grad_bytes: of a gradient on the wire, 4 or 2.
+        replicas: copies of the shards (HSDP). A shard group has data-parallel size / replicas ranks.
+        fp8: weights are gathered as one byte, and matrix products run at twice the FLOP/s.
+        grad_bytes: bytes of a gradient on the wire, 4 or 2.
         causal: attention computes half of its products.
         experts_share_links: the ep expert groups of a node gather at once over the same links. False: as the slides.
-        seq_length, micro_batch: None where only thresholds are asked for; attention's products need seq_length.
+        seq_length, micro_batch: None if you ask for thresholds only. Attention's products need seq_length.
     """
 
     strategy: ShardingStrategy = ShardingStrategy.optim_grads_params

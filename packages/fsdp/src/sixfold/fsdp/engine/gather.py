@@ -50,7 +50,7 @@ class AllGatherPipeline:
     Args:
         units: names.
         start: starts a unit's gather and returns what waits for it.
-        freed: is told of each unit that is freed.
+        freed: called with each unit that is freed.
 
     Attributes:
         watch: told each move and its unit, or None.

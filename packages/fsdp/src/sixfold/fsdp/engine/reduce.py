@@ -206,7 +206,7 @@ class Reduction:
         return self._spare
 
     def flying_bytes(self, unit: str) -> int:
-        """Bytes of sums that the last reduction of ``unit`` took: whole ones, or the pieces that were on the way."""
+        """Bytes of sums that the last reduction of ``unit`` took: whole ones, or the pieces in flight."""
         return self._flying_bytes[unit]
 
     # ---- local gradients

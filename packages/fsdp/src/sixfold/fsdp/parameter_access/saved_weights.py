@@ -141,9 +141,9 @@ class SavedWeights:
     """Saved tensors of one unit's calls. [Note: ways out]
 
     Args:
-        needed: is told of a unit whose saved weights are about to be used; gathers it.
+        needed: called with a unit whose saved weights are about to be used; gathers it.
         stale: the error for weights that have changed since.
-        views: is told of what is kept of gathered memory in the first step.
+        views: called with what is kept of gathered memory in the first step.
     """
 
     def __init__(

@@ -40,7 +40,7 @@ class Action:
 
 @dataclass(frozen=True, slots=True)
 class Solution:
-    """A plan and what is known of it: ``exact`` says that no plan gathers fewer bytes."""
+    """A plan and its cost. ``exact`` is True if it is proven that no plan gathers fewer bytes."""
 
     actions: list[Action]
     gathers: int
@@ -60,14 +60,14 @@ def solve(
 ) -> Solution:
     """The order in which units are gathered, used and freed, from nothing gathered.
 
-    One ``use`` for each entry of ``uses``, in order; a unit is gathered before its use and freed only to make room
-    for a gather that follows at once. The bytes gathered never pass ``budget_bytes``.
+    It has one ``use`` for each entry of ``uses``, in order. A unit is gathered before its use. It is freed only to make
+    room for a gather that follows at once. Gathered bytes never exceed ``budget_bytes``.
 
-    Units of one size (those of ``keep`` aside): the fewest gathers there are, by freeing the unit whose next use is
-    farthest (Belady 1966). Of several sizes the problem is NP-hard: all ways to make room are followed, a unit for
-    another of its size by Belady's rule; a state is dropped when another reaches its best end for no more bytes. If
-    more states than a bound remain, the best are followed and ``exact`` is False. Up to 8 units of any sizes and 40
-    uses are exact in practice; so are a hundred equal layers beside an embedding and a head.
+    If units have one size (those of ``keep`` aside), the plan has the fewest gathers: it frees the unit whose next use
+    is farthest (Belady 1966). With several sizes the problem is NP-hard, and a search follows all ways to make room. It
+    replaces a unit by another of its size by Belady's rule. It drops a state when another reaches its best end for no
+    more bytes. If more states than a bound remain, it follows the best, and ``exact`` is False. Up to 8 units of any
+    sizes and 40 uses are exact in practice. So are a hundred equal layers beside an embedding and a head.
 
     Args:
         uses: unit names; ``unit_bytes`` has each.

@@ -39,11 +39,11 @@ class Moment:
     Attributes:
         move: ``"begin"``, ``"gather"``, ``"wait"`` (gathered), ``"free"``, ``"put"`` (its backward is done),
             ``"reduce"`` (sent), ``"drain"`` (reduced) or ``"end"``.
-        unit: whose move it is; None for begin and end.
-        weights: a letter for each unit: ``.`` empty, ``g`` on the way, ``G`` there.
-        sums: likewise: ``.`` none, ``s`` being summed here, ``r`` on the way.
-        gathering, gathered, summing, reducing: bytes that these letters stand for. They lie in memory of ``held``.
-        held: bytes of all that is ours, whatever lies in it.
+        unit: the unit that moves. None for begin and end.
+        weights: a letter for each unit: ``.`` empty, ``g`` being gathered, ``G`` gathered.
+        sums: a letter for each unit: ``.`` none, ``s`` being summed here, ``r`` being reduced.
+        gathering, gathered, summing, reducing: bytes of the units with these letters. They lie in memory of ``held``.
+        held: bytes of all memory of this package, used or not.
     """
 
     move: str
@@ -58,7 +58,7 @@ class Moment:
 
     @property
     def busy(self) -> int:
-        """Bytes of temporary memory in use: weights that are there or coming, sums and what is on the way."""
+        """Bytes of temporary memory in use: weights that are there or coming, sums and what is being reduced."""
         return self.gathering + self.gathered + self.summing + self.reducing
 
 

@@ -27,8 +27,8 @@ class StateRecord:
     Attributes:
         name: the parameter's full name.
         key: ``"param"``, or the optimizer's name of the state (``"exp_avg"``).
-        global_shape: the parameter's shape. State of another shape (Adafactor's ``row_var``) has its own, and
-            ``[0, numel)`` of it lies here: such optimizers hold whole tensors.
+        global_shape: the parameter's shape. State of another shape (Adafactor's ``row_var``) has its own shape. Such
+            optimizers hold whole tensors, so ``[0, numel)`` of it lies here.
         tensor: (stop - start,) an alias of the live value: copy into it, then ``model.refresh()``.
         replica: 0 is the copy to save.
     """

@@ -31,21 +31,21 @@ class StageHandle:
     def unshard(self) -> None:
         """Start the gathers of all units of the stage that share memory with no other.
 
-        A hint: units that share memory are gathered at their use, and this does nothing for them.
+        This is a hint. Units that share memory are gathered at their use; this does nothing for them.
         """
         self._engine.faults.check()
         self._engine.gathering.prefetch(self._stage.units)
 
     def reshard(self) -> None:
-        """The program needs the stage no more for now. A hint: a unit is freed when its memory is needed."""
+        """Say that the program does not need the stage for now. A unit is freed when its memory is needed."""
         self._engine.faults.check()
 
     def accumulate(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient that autograd did not deliver (a deferred weight gradient) to the local fp32 sum.
 
         Raises:
-            FsdpError: the parameter is frozen or of another model, or was reduced already: the handle was made with
-                ``fused=True`` and gradients are reduced by micro-batch.
+            FsdpError: the parameter is frozen or of another model. Or it was reduced already: the handle was made with
+                ``fused=True``, and gradients are reduced in each micro-batch.
         """
         self._engine.deliver_deferred(parameter, gradient)
 

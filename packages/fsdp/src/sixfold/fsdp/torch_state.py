@@ -3,8 +3,8 @@
     main weights, optimizer state --> get_... (this file) --> torch.distributed.checkpoint, FSDP2, DTensor tools
     what FSDP2 or get_... gave --> set_... --> main weights, optimizer state
 
-The functions have the names and the return values of torch's. So a program that saves FSDP2 models changes an import.
-Of ``StateDictOptions`` they take ``full_state_dict``, ``cpu_offload`` and ``broadcast_from_rank0``. All are collectives.
+The functions have the names and return values of torch's. So a program that saves FSDP2 models changes an import. Of
+``StateDictOptions`` they take ``full_state_dict``, ``cpu_offload`` and ``broadcast_from_rank0``. All are collectives.
 A DTensor is cut along dim 0 in even chunks, a main weight between any two elements. So these functions make copies, by
 one gather per unit and key. ``state_records()`` gives aliases, without communication.
 """

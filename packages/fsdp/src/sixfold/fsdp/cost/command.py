@@ -64,8 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m sixfold.fsdp.cost_model",
         description="Print when communication hides behind computation, what a device stores and what travels. "
-        "Without flags it prints the tables of the reference slides. With --layers, --hidden and --gpus it prints those "
-        "of a model on a cluster.",
+        "Without flags it prints the tables of the reference slides. "
+        "With --layers, --hidden and --gpus it prints those of a model on a cluster.",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
     model = parser.add_argument_group("model")

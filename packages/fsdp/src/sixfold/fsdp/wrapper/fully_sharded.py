@@ -69,7 +69,7 @@ class FullyShardedDataParallel(nn.Module):
         fault_store: where the ranks that are left find out which rank is lost. None: the store of the given group.
         timeout_s: longest wait for one collective.
         busy_timeout_s: longest wait for a rank that gives signs of life (it saves, evaluates, reads data). It needs a
-            store; every real group has one. A line on stderr names the rank after 10 s. The longer of this and
+            store; every real group has one. A line on stdout names the rank after 10 s. The longer of this and
             ``timeout_s`` holds.
         first_step_timeout_s: longest wait in the first step, where ranks compile. The longer one holds there too.
     Raises:

@@ -268,3 +268,43 @@ def test_a_gradient_hook_of_a_tied_copy_is_refused_until_the_gradients_are_chang
         (square_loss(oracle[1](oracle[0](a)), b) / 2).backward()
     for module in modules:
         torch.testing.assert_close(module.factor.grad, oracle[0].factor.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("row", [0, 1, 397, 799])
+@pytest.mark.parametrize("verb", ["step", "forward"])
+def test_one_row_of_a_copy_that_was_changed_alone_is_refused_until_it_is_tied_again(verb, row, dtype):
+    """Such as the padding's, set to zero behind each step: its other copy went on with a row of its own."""
+    modules = two_shared()
+    for module in modules:
+        module.factor = nn.Parameter(torch.linspace(-1, 1, 6400).view(800, 8).to(dtype))
+        module.forward = lambda x, module=module: module.layer(x) * module.factor[:2].float()
+    stages = [Stage(module, i, tied={"factor": module.factor}) for i, module in enumerate(modules)]
+    runner = PipelineRunner(gpipe(2, 2), stages, None, square_loss)
+    x, y = batch(4)
+
+    def run():
+        return runner.step(x, y) if verb == "step" else runner.forward(x)
+
+    run()
+    modules[0].factor.data[row] += 1.0
+    with pytest.raises(ScheduleError, match=r"tied\['factor'\]: the copies on stages 0 and 1 have other values"):
+        run()
+    for module in modules:
+        module.zero_grad()
+    runner.tie()
+    run()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64])
+def test_copies_that_differ_by_the_rounding_of_their_optimizers_are_taken_as_one(dtype):
+    from sixfold.pipeline.executor.tied_weights import _far, _norms
+
+    value = torch.randn(800, 8, generator=torch.Generator().manual_seed(0)).mul(10).to(dtype)
+    if not _norms(value).numel():
+        return
+    other = (value * (1 + torch.finfo(dtype).eps * torch.randn(800, 8).sign())).to(dtype)
+    assert not _far(_norms(other), _norms(value), value)
+    assert not _far(_norms(value.t().contiguous().t()), _norms(value), value)
+    other[3] += 10
+    assert _far(_norms(other), _norms(value), value)

@@ -3,8 +3,8 @@
     Stage(tied=) of all ranks --> holders of each name --> sum in ascending stage order (this file) --> .grad
 
 The holders of a name are a chain, ascending by stage. A sum goes up the chain, each holder adding its own, and the
-total comes down again, over the edges between those ranks alone. With it goes a part of the values, by which a copy
-that was loaded or changed alone is found out.
+total comes down again, over the edges between those ranks alone. With it go some values and the norms of 64 parts, by
+which a copy that was loaded or changed alone, or a row of it, is found out.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ __all__ = ["Ties", "tie"]
 
 Told = list[list[Any]]  # name, stage, rank, form
 _NUMBER = 2**55  # of their lanes; programs have hashes
+_PARTS = 64  # whose norms are compared
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,32 @@ def _mine(tensor: Tensor) -> Tensor:
     sharded: Any = tensor.detach()
     mine: Tensor = sharded.to_local()
     return mine
+
+
+def _marks(held: Iterable[nn.Parameter]) -> list[Tensor]:
+    """Of each parameter some values, then of each the norms of parts that hold all of it: one row may change alone."""
+    values = [_mine(parameter).detach() for parameter in held]
+    return [part_of(value)[0] for value in values] + [_norms(value) for value in values]
+
+
+def _norms(value: Tensor) -> Tensor:
+    """Of equal parts of its elements and of the few behind them."""
+    if value.layout is not torch.strided or not (value.is_floating_point() or value.is_complex()):
+        return torch.empty(0)
+    flat = (torch.view_as_real(value) if value.is_complex() else value).reshape(-1)
+    size = flat.numel() // _PARTS
+    kind = torch.float64 if flat.dtype is torch.float64 else torch.float32
+    parts, rest = flat[: _PARTS * size].view(_PARTS, size), flat[_PARTS * size :].view(1, -1)
+    return torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=kind) for part in (parts, rest)])
+
+
+def _far(below: Tensor, norms: Tensor, value: Tensor) -> Tensor:
+    """Whether norms differ by more than the rounding of two optimizers: of n elements that is the root of n less."""
+    size = max(1, value.numel() // _PARTS)
+    rounding = max(64 * torch.finfo(norms.dtype).eps, 8 * torch.finfo(value.dtype).eps / size**0.5)
+    limit = norms.nan_to_num(0.0).amax() * rounding
+    far: Tensor = ((below - norms).abs() > limit) | (below.isnan() != norms.isnan())
+    return far.any()
 
 
 def _as(parameter: Tensor, mine: Tensor) -> Tensor:
@@ -240,12 +267,12 @@ class _Chain:
             new = [id(parameter) not in taken for parameter in held]
             taken.update(map(id, held))
             own = [torch.zeros_like(_mine(p)) if p.grad is None else _mine(p.grad) for p in held]
-            parts = [part_of(_mine(parameter))[0] for parameter in held]
+            marks = _marks(held)
             if values is None:
-                return own + parts
-            doubts.extend(self._doubts(at, values[len(held) :], parts))
+                return own + marks
+            doubts.extend(self._doubts(at, values[len(held) :], marks))
             sums = zip(values[: len(held)], own, new, strict=True)
-            return [value + mine if is_new else value for value, mine, is_new in sums] + parts
+            return [value + mine if is_new else value for value, mine, is_new in sums] + marks
 
         made = self._up(added)
         total = None if made is None else made[: len(self._names)]
@@ -266,19 +293,25 @@ class _Chain:
         doubts: list[tuple[Tensor, ScheduleError]] = []
 
         def compared(at: int, held: list[nn.Parameter], values: list[Tensor] | None) -> list[Tensor]:
-            parts = [part_of(_mine(parameter))[0] for parameter in held]
+            marks = _marks(held)
             if values is not None:
-                doubts.extend(self._doubts(at, values, parts))
-            return parts
+                doubts.extend(self._doubts(at, values, marks))
+            return marks
 
         self._up(compared, gradients=0)
         return doubts
 
-    def _doubts(self, at: int, below: list[Tensor], parts: list[Tensor]) -> Iterable[tuple[Tensor, ScheduleError]]:
-        """Parts of the copies at a place, beside those of the place before."""
-        for name, theirs, mine in zip(self._names, below, parts, strict=True):
+    def _doubts(self, at: int, below: list[Tensor], marks: list[Tensor]) -> Iterable[tuple[Tensor, ScheduleError]]:
+        """Marks of the copies at a place, beside those of the place before."""
+        count = len(self._names)
+        norms = zip(below[count:], marks[count:], strict=True)
+        for name, theirs, mine, value, (other, own) in zip(
+            self._names, below[:count], marks[:count], map(_mine, self._of(at)), norms, strict=True
+        ):
             verdict = differs([theirs], [mine])
-            if isinstance(verdict, Tensor):
+            if own.numel():
+                verdict = verdict | _far(other, own, value)
+            if isinstance(verdict, Tensor) and verdict.device.type != "cpu":
                 yield verdict, self._apart(name, at)
             elif verdict:
                 raise self._apart(name, at)

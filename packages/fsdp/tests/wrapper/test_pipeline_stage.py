@@ -284,7 +284,7 @@ def test_a_deferred_gradient_after_a_backward_said_to_be_fused_is_refused(grad_r
     model = FullyShardedDataParallel(net, fsdp_unit_modules=[Split], grad_reduce=grad_reduce)
     handle = model.stage_handle(net["0"], fused=True)
     handle.call(torch.randn(2, 3, WIDTH)).sum().backward()
-    with pytest.raises(FsdpError, match=r"linear\.weight: accumulate.* after a backward that was said to be fused"):
+    with pytest.raises(FsdpError, match=r"linear\.weight: accumulate.* after a backward with fused=True"):
         handle.accumulate(net["0"].linear.weight, net["0"].later.pop())
 
 

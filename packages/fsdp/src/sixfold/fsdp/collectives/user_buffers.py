@@ -65,7 +65,7 @@ class UserBuffers:
     def _refuse(self) -> None:
         if self._mode == "require" and self._why is not None and self.path == "off":
             raise FsdpError(
-                f"user_buffers is 'require' on {self._device}, and {self._why}; use 'auto', which does without"
+                f"user_buffers is 'require' on {self._device}, and {self._why}; use 'auto', which works without them"
             )
 
     def memory(self) -> AbstractContextManager[Any]:

@@ -135,8 +135,8 @@ def refuse_graph(unit: Unit, units: Sequence[Unit], *, changed: bool, step: int)
         raise old_graph(unit, step)
     if any(one.shares for one in units):
         raise FsdpError(
-            "create_graph=True: a second backward walks weights of several units at once, and memory that units "
-            'share holds some of them; use BufferConfig(gathered_bytes="all")',
+            "create_graph=True: a second backward reads weights of several units at once, and memory that units "
+            'share holds only some of them; use BufferConfig(gathered_bytes="all")',
             unit=unit.name,
             step=step,
             op="gather",

@@ -110,8 +110,8 @@ class Engine:
         """This thread calls: no other does, and what an interrupt left of an earlier call is cleared."""
         if not self._caller.acquire(blocking=False):
             raise FsdpError(
-                "two threads call the model at once, and would take each other's gathered weights; call it from one "
-                "thread at a time",
+                "two threads call the model at once, and each would free weights that the other reads; call it "
+                "from one thread at a time",
                 step=self.faults.step,
                 op="gather",
             )
@@ -283,8 +283,8 @@ class Engine:
         stream = record.buffer
         if stream.unit not in self._here:
             raise FsdpError(
-                f"the gradient of {record.name} came while its unit's weights were not here, and not through its "
-                "outputs: a tensor left the unit by another way, first in this step. Return it in a tuple, list or "
+                f"the gradient of {record.name} came while its unit's weights were not gathered: a tensor left the "
+                "unit in this step for the first time, and not through its outputs. Return it in a tuple, list or "
                 'dict, or use BufferConfig(gathered_bytes="all")',
                 unit=stream.unit,
                 step=self.faults.step,
@@ -306,7 +306,7 @@ class Engine:
             raise FsdpError(f"accumulate: the parameter of shape {tuple(parameter.shape)} is {what}")
         if self.reduce_policy.each_microbatch:
             raise FsdpError(
-                f"{record.name}: accumulate() brings its gradient after a backward that was said to be fused, and "
+                f"{record.name}: accumulate() brings its gradient after a backward with fused=True, which was "
                 "reduced at its end; make the handle with fused=False, or wrap with grad_reduce='last'",
                 unit=record.buffer.unit,
                 op="reduce",

@@ -141,7 +141,7 @@ class OutsideCalls:
             return
         raise FsdpError(
             f"{type(module).__name__}.{name} is set to another Parameter of shape {tuple(parameter.shape)} after "
-            f"wrapping; parameters are those of the time of wrapping. {LOAD.capitalize()}"
+            f"wrapping; a wrapped model keeps its Parameter objects. {LOAD.capitalize()}"
         )
 
     def _comes_back(self, engine: Engine, module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
@@ -162,7 +162,7 @@ class OutsideCalls:
             if parameter not in engine.records:
                 raise FsdpError(
                     f"{type(module).__name__}.{name} brings the parameter {inside} of shape {tuple(parameter.shape)} "
-                    "after wrapping, which no rank would reduce; add modules before wrapping"
+                    "after wrapping, and no rank would reduce its gradient; add modules before wrapping"
                 )
         for part in child.modules():
             self._modules.add(part)

@@ -190,8 +190,8 @@ def _pieces_for_muon(
     pieces = [(number, record) for number, record in numbered if not record.whole_on_one_rank]
     if pieces and given_mains:
         raise FsdpError(
-            f"Muon is given main parameters, and {pieces[0][1].name} lies in pieces, which ranks without one would not "
-            "know of; build it on the module's own parameters",
+            f"Muon is given main parameters, and {pieces[0][1].name} lies in pieces; ranks that hold none of it would "
+            "not step with the others. Build it on the module's own parameters",
             unit=pieces[0][1].buffer.unit,
         )
     return pieces
@@ -261,7 +261,7 @@ def _refuse_unfit(
         for record in records:
             if not record.whole_on_one_rank and record not in exchanged:
                 raise FsdpError(
-                    f"{what} updates {record.name} {record.spec.shape} as a whole tensor, and here it is "
+                    f"{what} updates {record.name} {record.spec.shape} as a whole tensor, and on this rank it is "
                     f"{'cut between ranks' if record.buffer.cut.layout.is_cut(record.name) else 'flat'}; wrap with "
                     "granularity=lambda name, parameter: 'tensor' (or for the parameters of this optimizer alone)",
                     unit=record.buffer.unit,
@@ -281,8 +281,8 @@ def _before_step(optimizer: torch.optim.Optimizer, engine: Engine, names: Mappin
         for main in group["params"]:
             if id(main) not in names:
                 raise FsdpError(
-                    f"the optimizer's parameter of shape {tuple(main.shape)} is not of this model (a group added after "
-                    "fully_shard_optimizer), and nothing sums its gradient over ranks; give it an optimizer of its own"
+                    f"the optimizer's parameter of shape {tuple(main.shape)} is not of this model: its group was added "
+                    "after fully_shard_optimizer. Nothing sums its gradient over ranks; use another optimizer for it"
                 )
     if not optimizer.state and functions_of(_DCP):
         raise FsdpError(_DCP_INSTEAD)

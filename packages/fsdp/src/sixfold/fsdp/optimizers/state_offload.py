@@ -29,19 +29,19 @@ def refuse_unfit(optimizer: torch.optim.Optimizer, *, in_pieces: bool) -> None:
     what = type(optimizer).__name__
     if in_pieces:
         raise FsdpError(
-            f"{what} over matrices in pieces needs the momentum of all of them at once, and offload brings it stream "
-            "by stream; wrap its matrices with granularity 'tensor', or use offload=False"
+            f"{what} over matrices in pieces needs the momentum of all of them at once, and offload brings a part "
+            "of it at a time; wrap its matrices with granularity 'tensor', or use offload=False"
         )
     if not steps_alone(optimizer):
         raise FsdpError(
-            f"{what} is not known to step each parameter by itself, and offload steps stream by stream; use one of "
-            "torch.optim's other than LBFGS, or offload=False"
+            f"{what} is not known to step each parameter by itself, and offload steps some parameters at a time; use "
+            "one of torch.optim's other than LBFGS, or offload=False"
         )
     replaced = replaced_step(optimizer)
     if replaced is not None:
         raise FsdpError(
-            f"{what}.step is replaced on the object by {replaced}, and offload, which steps stream by stream, would go "
-            "past it; replace it after fully_shard_optimizer, or use offload=False"
+            f"{what}.step is replaced on the object by {replaced}, and offload would not call it as a whole; replace "
+            "it after fully_shard_optimizer, or use offload=False"
         )
 
 

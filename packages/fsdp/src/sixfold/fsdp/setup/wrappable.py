@@ -78,8 +78,8 @@ def _refuse_shared_memory(module: nn.Module) -> None:
     for start, stop, kind, name in sorted(ranges):
         if start < end and not (kind and before_kind):
             raise FsdpError(
-                f"{kind}{name} lies in the memory of {before_kind}{before}, as another object: wrapped they would "
-                "part. Tie them by one Parameter (head.weight = embedding.weight), or copy one by clone()"
+                f"{kind}{name} lies in the memory of {before_kind}{before} and is another object; after wrapping, each "
+                "would have its own values. Use one Parameter (head.weight = embedding.weight), or clone() one"
             )
         if stop > end:
             end, before, before_kind = stop, name, kind

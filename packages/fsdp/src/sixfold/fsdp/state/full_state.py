@@ -92,8 +92,7 @@ def stream(module: nn.Module, engine: Engine, consume: Consumer | None) -> None:
     bad = tuple(rank for rank, row in enumerate(rows) if row[0])
     if bad:
         raise FsdpError(
-            f"stream_full_state: the consumer on rank {bad[0]} raised, so what it was to keep is not whole; see its "
-            "own error",
+            f"stream_full_state: the consumer on rank {bad[0]} raised, so its copy is incomplete; see its own error",
             op="gather",
             ranks=bad,
         )

@@ -376,7 +376,7 @@ def _from_own(job: _Load, *, compare: bool) -> None:
         if odd:
             raise FsdpError(
                 f"load_full_state_dict: values of {targets[at].names[0]} differ on rank {', '.join(map(str, odd))}; "
-                "give the same state on all ranks, or on one. All were loaded as they came: load again",
+                "give the same state on all ranks, or on one. Each rank has loaded its own values: load again",
                 op="load",
                 ranks=odd,
             )

@@ -73,9 +73,9 @@ def save(
     A background save of this process to the same folder is waited for. The state dict is not changed.
 
     Args:
-        sharded_state_dict: nested dicts and lists of records; everything else is common data,
-            written by the first rank of the group. Of an object with ``state_dict`` and ``load_state_dict``
-            its state dict is saved.
+        sharded_state_dict: nested dicts and lists of records. Everything else is common data, which the first
+            rank of the group writes. For an object with ``state_dict`` and ``load_state_dict`` its state dict
+            is saved.
         checkpoint_dir: the folder, whose parents are made; a URL as text; or a store (``stores.Store``).
         sharded_strategy: None, a tuple such as ``("torch_dist", 1)``, or a strategy.
         common_strategy: None, ``("torch", 1)`` or a strategy.
@@ -92,8 +92,8 @@ def save(
         metadata: "torch" writes ``.metadata``, which torch DCP and megatron-core read; "compact" leaves it to
             ``tools.metadata``: loads of this package need the compact manifest alone.
         timeout_s: longest wait for one peer, seconds: more than the slowest rank takes to write.
-        progress: called with this rank's bytes written and in all, from 0 to the total, which it is told before the
-            commit; one call at a time, from any thread of this process. An exception in it ends the save on all ranks.
+        progress: called with the bytes that this rank has written and its total, from 0 to the total; the last call
+            comes before the commit. One call at a time, from any thread. An exception in it ends the save on all ranks.
     Returns:
         None, or with ``async_sharded_save`` the request.
     Raises:
@@ -134,14 +134,14 @@ def load(
 ) -> Any:
     """Load a checkpoint into the layout that the state dict describes, whatever layout it was saved at.
 
-    Collective over ``group``. Data goes into the tensors of the records, and those (detached, same
-    storage) are what the result holds; after an error their content is undefined. Objects with ``state_dict`` and
-    ``load_state_dict`` get what was saved of them last of all, when no rank has an error; the result holds themselves.
+    Collective over ``group``. The values go into the tensors of the records. The result holds these tensors, detached,
+    with the same storage. After an error their content is undefined. An object with ``state_dict`` and
+    ``load_state_dict`` gets its state last, when no rank has an error; the result holds the object.
 
     Args:
-        sharded_state_dict: records say what is wanted. Of common leaves in it plain tensors of the saved shape and
-            dtype are filled, other values are ignored. The dict is not changed. Of a folder of
-            plain DCP each leaf is wanted that is stored under its name, its path joined by dots.
+        sharded_state_dict: records say what is wanted. A plain tensor of the saved shape and dtype is filled; any
+            other common value in it is ignored. The dict is not changed. From a folder of plain DCP a leaf is wanted
+            if its name is stored: its path, joined by dots.
         checkpoint_dir: a folder, URL or store of a checkpoint of this package, of torch DCP, of megatron-core, or
             of a format whose strategy is given or registered.
         sharded_strategy, common_strategy: None for what the folder's metadata.json names, a tuple or a strategy.
@@ -155,7 +155,7 @@ def load(
             "full" of everything; "off" only sizes and structure.
         safe_globals: classes that common data and objects may name besides torch's own list.
         timeout_s: longest wait for one peer, seconds; a URL that fails is asked again for half of it.
-        progress: called with bytes that this rank has read of tensors, and in all, as in ``save``.
+        progress: called with the bytes of tensors that this rank has read, and its total, as in ``save``.
     Returns:
         The state dict with plain tensors and the saved common data; for ``return_*`` modes the
         tuple (state dict, missing keys, unexpected keys).

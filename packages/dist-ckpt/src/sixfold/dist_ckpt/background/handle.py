@@ -29,8 +29,8 @@ _NEARLY = 0.99  # progress of what is written whole and not yet committed
 class AsyncSave:
     """Handle of a save that ``async_save`` started.
 
-    A thread hands the job to the worker and waits for what becomes of it. It keeps the saver alive, whoever else does:
-    the end of the interpreter waits for the saves of all savers. A worker whose outcome it has not taken is killed.
+    A thread gives the job to the worker and waits for the outcome. The thread keeps the saver alive. The interpreter
+    waits at its end for the saves of all savers. A worker whose outcome the thread has not received is killed.
 
     Attributes:
         checkpoint_dir: the folder, or a store's name; the checkpoint is there when ``wait`` returns.
@@ -89,8 +89,8 @@ class AsyncSave:
         """Return when the checkpoint is committed. May be called again, also after an error.
 
         Raises:
-            LostPeerError: not committed ``timeout_s`` seconds from now, and it goes on; or a rank or worker is dead or
-                has stood still for the ``timeout_s`` of the save.
+            LostPeerError: not committed ``timeout_s`` seconds from now: the save goes on. Or a rank or worker is dead,
+                or made no progress for the ``timeout_s`` of the save.
             CheckpointError: what went wrong with the save, the same on every rank.
         """
         if self._pid != os.getpid():

@@ -328,7 +328,7 @@ def settle(job: Job, reason: str, kind: type[CheckpointError] = LostPeerError) -
 def _blame(job: Job, reason: str, advice: str = _ADVICE) -> str:
     return (
         f"{reason} (background save to {job.ticket.save.target}, timeout_s={job.timeout_s:g}); {advice}. "
-        "The next save starts a fresh worker [see errors/dist-ckpt.html#a-lost-worker]"
+        "The next save starts a fresh worker"
     )
 
 

@@ -272,10 +272,10 @@ def async_save(
     Waits for this process's previous background save to end. The arena of a rank stays allocated, as large as
     the largest share it has saved.
 
-    Args: as ``save``. timeout_s is of standing still: a save ends as an error when nothing of it has moved for so
-        long, and goes on, however slowly, as long as it moves. progress is called in this process, from the thread
-        that watches the worker, some times a second, with the total after the commit; an exception in it stops the
-        worker and is raised by ``wait`` on all ranks.
+    Args: as ``save``. timeout_s limits how long the save may make no progress. However slow it is, it goes on while
+        bytes are written. progress is called in this process some times a second, from the thread that watches the
+        worker; the last call comes after the commit, with the total. An exception in it stops the worker, and
+        ``wait`` raises it on all ranks.
     Returns:
         The handle; errors of writing, NaN with ``check_finite`` and dead peers are raised by its ``wait``.
     Raises:

@@ -285,10 +285,7 @@ def _look_into(folder: Path, verify: str, identity: tuple[int, ...]) -> Checkpoi
     else:
         manifest = _open_manifest(folder, integrity, verify, has_config=config is not None)
     if config is None and manifest.needs_metadata_json:
-        raise CorruptError(
-            f"{folder} has no metadata.json: the save that made it never finished"
-            " [see errors/dist-ckpt.html#a-save-that-never-finished]"
-        )
+        raise CorruptError(f"{folder} has no metadata.json: the save that made it never finished")
     files = _files_of(manifest)
     _check_identity(folder, manifest, integrity, files)
     _check_ranges(folder, files)

@@ -204,7 +204,7 @@ class Exchange:
         return LostPeerError(
             f"{who} of {self.ranks} is dead, absent or later than timeout_s={self.timeout_s:g} "
             f"(rank {self.rank} waited: {reason}). Restart the job; the older checkpoint stays "
-            "until the newer one is visible [see errors/dist-ckpt.html#a-lost-rank]"
+            "until the newer one is visible"
         )
 
 

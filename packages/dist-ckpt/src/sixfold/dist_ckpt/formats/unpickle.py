@@ -100,10 +100,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype
         if full not in KNOWN_GLOBALS:
-            raise UnsafeError(
-                f"the pickle names the global {full}, which no checkpoint needs; nothing was run"
-                " [see errors/dist-ckpt.html#a-foreign-pickle]"
-            )
+            raise UnsafeError(f"the pickle names the global {full}, which no checkpoint needs; nothing was run")
         if full not in self._kinds:
             base = {"TensorProperties": _Properties, "PosixPath": _Path}.get(name, Node)
             self._kinds[full] = type(name, (base,), {"kind": name})

@@ -479,6 +479,6 @@ class Mirror:
     def _gave_nothing(self, seconds: float) -> StorageError:
         return StorageError(
             f"{self._store.name} gave nothing for {seconds:g} s of timeout_s={self._timeout_s:g} (rank {self._rank} "
-            "reads) [see errors/dist-ckpt.html#a-store-that-does-not-answer]",
+            "reads)",
             errno.ETIMEDOUT,
         )

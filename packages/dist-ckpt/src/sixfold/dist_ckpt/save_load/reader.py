@@ -377,7 +377,7 @@ class Reader:
                 keys = self._checkpoint.damaged_keys(file, number * integrity.block_bytes, stop)
             more = f" and {len(keys) - _MOST_KEYS} more" if len(keys) > _MOST_KEYS else ""
             known = f"; damaged: {', '.join(keys[:_MOST_KEYS])}{more}" if keys else ""
-            raise CorruptError(f"{error}{known} [see errors/dist-ckpt.html#damaged-bytes]") from error
+            raise CorruptError(f"{error}{known}") from error
 
     def _pass(self, file: str, start: int, stop: int, wanted: list[ByteRun], hasher: Hasher) -> None:
         """Hash [start, stop) where the page cache has it, and copy out what is wanted of it."""

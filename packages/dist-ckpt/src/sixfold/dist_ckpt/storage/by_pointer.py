@@ -80,10 +80,7 @@ def flat(names: Iterable[str]) -> list[str]:
 def check_finished(place: Path | str, names: Collection[str]) -> None:
     """CorruptError if nothing but saves that never finished is there."""
     if folders(names) and not visible(names) and {".metadata"}.issuperset(flat(names)):
-        raise CorruptError(
-            f"{place} has no {POINTER}: the save that made it never finished"
-            " [see errors/dist-ckpt.html#a-save-that-never-finished]"
-        )
+        raise CorruptError(f"{place} has no {POINTER}: the save that made it never finished")
 
 
 def check_for_torch(

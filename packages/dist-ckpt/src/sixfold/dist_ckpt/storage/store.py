@@ -265,7 +265,7 @@ def overtaken(target: Path | str) -> StorageError:
     """The error of a save whose files others have removed."""
     return StorageError(
         f"the files of this save to {target} were removed while it went on: another save to the same folder has ended "
-        "meanwhile (or a prune took this one for dead). Two saves to one folder at a time are one too many; "
-        "this one is lost, the folder is whole [see errors/dist-ckpt.html#two-saves-to-one-folder]",
+        "meanwhile (or a prune took this one for dead). Let one job save to a folder at a time; "
+        "this one is lost, the folder is whole",
         errno.ESTALE,
     )

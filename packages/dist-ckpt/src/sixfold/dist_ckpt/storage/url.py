@@ -227,7 +227,6 @@ class UrlStore(ByPointer, tells=True):
         text = f"{self._url}: {type(error).__name__}: {error}"
         if times > 1:
             text += f" ({what} failed {times} times in {seconds:.1f} s; timeout_s={self._timeout_s:g})"
-            text += " [see errors/dist-ckpt.html#a-store-that-gives-up]"
         return StorageError(text, getattr(error, "errno", None))
 
 

@@ -6,16 +6,16 @@
 A run's checkpoints are ``root/step-%08d``. Nothing here needs a process group; call it on one rank. For a URL the
 places are text, for a local root (``file://`` too) they are Paths, for a store that derives from ``ByPointer`` stores.
 
-[Note: dead or slow] A save may go on while others are committed, and while a run is pruned. What it has written, and
-the status in which the ranks of a background save leave word, count as left behind
-- never, if a background save of this process wrote it, or a trainer holds its lock in the status;
+[Note: dead or slow] A save may go on while others are committed, and while a run is pruned. ``prune`` deletes the files
+of an unfinished save, and the status of a background save,
+- never, if a background save of this process wrote them, or a trainer holds its lock in the status;
 - after a minute without a change, if this system knows that the trainer of the first rank is dead: it held its lock
   here. Its worker ends with it, and nobody else commits;
-- else after an hour in a folder, for a step before those that are kept, and after a day for any other: ranks write, and
-  trainers show every few seconds that they live, but a plain save has no lock, and no lock tells of all hosts.
-In a store nothing tells when a file was written. There a prune leaves a mark, ``job-00000000-.../seen-<look>-<time>``,
-with a checksum of what it has seen; a later one that sees the same after a day takes it away. Of a step before those
-that are kept what is unfinished goes at once, and a save that is late there is told: see by_pointer.py.
+- else after an hour, in a folder, for a step before those that are kept, and after a day for any other step. Ranks
+  write, and trainers show every few seconds that they live. But a plain save has no lock, and a lock is of one host.
+In a store no file has a time. There a prune leaves a mark, ``job-00000000-.../seen-<look>-<time>``, with a checksum of
+what it has seen. A later prune that sees the same after a day deletes it. Of a step before those that are kept
+unfinished files go at once; a save that is still at work there gets an error: see by_pointer.py.
 """
 
 from __future__ import annotations
@@ -136,13 +136,13 @@ def prune(
     """Delete complete checkpoints that are neither among the last ``keep_last`` nor a multiple of ``keep_every``.
 
     After a run has gone back to an older step, its newest save has not the highest step. In a folder, where the time
-    of a save is known, that save stays whatever the rule says, with a warning: ``discard_after`` takes away the others.
+    of a save is known, that save stays, with a warning. ``discard_after`` deletes the steps above it.
 
-    Oldest first, each renamed aside before it is deleted (of a URL what commits it goes first), so that a kill leaves
-    nothing under a step's name that opens. What dead saves left behind goes too, of whichever step, when it is known
-    that they are dead or it has been still for long: [Note: dead or slow] in retention.py says how long. Other
-    incomplete folders are left alone. Of a step that is a symlink the link goes. In a folder, a step stays that a
-    symlink in ``root`` leads to (``best -> step-00000001``), unless that link is a step that is deleted itself.
+    The oldest goes first. Each is renamed before it is deleted (at a URL the file that commits it goes first). So a
+    kill leaves nothing under a step's name that opens. Files of dead saves are deleted too, after a time that
+    [Note: dead or slow] in retention.py gives. Other incomplete folders stay. If a step is a symlink, only the link is
+    deleted. In a folder, a step stays if a symlink in ``root`` leads to it (``best -> step-00000001``), unless that
+    link is a step that is deleted itself.
 
     Returns:
         The deleted places.
@@ -179,8 +179,8 @@ def discard_after(root: str, step: int) -> list[Path | str]: ...
 def discard_after(root: str | Path | ByPointer, step: int) -> Sequence[Path | str | ByPointer]:
     """Delete all complete checkpoints after ``step``: what a run calls that goes back to it, before it trains on.
 
-    Without it ``latest`` is still the highest step, and the next restart goes on from there. Highest first, so that
-    a kill leaves the older ones. ``step`` stays; unfinished folders are left to ``prune``.
+    Without it ``latest`` is still the highest step, and the next restart goes on from there. The highest goes first, so
+    a kill leaves the older ones. ``step`` stays. ``prune`` deletes unfinished folders.
 
     Returns:
         The deleted places.

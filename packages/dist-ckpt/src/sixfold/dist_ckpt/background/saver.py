@@ -311,7 +311,7 @@ def _check_is_possible(request: SaveRequest) -> None:
         store.local_folder or isinstance(store, ByPointer) or Exchange(request.group, request.timeout_s).ranks == 1
     ):
         why = (
-            "does not derive from stores.ByPointer, by which workers of several ranks leave word for each other: "
+            "does not derive from stores.ByPointer, by which workers of several ranks send each other messages: "
             "pass group=None"
         )
     if why is not None:

@@ -389,5 +389,7 @@ def _readable(key: str, data: Any) -> bytes:
         try:
             return weights_only.dump(torch.load(io.BytesIO(content), weights_only=False), key)
         except Exception:  # a class of the user's; his own code may raise anything
-            warnings.warn(f"saved as it is, but a Reader must be told of the class: {error}", stacklevel=2)
+            warnings.warn(
+                f"saved as it is; to load it, pass the class as Reader(safe_globals=[...]): {error}", stacklevel=2
+            )
     return content

@@ -1,4 +1,4 @@
-"""Sharded data parallelism (ZeRO-1, 2, 3) on flat buffers, bitwise equal to data parallel in one process.
+"""ZeRO-1, 2 and 3 for any PyTorch model, on flat buffers, with the bits of data parallel training.
 
 nn.Module + ProcessGroup --> FullyShardedDataParallel --> main parameters --> any torch optimizer
 """

@@ -21,8 +21,8 @@ from sixfold.fsdp.torch_private import functions_of
 
 _NORMS = frozenset({"_foreach_norm", "linalg_norm", "linalg_vector_norm", "vector_norm", "norm"})
 _ONE_PART = (
-    "a norm of main.grad is that of this rank's part of the gradient: ranks that scale by it part. "
-    "model.grad_square_sum().sqrt() is the norm over all ranks. To add up parts over ranks yourself is right too"
+    "a norm of main.grad is that of this rank's part of the gradient, so ranks that scale by it get different weights. "
+    "model.grad_square_sum().sqrt() is the norm over all ranks. You may also add up squares over ranks yourself"
 )
 
 

@@ -28,10 +28,10 @@ class BufferFormats:
     Attributes:
         compute, main, grad, reduce: bytes of an element of gathered weights, main weights and local sums, main
             gradients at rest, and of what travels in a reduction.
-        align: bytes, of each tensor's start.
+        align: each tensor starts at a multiple of so many bytes.
         rank_order: ``MixedPrecision(grad_sum="rank_order")``.
-        gloo: what travels goes over it: CPU tensors.
-        main_apart: main weights are another copy where their dtype is that of gathered weights, too.
+        gloo: tensors are on CPUs and travel over gloo.
+        main_apart: main weights are a copy of their own, even if their dtype is that of gathered weights.
     """
 
     strategy: ShardingStrategy
@@ -171,8 +171,8 @@ class StoredBytes:
 
     Attributes:
         parameters: compute weights that stay: whole ones, or the shards that are gathered.
-        gradients: main gradients where they stay, and whole local sums of strategies that do not shard them.
-        optimizer: main weights (where they are no compute weights) and the optimizer's state.
+        gradients: main gradients that stay, and whole local sums of strategies that do not shard gradients.
+        optimizer: main weights (if they are not the compute weights) and the optimizer's state.
         gathered: memory in which whole weights come and go, the root unit's included.
         reducing: slots of reductions in flight, scratch, and whole local sums beside sharded gradients.
     """
@@ -200,10 +200,10 @@ def stored_bytes(
     """What a rank holds of ``units`` from the first step's end on.
 
     Args:
-        units: (class, streams) of each, the root unit first; what shares memory follows from classes that occur twice.
-        per_microbatch: gradients are reduced in each backward, else summed whole until the last one.
-        state_bytes: of the optimizer's state in the device's memory.
-        slot_bytes: of all slots, where reductions are made otherwise than by this package.
+        units: (class, streams) of each, the root unit first. Units whose class occurs twice share memory.
+        per_microbatch: True: gradients are reduced in each backward. False: they are summed whole until the last one.
+        state_bytes: bytes of the optimizer's state in the device's memory.
+        slot_bytes: bytes of all slots, if another package makes the reductions.
     """
     strategy, held = formats.strategy, [stream for _, streams in units for stream in streams]
     mains, sums = sum(one.main_numel for one in held), sum(one.sum_bytes for one in held)

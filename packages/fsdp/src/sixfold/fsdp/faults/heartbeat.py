@@ -98,7 +98,7 @@ def contradict(mine: Launched, theirs: Launched, *, both_blocked: bool) -> bool:
 
 
 class Heartbeat:
-    """See above.
+    """A thread that answers ranks that wait, and finds lost ranks while this rank waits.
 
     Args:
         store: the model's store.

@@ -72,10 +72,10 @@ class ScaledWeight(nn.Parameter):
         if hidden is not None and not hidden.replaced():
             compiled = torch._guards.CompileContext.current_compile_id() is not None
             raise FsdpError(
-                f"{hidden.tensor.name} is an fp8 parameter, its values are not here, and "
-                f"{'torch.compile looks at them' if compiled else f'{name} reads them'}: with fp8_matmul="
-                f"{hidden.matmul.value!r} only F.linear can, uncompiled. Leave it out of MixedPrecision.fp8, or use "
-                "fp8_matmul='emulate'",
+                f"{hidden.tensor.name} is an fp8 parameter without values, and "
+                f"{'torch.compile reads them' if compiled else f'{name} reads them'}: with fp8_matmul="
+                f"{hidden.matmul.value!r} only an uncompiled F.linear can use it. Leave it out of MixedPrecision.fp8, or "
+                "use fp8_matmul='emulate'",
                 op="read",
             )
         with torch._C.DisableTorchFunctionSubclass():

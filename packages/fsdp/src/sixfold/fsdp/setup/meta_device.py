@@ -53,9 +53,9 @@ class Meta:
                 continue
             if isinstance(part, _OTHERWISE) and self._init_fn is None and any(one.is_meta for one in part.parameters()):
                 raise FsdpError(
-                    f"module {name or '(root)'} ({type(part).__name__}) is on the meta device, and its constructor "
-                    "copies one layer, or draws all weights once more, which reset_parameters() of its layers does "
-                    f"not; {_GIVE}"
+                    f"module {name or '(root)'} ({type(part).__name__}) is on the meta device. Its constructor "
+                    "copies one layer or draws all weights again; reset_parameters() of its layers does "
+                    f"not. To fill it, {_GIVE}"
                 )
             group = {name: part}
             if isinstance(part, nn.MultiheadAttention):  # its own method sets the projection's bias

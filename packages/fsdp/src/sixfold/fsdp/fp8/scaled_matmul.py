@@ -74,8 +74,8 @@ class ScaledWeight(nn.Parameter):
             raise FsdpError(
                 f"{hidden.tensor.name} is an fp8 parameter without values, and "
                 f"{'torch.compile reads them' if compiled else f'{name} reads them'}: with fp8_matmul="
-                f"{hidden.matmul.value!r} only an uncompiled F.linear can use it. Leave it out of MixedPrecision.fp8, or "
-                "use fp8_matmul='emulate'",
+                f"{hidden.matmul.value!r} only an uncompiled F.linear can use it. Leave it out of MixedPrecision.fp8, "
+                "or use fp8_matmul='emulate'",
                 op="read",
             )
         with torch._C.DisableTorchFunctionSubclass():

@@ -173,8 +173,8 @@ def _check_budget(budget: int, units: Sequence[Unit], own: Sequence[Unit], strat
     if budget < needed:
         raise FsdpError(
             f"gathered_bytes is {budget}; the root unit ({root} bytes) and the largest unit"
-            f"{'' if largest is None else f' {largest.name!r}, those around it included'}, need {needed}. "
-            "Give at least that many bytes",
+            f"{'' if largest is None else f' {largest.name!r}, those around it included'}, need {needed} bytes. "
+            "Give at least that many",
             unit=None if largest is None else largest.name,
             op="gather",
         )

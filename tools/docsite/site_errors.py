@@ -5,8 +5,7 @@
 The code says which messages there are; the data files say of classes and of messages what their cause is, how they
 look and what to do. An entry speaks for one message (``text``) or for a family with one cause and one remedy
 (``title`` and ``texts``); of several entries whose words a message has, the one with the longest words speaks for it.
-The heading of an entry is the address that a text may end with, `` [see errors/fsdp.html#ranks-disagree]``; a
-message's own address is made of its words: it stays when lines move.
+The address of a message on its page is made of its words: it stays when lines move.
 """
 
 import functools
@@ -26,7 +25,6 @@ from site_raises import Kind, Message
 ANCHOR_WORDS = 7
 FIELDS = {"cause", "example", "remedy"}
 COMMON = "Messages"  # the section of a data file without a ``section`` of its own
-ADDRESS = re.compile(r" \[see errors/([\w-]+)\.html#([\w-]+)\]")  # the package, the slug of an entry's heading
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,16 +214,14 @@ def _heading(words: str) -> str:
 INTRODUCTION = """\
 An error of this package names the thing, its value, the rule and what to do: read it to its end first. Search this
 page for its fixed words (where `{name}` and `{...}` are here, values stand in it), or the whole site by the field
-above; a text that ends with `[see errors/...]` names the page and the heading itself. Raised on
-one rank, an error of a run reaches all ranks with the number of the rank at fault.
+above. If one rank raises an error of a run, it reaches all ranks, with the number of the rank at fault.
 """
 
 OVERVIEW = """\
 # When it stops
 
 Every typed error of the six packages, listed from their code. Search for the words of the message that stay the same
-whatever its values are: beside them stand cause, an example and a remedy. Where a text ends with
-`[see errors/fsdp.html#ranks-disagree]` or the like, that is the file of this site and the heading on it.
+whatever its values are. Cause, example and remedy stand beside them.
 
 A run that ends without an error, gives NaN or is slow: [debug a hang, a NaN, a slow rank](../do/debug.md).
 

@@ -64,7 +64,7 @@ def test_a_flip_in_values_names_the_tensors_of_the_block_that_it_hit_and_no_othe
     for name, values in (("w", torch.ones(40, 30)), ("v", torch.ones(7))):
         run = bytes(values.untyped_storage())
         flip_byte(folder / "__0_0.distcp", data.index(run) if name == "w" else data.rindex(run))
-        with pytest.raises(CorruptError, match=f"__0_0.*; damaged: {name} \\[see"):
+        with pytest.raises(CorruptError, match=f"__0_0.*; damaged: {name}$"):
             load_all(folder)
         (folder / "__0_0.distcp").write_bytes(data)
 

@@ -73,7 +73,7 @@ def different_options(rank, ranks):
 
 def test_different_options_are_named_on_all_ranks():
     for (text, *_, ranks), (units_text, *_, units_ranks) in run_ranks(different_options, 3):
-        assert "strategy is optim_grads, on rank 2 optim;" in text and ranks == (2,)
+        assert "strategy is optim_grads, on rank 2 optim." in text and ranks == (2,)
         assert "units is ['', 'blocks.0', 'blocks.1', 'blocks.2'], on rank 2" in units_text and units_ranks == (2,)
 
 

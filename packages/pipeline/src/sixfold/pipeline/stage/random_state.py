@@ -1,10 +1,14 @@
 """The state of the random numbers, so that a forward can be run again as it was.
 
 F --> RandomState (this file) --> RECOMPUTE, snapshots
+
+[Note: one thread at a time] torch reads a generator's state under a lock of the generator and makes a Python tensor
+there. If another thread then runs and asks for the same lock, it waits with Python's own lock in its hand, for good.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +16,8 @@ import torch
 from torch import Tensor
 
 __all__ = ["RandomState"]
+
+_ONE_AT_A_TIME = threading.RLock()
 
 
 class RandomState:
@@ -49,9 +55,11 @@ class RandomState:
             self._write(now)
 
     def _read(self) -> tuple[Tensor, Tensor | None]:
-        return torch.get_rng_state(), None if self._device is None else torch.cuda.get_rng_state(self._device)
+        with _ONE_AT_A_TIME:
+            return torch.get_rng_state(), None if self._device is None else torch.cuda.get_rng_state(self._device)
 
     def _write(self, states: tuple[Tensor, Tensor | None]) -> None:
-        torch.set_rng_state(states[0])
-        if states[1] is not None and self._device is not None:
-            torch.cuda.set_rng_state(states[1], self._device)
+        with _ONE_AT_A_TIME:
+            torch.set_rng_state(states[0])
+            if states[1] is not None and self._device is not None:
+                torch.cuda.set_rng_state(states[1], self._device)

@@ -10,7 +10,7 @@ PROGRAM = """
 import faulthandler, gc, random, sys, threading
 from sixfold.pipeline.stage.random_state import RandomState
 
-faulthandler.dump_traceback_later(40, exit=True)
+faulthandler.dump_traceback_later(30, exit=True)
 sys.setswitchinterval(1e-6)
 
 class Garbage:
@@ -23,13 +23,13 @@ class Garbage:
 
 def work(seed):
     draw = random.Random(seed)
-    state = RandomState(None)
     for _ in range(1500):
+        state = RandomState(None)
         for _ in range(draw.randrange(1, 4)):
             Garbage()
         gc.set_threshold(gc.get_count()[0] + draw.randrange(1, 4))
-        with state.restored():
-            pass
+        state._read()
+        state.go_on()
 
 threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
 for thread in threads:

@@ -1,7 +1,6 @@
 """A page is understood at the first reading: short sentences, short lines, plain turns of phrase."""
 
 import re
-import tomllib
 
 import prose
 import pytest
@@ -12,7 +11,6 @@ MOST_PAGE_LINES = 220
 MOST_LINES_OF_DECISIONS = 400  # of a page with a package's; of one of them, and of a line:
 MOST_DECISION_LINES, MOST_DECISION_COLUMNS = 6, 110
 DECISION = re.compile(r"## \S.* \((?:20\d\d-\d\d-\d\d, changed )?(20\d\d-\d\d-\d\d)\)")
-LATER = tomllib.loads((ROOT / "tests-integration/words.toml").read_text())
 READMES = [ROOT / "README.md", *(package.folder / "README.md" for package in PACKAGES)]
 DECISIONS = sorted((ROOT / "docs/decisions").glob("*.md"))
 FOLDERS = ("start", "do", "move", "understand", "guide")
@@ -39,9 +37,6 @@ def test_a_page_has_short_sentences_and_plain_words(page):
     faults = [f"{prose.count(sentence)} words: {sentence}" for sentence in reading.too_long] + reading.banned
     if reading.mean > prose.MOST_WORDS_ON_AVERAGE:
         faults.append(f"{reading.mean:.1f} words in the mean sentence; at most {prose.MOST_WORDS_ON_AVERAGE}")
-    if name(page) in LATER["sentences"]:
-        assert faults, f"{name(page)} reads well now: take it out of tests-integration/words.toml"
-        pytest.skip("not rewritten yet: tests-integration/words.toml")
     assert not faults, f"python tests-integration/prose.py {name(page)}\n" + "\n".join(faults)
 
 
@@ -55,16 +50,13 @@ def test_a_page_and_its_lines_are_short(page):
     most = MOST_LINES_OF_DECISIONS if page in DECISIONS else most
     if len(lines) > most:
         faults.append(f"{len(lines)} lines; at most {most}")
-    if name(page) in LATER["lines"]:
-        assert faults, f"{name(page)} is short now: take it out of tests-integration/words.toml"
-        pytest.skip("not rewritten yet: tests-integration/words.toml")
     assert not faults, "\n".join(faults)
 
 
 def test_decisions_lie_in_one_page_per_package():
-    known = {*PACKAGE_NAMES, "repository"}
-    stray = [name(path) for path in (ROOT / "docs/decisions").iterdir() if path.stem not in known]
-    assert not stray, f"a decision is an entry at the top of docs/decisions/<package>.md: {stray}"
+    found = {path.name for path in (ROOT / "docs/decisions").iterdir()}
+    own = {f"{package}.md" for package in (*PACKAGE_NAMES, "repository")}
+    assert found == own, f"{sorted(found - own)}: a decision is an entry at the top of docs/decisions/<package>.md"
 
 
 @pytest.mark.parametrize("page", DECISIONS, ids=name)
@@ -81,17 +73,6 @@ def test_decisions_are_short_and_dated_and_the_newest_comes_first(page):
             dates.append(dated.group(1))
     assert not faults, "\n".join(faults)
     assert dates == sorted(dates, reverse=True), f"not the newest first: {dates}"
-
-
-def test_decisions_are_on_one_page_per_package():
-    found = {path.stem for path in (ROOT / "docs/decisions").iterdir()}
-    own = {"repository", *(package.name for package in PACKAGES)}
-    assert found == own, f"{sorted(found - own)}: an entry at the top of docs/decisions/<package>.md (CONTRIBUTING.md)"
-
-
-def test_every_page_of_the_list_is_a_page():
-    listed = {page for pages in LATER.values() for page in pages}
-    assert listed <= set(map(name, PAGES)), listed - set(map(name, PAGES))
 
 
 def test_the_reader_counts_words_of_sentences_not_of_code_pictures_and_headings():

@@ -296,14 +296,13 @@ def test_one_row_of_a_copy_that_was_changed_alone_is_refused_until_it_is_tied_ag
     run()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64])
 def test_copies_that_differ_by_the_rounding_of_their_optimizers_are_taken_as_one(dtype):
     from sixfold.pipeline.executor.tied_weights import _far, _norms
 
-    value = torch.randn(800, 8, generator=torch.Generator().manual_seed(0)).mul(10).to(dtype)
-    if not _norms(value).numel():
-        return
-    other = (value * (1 + torch.finfo(dtype).eps * torch.randn(800, 8).sign())).to(dtype)
+    draw = torch.Generator().manual_seed(0)
+    value = torch.randn(800, 8, generator=draw).mul(10).to(dtype)
+    other = (value * (1 + torch.finfo(dtype).eps * torch.randn(800, 8, generator=draw).sign())).to(dtype)
     assert not _far(_norms(other), _norms(value), value)
     assert not _far(_norms(value.t().contiguous().t()), _norms(value), value)
     other[3] += 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from datetime import timedelta
 
@@ -75,15 +74,19 @@ def test_a_stopped_rank_is_a_timeout_in_every_wait(where, edges):
         assert "SEND_F" in text
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def store_of_rank_1(rank: int, ranks: int) -> dist.TCPStore:
+    """At a port that the system gives it: one that was free a moment ago may be another test's by now."""
+    wait = timedelta(seconds=20)
+    if rank == 1:
+        hosted = dist.TCPStore("127.0.0.1", 0, ranks, True, timeout=wait, wait_for_workers=False)
+        store().set("port", str(hosted.port))
+        return hosted
+    return dist.TCPStore("127.0.0.1", int(store().get("port")), ranks, False, timeout=wait)
 
 
-def beside_a_stopped_store(rank: int, ranks: int, port: int) -> Report:
+def beside_a_stopped_store(rank: int, ranks: int) -> Report:
     """Rank 1 hosts the store of the report, and stops: the store does not answer either."""
-    hosted = dist.TCPStore("127.0.0.1", port, ranks, rank == 1, timeout=timedelta(seconds=20))
+    hosted = store_of_rank_1(rank, ranks)
     dist.barrier()
     module = Acts(3, stop) if rank == 1 else layers(ranks)[rank]
     runner = runner_of(one_f_one_b(ranks, 4), rank, module, TIMEOUT_S, store=hosted)
@@ -91,15 +94,15 @@ def beside_a_stopped_store(rank: int, ranks: int, port: int) -> Report:
 
 
 def test_a_report_does_not_wait_for_a_store_whose_host_is_stopped():
-    _, text, took = run_ranks(beside_a_stopped_store, 2, free_port(), allow_exit=(1,))[0]
+    _, text, took = run_ranks(beside_a_stopped_store, 2, allow_exit=(1,))[0]
     assert took < ALLOWED_S, f"{took:.2f} s: {text}"
     assert "for rank 1" in text
 
 
-def make_in_a_stopped_group(rank: int, ranks: int, port: int) -> Report:
+def make_in_a_stopped_group(rank: int, ranks: int) -> Report:
     """The group's own store is hosted by rank 1, which stops before rank 0 asks it."""
     dist.destroy_process_group()
-    hosted = dist.TCPStore("127.0.0.1", port, ranks, rank == 1, timeout=timedelta(seconds=20))
+    hosted = store_of_rank_1(rank, ranks)
     dist.init_process_group("gloo", store=hosted, rank=rank, world_size=ranks, timeout=timedelta(seconds=20))
     dist.barrier()
     if rank == 1:
@@ -111,6 +114,6 @@ def make_in_a_stopped_group(rank: int, ranks: int, port: int) -> Report:
 
 
 def test_a_runner_is_not_made_with_a_stopped_host_of_the_groups_store():
-    _, text, took = run_ranks(make_in_a_stopped_group, 2, free_port(), allow_exit=(1,))[0]
+    _, text, took = run_ranks(make_in_a_stopped_group, 2, allow_exit=(1,))[0]
     assert took < ALLOWED_S, f"{took:.2f} s: {text}"
     assert "rank 0 waited 0.5 s for all 2 ranks to make their runner" in text

@@ -22,7 +22,8 @@ PAGES = [
     ROOT / "SECURITY.md",
     ROOT / "benchmarks/README.md",
     *(path for folder in FOLDERS for path in sorted((ROOT / "docs" / folder).glob("*.md"))),
-    *(ROOT / f"docs/design/{package.name}.md" for package in PACKAGES),
+    *sorted((ROOT / "docs/design").glob("[!2]*.md")),
+    *sorted((ROOT / "docs/design").glob("*/*.md")),
     *DECISIONS,
 ]
 

@@ -1,6 +1,6 @@
 """Lists of design notes and of decisions, by package.
 
-docs/design/*.md, docs/decisions/<package>.md --> pages (this file) --> site_pages.py
+docs/design/<package>.md and <package>/*.md, docs/decisions/<package>.md --> pages (this file) --> site_pages.py
 """
 
 import re
@@ -11,8 +11,8 @@ PACKAGES = ("indexed-data", "blending", "dist-ckpt", "pipeline", "fsdp", "gpt", 
 DESIGN = """\
 # Design notes
 
-One page per package, then its dated notes: goal, what, alternatives and why not, invariants, figures. A dated note
-is not rewritten when the code moves on; a newer one says so.
+For those who change the code: one page per package, then one per folder of its code. A page says what holds today:
+invariants and why, what else was tried and why not.
 """
 DECISIONS = """\
 # Decisions
@@ -36,12 +36,12 @@ def _list(folder: Path, head: str, lines: Callable[[Path, str], list[str]]) -> s
 
 
 def _notes(folder: Path, package: str) -> list[str]:
-    page = folder / f"{package}.md"  # the page to come in by; those with a date are a diary
-    dated = [
-        f"- {path.name[:10]} [{heading(path)}]({path.name})"
-        for path in sorted(folder.glob(f"????-??-??-{package}*.md"))
+    rooms = sorted((folder / package).glob("*.md"))
+    return [
+        f"- [{heading(page)}]({page.relative_to(folder)})"
+        for page in [folder / f"{package}.md", *rooms]
+        if page.exists()
     ]
-    return [*([f"- [{heading(page)}]({page.name})"] if page.exists() else []), *dated]
 
 
 def _decisions(folder: Path, package: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Numbers that pages tell, beside the rows of results that they are of.
 
-    docs/told.toml, benchmarks/results/*.md --> Told (this file): what a page says, what its row says --> test_moves.py
+    docs/told.toml, benchmarks/results/*.md --> Told (this file): what a page says, what its row says --> test_told.py
 
 An entry has the page's words, each number in braces, and for each number where it stands: a row by its first words and
 a column by its head (or its number, where heads repeat), or, where that is empty, a sentence's words before it.
@@ -15,6 +15,8 @@ from pathlib import Path
 from site_figures import plain
 
 NUMBER = re.compile(r"(?<![\w.])(-?\d[\d,]*(?:\.\d+)?)(?: ?(k|ns|us|ms|s|min|x|%|points)(?!\w))?(?![\w.]*\d)")
+UNIT = r" times (?:as|the|more|less|faster|longer)\b| times [\w-]+'s\b| ?k? ?(?:ns|us|ms|samples/s|tokens/s|GB/s)\b"
+MEASURED = re.compile(rf"(?<![\w.])(\d[\d,.]*)(?:{UNIT})")  # seconds and bytes alone are settings as often
 BRACES = re.compile(r"\{([^{}]+)\}")
 
 
@@ -107,3 +109,38 @@ def agrees(told: tuple[str, str], measured: tuple[str, str]) -> bool:
         return False
     step = Decimal(1).scaleb(-len(said.partition(".")[2]))
     return Decimal(said) in {Decimal(found).quantize(step, rule) for rule in (ROUND_HALF_UP, ROUND_HALF_DOWN)}
+
+
+def newer(one: Told, root: Path) -> list[str]:
+    """Later results files of the package that hold the same quantity, in the same column: "file: value" of each.
+
+    A row is the same where its first cell is that of the entry's row, or the last words of it.
+    """
+    date, package = one.file[:10], one.file[11:]
+    found = []
+    for path in sorted((root / "benchmarks/results").glob(f"????-??-??-{package}.md")):
+        if path.stem[:10] <= date or not isinstance(one.column, str) or not one.column:
+            continue
+        text = path.read_text()
+        for name in first_cells(text):
+            if plain(one.row).startswith(name) or plain(one.row).endswith(f" {name}"):
+                found += [f"{path.stem}: {cell}" for cell in cells_of(text, name, one.column)]
+    return found
+
+
+def first_cells(text: str) -> list[str]:
+    """What rows of tables begin with, if it is three words or more: fewer, as "mean", name a row of any table."""
+    cells = (plain(line.strip("| ").split("|")[0]) for line in text.splitlines() if line.startswith("| "))
+    return [cell for cell in cells if len(cell.split()) >= 3]
+
+
+def without_entry(page: str, sentences: list[str], entries: list[Told]) -> list[str]:
+    """Measured figures in a page's sentences that no entry of it has: times as fast, microseconds, rates."""
+    said = " ".join(plain(one.says) for one in entries if one.page == page)
+    known = {number for number, _ in numbers_in(said)}
+    return [
+        f"{page}: {match.group(0)}: {sentence}"
+        for sentence in sentences
+        for match in MEASURED.finditer(sentence)
+        if match.group(1).replace(",", "") not in known
+    ]

@@ -127,6 +127,33 @@ def test_a_model_whose_forward_was_set_on_it_is_refused_whose_stages_would_each_
         stages_of_causal_lm(model, 2)
 
 
+def test_a_compiled_model_is_refused_and_its_own_model_is_cut_as_the_message_says():
+    model = torch.compile(model_of("Gemma2"), backend="eager")
+    with pytest.raises(ScheduleError, match="the model is compiled") as refused:
+        stages_of_causal_lm(model, 2)
+    assert "model._orig_mod" in str(refused.value)
+    assert len(stages_of_causal_lm(model._orig_mod, 2)) == 2
+
+
+def test_an_optimizer_of_the_models_parameters_is_refused_and_one_of_the_stages_trains_as_the_message_says():
+    ids = torch.randint(1, WORDS, (4, 8), generator=torch.Generator().manual_seed(0))
+
+    def train(of_stages):
+        model = model_of("Gemma2")
+        assert model.config.tie_word_embeddings, "the copy is what the optimizer lacks"
+        stages = stages_of_causal_lm(model, 2)
+        parameters = [p for stage in stages for p in stage.parameters()] if of_stages else model.parameters()
+        optimizer = torch.optim.AdamW(parameters, lr=1e-2)
+        runner = PipelineRunner(one_f_one_b(2, 2), stages, None, lm_loss)
+        for _ in range(2):
+            runner.step(ids, ids)
+            optimizer.step()
+
+    with pytest.raises(ScheduleError, match=r"give the optimizers stage\.parameters\(\) of every stage"):
+        train(of_stages=False)
+    train(of_stages=True)
+
+
 def test_a_parameter_that_no_stage_or_several_would_have_is_refused():
     model = model_of("Gemma2")
     model.model.register_parameter("memory", nn.Parameter(torch.zeros(16)))

@@ -121,6 +121,11 @@ def stages_of_causal_lm(model: Any, stages: int, *, check: bool = True) -> list[
             f"the model is a {type(model).__name__}, which wraps the model with the layers; give its get_base_model(), "
             "which holds LoRA adapters too (prompts that peft adds before the input are left out)"
         )
+    if "_orig_mod" in getattr(model, "_modules", ()):
+        raise ScheduleError(
+            "the model is compiled, and the graph of all its layers fits no stage; cut the model itself, "
+            "stages_of_causal_lm(model._orig_mod, ...), then compile each stage's layers"
+        )
     base: Any = base_of(model)
     lists = [(n, m) for n, m in base.named_children() if isinstance(m, nn.ModuleList)] if base is not None else []
     asked = all(callable(getattr(model, name, None)) for name in ("get_input_embeddings", "get_output_embeddings"))

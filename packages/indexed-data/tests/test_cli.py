@@ -226,3 +226,22 @@ def test_ctrl_c_exits_130_without_a_traceback(folder):
     )
     assert error.count("\n") == 1
     assert not [name for name in os.listdir() if name.startswith("x")]
+
+
+def test_a_reader_that_stops_reading_is_no_error():
+    build(["a.jsonl"], "out")
+    command = [sys.executable, "-m", "sixfold.indexed_data", "show", "out", "0"]
+    shown = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    shown.stdout.close()  # as head does when it has its lines
+    assert (shown.stderr.read(), shown.wait()) == (b"", 0)
+    shown.stderr.close()
+
+
+def test_verify_counts_one_broken_rule_and_several(capsys, pair):
+    main(["verify", "out", "--vocab-size", "100"])
+    assert capsys.readouterr().out.startswith("out: 1 broken rule; ")
+
+
+def test_show_of_a_number_that_the_pair_does_not_have(capsys, pair):
+    assert main(["show", "out", "7"]) == 1
+    assert capsys.readouterr().err == "sixfold-data: out: there is no sequence 7: the pair has 2, numbered from 0\n"

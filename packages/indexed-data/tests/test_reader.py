@@ -65,12 +65,12 @@ def test_parts_come_back_by_offset_and_length(dataset):
 
 @pytest.mark.parametrize("index", [4, -5, 10**12])
 def test_a_sequence_that_is_not_there_is_an_index_error(dataset, index):
-    with pytest.raises(IndexError, match="of 4"):
+    with pytest.raises(IndexError, match=r"no sequence .*: the pair has 4,"):
         dataset[index]
 
 
 def test_a_slice_has_no_step(dataset):
-    with pytest.raises(ValueError, match="step 1, not 2"):
+    with pytest.raises(ValueError, match="step of a slice is 2"):
         dataset[::2]
 
 
@@ -78,7 +78,7 @@ def test_a_slice_has_no_step(dataset):
     ("offset", "length"), [(0, 4), (2, 2), (4, None), (-1, 1), (0, -1), (-1, None), (2**62, 2**62)]
 )
 def test_a_part_outside_its_sequence_is_refused(dataset, offset, length):
-    with pytest.raises(IndexedDataError, match="sequence 0 has 3 tokens"):
+    with pytest.raises(IndexedDataError, match="outside of sequence 0, which has 3 tokens"):
         dataset.get(0, offset, length)
 
 
@@ -91,7 +91,7 @@ def test_offsets_and_lengths_may_be_numpy_integers_of_any_width(tmp_path, kind, 
     dataset = IndexedDataset(tmp_path / "a", mmap=mmap)
     assert dataset.get(kind(1), kind(100), kind(20)).tolist() == list(range(100, 120))
     assert dataset.get(kind(1), kind(100)).tolist() == list(range(100, 127))
-    with pytest.raises(IndexedDataError, match="sequence 1 has 127 tokens"):
+    with pytest.raises(IndexedDataError, match="outside of sequence 1, which has 127 tokens"):
         dataset.get(1, kind(100), kind(100))
 
 

@@ -218,7 +218,7 @@ def _show(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     report = verify(options.prefix, multimodal=options.multimodal, vocab_size=options.vocab_size)
-    found = "ok" if report.ok else f"{len(report.problems)} rules broken"
+    found = "ok" if report.ok else f"{len(report.problems)} broken rule{'s' * (len(report.problems) > 1)}"
     counts = f"{report.documents} documents, {report.sequences} sequences, {report.tokens} tokens"
     _print(
         options,
@@ -249,7 +249,10 @@ def _print(options: argparse.Namespace, report: dict[str, Any], text: str) -> No
     line = json.dumps(report) if options.json else text
     if line:  # a name that is no UTF-8, or a terminal that is not, ends no command
         encoding = sys.stdout.encoding or "utf-8"
-        print(line.encode(encoding, "backslashreplace").decode(encoding))
+        try:
+            print(line.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+        except BrokenPipeError:  # the reader, such as head, has read enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _draw_progress(done: int, total: int) -> None:

@@ -117,29 +117,33 @@ class IndexedDataset:
         """
         index, source = self._opened()
         if idx.__class__ is bool:
-            raise TypeError(f"{self.path_prefix}: {idx!r} is no sequence number")
+            raise TypeError(f"{self.path_prefix}: {idx!r} is not the number of a sequence")
         i = operator.index(idx)
         if i < 0:
             i += index.sequences
         if not 0 <= i < index.sequences:
-            raise IndexError(f"{self.path_prefix}: sequence {idx} of {index.sequences}")
+            raise IndexError(
+                f"{self.path_prefix}: there is no sequence {idx}: the pair has {index.sequences}, numbered from 0"
+            )
         start, count = index.span(i)
         # As Python's integers: in numpy's narrow ones ``start + offset`` wraps.
-        offset = operator.index(offset)
-        length = count - offset if length is None else operator.index(length)
-        if offset < 0 or length < 0 or offset + length > count:
+        first = operator.index(offset)
+        wanted = count - first if length is None else operator.index(length)
+        if first < 0 or wanted < 0 or first + wanted > count:
+            rest = "" if length is None else f" with length {wanted}"
             raise IndexedDataError(
-                f"{self.path_prefix}: sequence {i} has {count} tokens; asked were {length} from offset {offset}, "
-                "which must lie in the sequence"
+                f"{self.path_prefix}: offset {first}{rest} lies outside of sequence {i}, which has {count} tokens"
             )
-        ids = source.ids(start + offset, length)
+        ids = source.ids(start + first, wanted)
         return ids if index.modes_S is None else (ids, index.modes_S[i])
 
     def _slice(self, piece: slice) -> Any:
         index, source = self._opened()
         first, stop, step = piece.indices(index.sequences)
         if step != 1:
-            raise ValueError(f"{self.path_prefix}: a slice has step 1, not {step}")
+            raise ValueError(
+                f"{self.path_prefix}: the step of a slice is {step}, and only 1 is read; take sequences one by one"
+            )
         spans = [index.span(i) for i in range(first, stop)]
         sequences: list[npt.NDArray[Any]] = []
         if spans:

@@ -1,6 +1,8 @@
 """Loss curves: the points that are drawn, and the files."""
 
 import json
+import re
+from xml.etree import ElementTree
 
 import pytest
 
@@ -64,6 +66,16 @@ def test_the_ending_chooses_the_format(tmp_path, suffix, magic):
         marks={"end": (5, 2)},
     )
     assert out.read_bytes().startswith(magic)
+
+
+def test_an_svg_has_a_dark_ground_where_the_reader_has_one_and_every_colour_of_its_ground_and_frame(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra plot")
+    text = plot([write_run(tmp_path / "run")], tmp_path / "loss.svg", references={"zlib": 1.9}).read_text()
+    drawing, style = text.split("<style>@media (prefers-color-scheme: dark)")
+    ElementTree.fromstring(text)
+    for colour in re.findall(r'\[style\*="([^"]+)"\]', style):
+        assert colour in drawing, f"matplotlib writes {colour!r} otherwise by now"
+    assert "stroke: #000000" in style and "fill: #ffffff" in style
 
 
 def test_a_plot_shows_names_lines_and_restarts(tmp_path):

@@ -67,6 +67,15 @@ def test_an_svg_has_a_box_per_action_in_its_place(program):
             assert float(box.get("width")) == pytest.approx((end - start) * scale, abs=0.01)
 
 
+def test_an_svg_has_a_dark_ground_where_the_reader_has_one():
+    root = ElementTree.fromstring(draw(timeline_of(gpipe(2, 2)), format="svg", unit="s"))
+    (style,) = root.iter(f"{SVG}style")
+    assert "prefers-color-scheme: dark" in style.text
+    fills = {element.get("fill") for element in root.iter()}
+    named = re.findall(r'\[fill="([^"]+)"\]', style.text)
+    assert named and set(named) <= fills, "the rules name fills that the picture has"
+
+
 def test_two_timelines_share_one_svg_scale():
     program = gpipe(2, 2)
     root = ElementTree.fromstring(draw(timeline_of(program), format="svg", beside=timeline_of(program, hop=3.0)))

@@ -26,6 +26,13 @@ AXIS_LABELS: dict[str, str] = {
 COLOURS = ("#2a6f97", "#c8553d", "#588157", "#8f5ea2", "#b08900", "#3d405b")
 GREY = "#8a8a8a"
 DASHES = ("-", "--", "-.", ":")
+DARK = (  # of an SVG on a reader's dark page: ground, frame, letters, the first curve
+    "<style>@media (prefers-color-scheme: dark) { g[id^=text] { fill: #e6edf3; } "
+    '[style*="fill: #ffffff"] { fill: #0d1117 !important; } [style*="stroke: #ffffff"] { stroke: #0d1117 !important; } '
+    '[style*="stroke: #000000"] { stroke: #e6edf3 !important; } [style*="#ececec"] { stroke: #30363d !important; } '
+    '[style*="fill: #5c5c5c"] { fill: #9198a1 !important; } [style*="fill: #2a6f97"] { fill: #58a6d6 !important; } '
+    '[style*="stroke: #2a6f97"] { stroke: #58a6d6 !important; } }</style>\n'
+)
 _NUMBER_WIDTH = 0.022  # of the axis: numbers of restarts that are nearer than this stand above each other
 _MOST_RESTARTS = 8  # that are told below the axis
 
@@ -202,6 +209,8 @@ def plot(
     out.parent.mkdir(parents=True, exist_ok=True)
     # No date in the file: the same losses give the same bytes.
     figure.savefig(out, dpi=150, metadata={"Date": None, "Creator": MARK} if out.suffix == ".svg" else {"Author": MARK})
+    if out.suffix == ".svg":
+        out.write_text(out.read_text(encoding="utf-8").replace("</svg>", f"{DARK}</svg>"), encoding="utf-8")
     return out
 
 

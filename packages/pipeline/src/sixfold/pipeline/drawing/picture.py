@@ -39,6 +39,11 @@ _LEGEND = {
 }
 _ROW, _GAP, _LABEL, _WIDTH, _TITLE, _LETTER = 22, 3, 54, 1100, 26, 6.2  # pixels
 _AXIS = 24  # pixels, of ticks and their numbers
+_DARK = (  # a reader's dark page: rules win over the attributes of the elements
+    "<style>@media (prefers-color-scheme: dark) { rect[stroke] { stroke: #0d1117; } text:not([fill]) { fill: #e6edf3; }"
+    ' text[fill^="#5c"] { fill: #9198a1; } rect[fill="white"] { fill: #0d1117; }'
+    ' rect[fill="#f0f0f2"] { fill: #21262d; } }</style>'
+)
 _LEAST_STEP = 1.5  # pixels of an action that takes no time, such as STEP
 
 
@@ -64,6 +69,7 @@ def write_svg(timelines: dict[str, Timeline], unit: str = "") -> str:
     lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
         'font-family="sans-serif" font-size="11">',
+        _DARK,
         f'<rect width="{width}" height="{height}" fill="white"/>',
     ]
     top = 0.0

@@ -403,6 +403,26 @@ def test_ends_of_documents_that_are_not_the_configs_are_told():
         dataset(ending, tokenizer=type("T", (), {"eod": -1})(), create_cu_seqlens=True)
 
 
+def test_a_dataset_and_a_blend_print_what_they_are():
+    train = dataset(numbered([5] * 30))
+    blend = BlendedDataset([train], [1.0], 40, train.config)
+    assert f"{train}; {blend}" == "GPTDataset(train of a); BlendedDataset(40 samples, train of a)"
+
+
+def test_options_that_look_for_an_eod_warn_if_the_data_has_none():
+    """What the warning names instead does see the documents."""
+    without = type("T", (), {"eod": -1})()
+    documents = [[number] * 5 for number in range(1, 31)]
+    with pytest.warns(UserWarning, match=r"^reset_position_ids without effect: .*create_cu_seqlens and") as told:
+        data = dataset(documents, tokenizer=without, reset_position_ids=True, create_cu_seqlens=True)
+    assert len(told) == 1
+    sample = data[0]
+    assert sample["position_ids"].tolist() == [*range(8)]
+    boundaries = np.flatnonzero(np.diff(sample["tokens"])) + 1
+    assert 1 <= boundaries.size <= 2
+    assert sample["cu_seqlens"].tolist() == [0, *boundaries, 8]
+
+
 def test_an_id_beyond_the_vocabulary_is_refused_and_added_tokens_count():
     documents = [[5, 6, 7, 8, 300]] * 30
 

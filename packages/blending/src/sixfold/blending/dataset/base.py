@@ -151,6 +151,9 @@ class MegatronDataset(Samples):
     def make_batch(self, rows: TokenRows, out: Batch | None = None) -> Batch:
         """The arrays of filled rows, of one dataset or of a blend."""
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.index_split.name} of {self.name})"
+
     @property
     def is_absent(self) -> bool:
         """Whether its data was deleted after it had left the blend."""

@@ -188,6 +188,9 @@ class BlendedDataset(Samples):
         """(len,) its sample; None in the stateless order."""
         return None if isinstance(self.schedule, Schedule) else self.schedule.indices[1]
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} samples, {self.index_split.name} of {', '.join(self.names)})"
+
     def __len__(self) -> int:
         if self.size is not None:
             return self.size

@@ -31,8 +31,8 @@ class GPTDataset(MegatronDataset):
     ) -> None:
         super().__init__(indexed_dataset, dataset_path, indexed_indices, num_samples, index_split, config)
         eod, options = special_token(config.tokenizer, "eod"), config.options_of_eod
-        if options and eod is not None and eod >= 0:  # a negative one says that the data has none
-            warn_of_other_eod(self.part, self.name, eod, ", ".join(options))
+        if options and eod is not None:
+            warn_of_other_eod(self.part, f"{self.name} ({index_split.name})", eod, options)
 
     @cached_property
     def layout(self) -> SampleLayout:

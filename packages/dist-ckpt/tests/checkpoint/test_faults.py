@@ -22,6 +22,7 @@ from sixfold.dist_ckpt import (
     StorageError,
     UnsafeError,
     dcp,
+    tools,
 )
 from sixfold.dist_ckpt.formats import integrity
 from sixfold.dist_ckpt.storage import local as storage
@@ -128,6 +129,8 @@ def test_the_folder_of_a_run_is_told_with_the_checkpoints_in_it(folder):
     shutil.copytree(folder.with_name("step-00000007"), folder.with_name("step-00000012"))
     with pytest.raises(MismatchError, match=r"is not a distributed checkpoint.*name one, such as .*/step-00000012$"):
         load_all(folder.parent)
+    (problem,) = tools.verify(folder.parent)["problems"]
+    assert problem["detail"].endswith("step-00000012"), "verify says which folder to name, as a load does"
 
 
 def test_folders_that_are_no_checkpoint(tmp_path):

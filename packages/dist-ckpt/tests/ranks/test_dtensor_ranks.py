@@ -37,6 +37,7 @@ LAYOUTS = {
     "mixed": ((2, 2), (6, 5), (Shard(1), Shard(0))),
     "twice": ((2, 2), (9, 2), (Shard(0), Shard(0))),
     "strided": ((2, 2), (8, 2), (_StridedShard(0, split_factor=2), Shard(0))),
+    "fused": ((4,), (12, 2), (_StridedShard(0, split_factor=3),)),
     "scattered": ((2, 2), (8, 2), (_StridedShard(0, split_factor=2), Replicate())),
 }
 

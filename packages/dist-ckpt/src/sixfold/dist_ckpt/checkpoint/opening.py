@@ -391,8 +391,9 @@ def _open_manifest(folder: Path, integrity: Integrity | None, verify: str, *, ha
     if data is None:
         if has_config or any(folder.glob("*.distcp")):
             raise CorruptError(f"{path} is missing: a save never finished, or the file was lost")
+        inside = checkpoints_in(folder)
         raise MismatchError(
-            f"{folder} is not a distributed checkpoint: it has neither metadata.json nor .metadata{_inside(folder)}"
+            f"{folder} is not a distributed checkpoint: it has neither metadata.json nor .metadata{inside}"
         )
     trusted = integrity is not None
     if integrity is not None:
@@ -405,7 +406,7 @@ def _open_manifest(folder: Path, integrity: Integrity | None, verify: str, *, ha
     return at(path, lambda: metadata.decode(data, trusted_bytes=trusted))
 
 
-def _inside(folder: Path) -> str:
+def checkpoints_in(folder: Path) -> str:
     """The remedy for the folder of a run, which holds one checkpoint per step."""
     found = sorted(path.parent.name for path in folder.glob("[!.]*/metadata.json"))
     return f"; it holds checkpoints: name one, such as {folder / found[-1]}" if found else ""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.checkpoint import safetensors_folder
-from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, inner, open_checkpoint, read_config
+from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, checkpoints_in, inner, open_checkpoint, read_config
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, StorageError, UnsafeError, at, typed
 from sixfold.dist_ckpt.formats import compact_manifest, frame, integrity, metadata
 from sixfold.dist_ckpt.formats.integrity import Integrity
@@ -179,8 +179,12 @@ class _Probe:
             self._manifest = self._decoded(compact_manifest.FILE_NAME, self._all_of_compact)
         if not path.exists():
             if compact_manifest.FILE_NAME not in known or path.name in known:
-                started = (self.folder / POINTER).exists() or any(name.endswith(".distcp") for name in self._sizes)
-                text = "a save never ended, or the file was lost" if started else "the folder is not a checkpoint"
+                started = (self.folder / POINTER).exists() or any(self.folder.glob("*.distcp"))
+                text = (
+                    "a save never ended, or the file was lost"
+                    if started
+                    else f"the folder is not a checkpoint{checkpoints_in(self.folder)}"
+                )
                 self._add("missing" if started else "unreadable", path.name, f"{path} is missing: {text}")
             return
         # Not trusted, whatever its digest says: the digests are compared later.

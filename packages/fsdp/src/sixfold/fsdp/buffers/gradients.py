@@ -35,10 +35,11 @@ from sixfold.fsdp.errors import FsdpError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Sum:
-    """(full_numel,) local sums and the view of each tensor."""
+    """(full_numel,) local sums, the view of each tensor, and (main_numel,) this rank's part of all."""
 
     flat: Tensor
     views: list[Tensor]
+    part: Tensor
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +48,7 @@ class Taken:
 
     Attributes:
         home: (main_numel,) main gradients.
-        whole: (full_numel,) in main_dtype; None: they lie in ``held``, one tensor or None for each record.
+        sums: in main_dtype; None: they lie in ``held``, one tensor or None for each record.
         had: which records get a main gradient by this reduction.
         mine: of which this rank had a gradient; the others sent zeros.
         round: [Note: who had a gradient]
@@ -56,7 +57,7 @@ class Taken:
     """
 
     home: Tensor
-    whole: Tensor | None
+    sums: _Sum | None
     held: list[Tensor | None]
     had: tuple[bool, ...]
     mine: tuple[bool, ...]
@@ -166,10 +167,10 @@ class Gradients:
             self._own = self._make_sum(torch.zeros(self._cut.full_numel, dtype=self.dtype, device=self._device))
             if not self.main.nbytes and self._home_in_own:
                 # The reduced gradient takes the place of its local sum: no memory of its own.
-                self.main.lie_at(self._cut.part_of(self._own.flat))
+                self.main.lie_at(self._own.part)
         elif self.main.lie_in(self._own.flat):
             alive = self.main.alive
-            if self.main.held_by_others(self._own.flat, *self._own.views):
+            if self.main.held_by_others(self._own.flat, self._own.part, *self._own.views):
                 self._own = None  # theirs: sums get other memory
                 if not alive:
                     self.main.part_from()
@@ -199,7 +200,7 @@ class Gradients:
 
     def _make_sum(self, flat: Tensor) -> _Sum:
         buffer = self._cut.view_of(flat)
-        return _Sum(flat, [buffer.full(record.name) for record in self._records])
+        return _Sum(flat, [buffer.full(record.name) for record in self._records], self._cut.part_of(flat))
 
     def add(self, record: ParamRecord, gradient: Tensor, scratch: Tensor | None = None) -> None:
         """Add what autograd made for ``record``; the first one is copied, or kept.
@@ -275,14 +276,14 @@ class Gradients:
         fresh = not self.main.alive
         if fresh and not (self._own is not None and self.main.lie_in(self._own.flat)) and self.main.held_by_others():
             self.main.part_from()
-        return Taken(self.main.memory(), None if summed is None else summed.flat, held, had, mine, fresh=fresh)
+        return Taken(self.main.memory(), summed, held, had, mine, fresh=fresh)
 
     def stage(self, taken: Taken, start: int, stop: int, sent: Tensor) -> None:
         """Copy columns ``[start, stop)`` of all shards to ``sent`` (parts * (stop - start),), in its dtype."""
         parts, row = self._cut.parts, self._cut.main_numel
         piece = sent.view(parts, stop - start)
-        if taken.whole is not None:
-            piece.copy_(taken.whole.view(parts, row)[:, start:stop])
+        if taken.sums is not None:
+            piece.copy_(taken.sums.flat.view(parts, row)[:, start:stop])
             return
         if (start, stop) not in self._copies:
             self._copies[start, stop] = copies(self._ranges, parts, row, start, stop)
@@ -303,7 +304,7 @@ class Gradients:
         """
         if taken.fresh and taken.home.dtype == self.dtype:
             return taken.home[start:stop]
-        return None if taken.whole is None else self._cut.part_of(taken.whole)[start:stop]
+        return None if taken.sums is None else taken.sums.part[start:stop]
 
     def land(self, taken: Taken, total: Tensor, start: int, stop: int, scratch: Tensor | None = None) -> None:
         """Columns ``[start, stop)`` of main gradients become ``total``, or have it added."""

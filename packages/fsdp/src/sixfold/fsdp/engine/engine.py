@@ -54,7 +54,7 @@ class Engine:
     ) -> None:
         self.units = units
         self.ranks = ranks
-        self.strategy = strategy
+        self.shards_optimizer = strategy.shards_optimizer
         self._shards_grads = strategy.shards_grads
         self.gathering = gathering
         self._here = gathering.pipeline.ready

@@ -148,9 +148,8 @@ class OrderCheck:
         if self._checks != "order" and self._may_leave and not self._used.unsure:
             return
         rows, union = finish()
-        _, odd = odd_ranks(rows)
-        if odd:
-            raise self._differ(step, "check", odd)
+        if rows.count(rows[0]) < len(rows):
+            raise self._differ(step, "check", odd_ranks(rows)[1])
         self._used.settle(union, of_round)
 
     def _differ(self, step: int, op: str, odd: Sequence[int]) -> FsdpError:

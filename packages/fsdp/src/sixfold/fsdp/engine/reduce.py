@@ -389,8 +389,8 @@ class Reduction:
             sent = memory.sent
             gradients.stage(taken, start, stop, sent)
         else:
-            assert taken.whole is not None, f"{owner}: nothing was summed"
-            sent = taken.whole
+            assert taken.sums is not None, f"{owner}: nothing was summed"
+            sent = taken.sums.flat
         result = gradients.result_place(taken, start, stop)
         if result is None:
             assert memory is not None, f"{owner}: a result has no place"

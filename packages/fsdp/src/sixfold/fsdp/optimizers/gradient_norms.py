@@ -30,7 +30,7 @@ def square_sum(engine: Engine, include: Callable[[str], bool]) -> Tensor:
     on_main = [record for record in records if record.buffer.ranks is engine.ranks]
     on_own = [record for record in records if record.buffer.ranks is not engine.ranks and _counts(record)]
     sums = torch.stack([_squares(on_main, engine), _squares(on_own, engine)])
-    if engine.strategy.shards_optimizer:
+    if engine.shards_optimizer:
         engine.faults.wait(
             engine.ranks.shard.all_reduce(sums if engine.reduction.own_meshes else sums[:1]), None, "reduce"
         )
@@ -94,17 +94,19 @@ def _on_device(engine: Engine, value: float | Tensor) -> Tensor:
 
 def scale(engine: Engine, factor: float | Tensor) -> None:
     """Multiply."""
-    (wide, narrow), number = _gradients(engine), _on_device(engine, factor)
-    if wide:
-        torch._foreach_mul_(wide, number)
-    for gradient in narrow:  # (1,): a scalar would take the gradient's dtype before it is used
-        gradient.mul_(number.view(1))
+    with torch._C.DisableTorchFunctionSubclass():
+        (wide, narrow), number = _gradients(engine), _on_device(engine, factor)
+        if wide:
+            torch._foreach_mul_(wide, number)
+        for gradient in narrow:  # (1,): a scalar would take the gradient's dtype before it is used
+            gradient.mul_(number.view(1))
 
 
 def divide(engine: Engine, count: float | Tensor) -> None:
     """Divide, truly."""
-    (wide, narrow), number = _gradients(engine), _on_device(engine, count)
-    if wide:
-        torch._foreach_div_(wide, number)
-    for gradient in narrow:
-        gradient.div_(number.view(1))
+    with torch._C.DisableTorchFunctionSubclass():
+        (wide, narrow), number = _gradients(engine), _on_device(engine, count)
+        if wide:
+            torch._foreach_div_(wide, number)
+        for gradient in narrow:
+            gradient.div_(number.view(1))

@@ -270,7 +270,7 @@ def _refuse_unfit(
 
 def _before_step(optimizer: torch.optim.Optimizer, engine: Engine, names: Mapping[int, str], *, widens: bool) -> None:
     """Refuse what would train wrongly, then let the engine finish gradient sync; ``widens``: chunk by chunk."""
-    sharded = (engine.strategy.shards_optimizer or engine.reduction.own_meshes) and engine.ranks.size > 1
+    sharded = (engine.shards_optimizer or engine.reduction.own_meshes) and engine.ranks.size > 1
     if sharded and vars(optimizer).pop("found_inf", None) is not None:
         vars(optimizer).pop("grad_scale", None)
         raise FsdpError(

@@ -1,4 +1,4 @@
-"""Forward and autograd hooks: the only file that knows them (wrapped_module.py has those of state dicts).
+"""Forward and autograd hooks: the only file that knows them (state_dict_hooks.py has those of state dicts).
 
     nn.Module calls, autograd --> hooks (this file) --> engine/engine.py
 

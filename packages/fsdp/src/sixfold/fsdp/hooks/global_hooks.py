@@ -1,6 +1,6 @@
 """The hooks that torch keeps for the whole process: one of each kind, made at the first wrap, never taken away.
 
-    wrapped_module.py, optimizers/sharded_optimizer.py --> Watched (this file) --> torch's global hooks, once a process
+    state_dict_hooks.py, optimizers/sharded_optimizer.py --> Watched (this file) --> torch's global hooks, once a process
 
 [Note: hooks that stay] A model that is collected must not take its hooks out of torch's tables. The garbage collector
 runs at any moment, also while torch walks such a table, and what the user does then (another model is made, another

@@ -1,4 +1,4 @@
 """Where torch calls us: hooks on modules, on gradients and on the process.
 
-From outside: forward_backward, state_dict_hooks.
+From outside: forward_backward, global_hooks, state_dict_hooks.
 """

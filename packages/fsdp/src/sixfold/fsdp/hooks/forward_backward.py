@@ -1,4 +1,4 @@
-"""Forward and autograd hooks: the only file that knows them (state_dict_hooks.py has those of state dicts).
+"""Forward and autograd hooks: the only file that knows them. ``module(x)`` does what ``model(x)`` does.
 
     nn.Module calls, autograd --> hooks (this file) --> engine/engine.py
 
@@ -74,9 +74,13 @@ def watch_outputs(engine: Engine, unit: Unit, output: Any, context: CallContext 
             tensor.register_hook(hook)  # type: ignore[no-untyped-call]
 
 
-def install(engine: Engine) -> list[Any]:
-    """Hooks on the modules of all units but the root, and on all trainable parameters; returns their handles."""
-    handles: list[Any] = []
+def install(engine: Engine, root: nn.Module, cast_to: torch.dtype | None) -> list[Any]:
+    """Hooks on the root, on the modules of all units, and on all trainable parameters; returns their handles."""
+    whole = RootCall(engine, cast_to)
+    handles: list[Any] = [
+        root.register_forward_pre_hook(whole.before, with_kwargs=True, prepend=True),
+        root.register_forward_hook(whole.after, with_kwargs=True, always_call=True),
+    ]
     for unit in engine.units:
         if unit.index and unit.streams:
             call = _UnitCall(engine, unit)
@@ -112,6 +116,41 @@ class _UnitCall(Hook):
             self.engine.guards[self._unit.index].refuse_written()
         if torch.is_grad_enabled() and self.engine.faults.failed is None:
             watch_outputs(self.engine, self._unit, own, context)
+        return None if own is output else own
+
+
+class RootCall(Hook):
+    """``module(x)`` does what ``model(x)`` does."""
+
+    def __init__(self, engine: Engine, cast_to: torch.dtype | None) -> None:
+        super().__init__(engine)
+        self._cast_to = cast_to
+        self._contexts: list[CallContext | None] = []
+
+    def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A root call, unless one runs already."""
+        self._contexts.append(None)  # taken back by ``after``, which comes also when begin_call raises
+        if self.engine.in_call or self.engine.faults.failed is not None:
+            self.engine.faults.check()
+            return None
+        self._contexts[:] = [self.engine.begin_call(None, by_hook=True)]  # interrupted calls took nothing back
+        if self._cast_to is None:
+            return None
+        return cast_floating(args, self._cast_to), cast_floating(kwargs, self._cast_to)
+
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        """The call ended, also by an exception."""
+        context = self._contexts.pop()
+        if context is None:
+            return None
+        try:
+            own = None if output is None else own_parameters(self.engine, output)
+        finally:
+            self.engine.end_call()
+        if own is not None:
+            self.engine.guards[0].refuse_written()
+        if torch.is_grad_enabled():
+            watch_outputs(self.engine, self.engine.units[0], own, context)
         return None if own is output else own
 
 

@@ -23,7 +23,7 @@ from sixfold.fsdp.collectives.comm import Comm, LocalComm
 from sixfold.fsdp.collectives.streams import make_stream
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.hooks.state_dict_hooks import refuse_changed_parameters
+from sixfold.fsdp.hooks.global_hooks import refuse_changed_parameters
 from sixfold.fsdp.optimizers import chunked_step, state_offload
 from sixfold.fsdp.optimizers.muon import PieceMuon
 from sixfold.fsdp.optimizers.state_offload import HostState

@@ -20,7 +20,7 @@ from sixfold.fsdp.buffers.unit_buffer import Granularity
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
 from sixfold.fsdp.engine.call_state import StageState
 from sixfold.fsdp.errors import FsdpError, MissingError
-from sixfold.fsdp.hooks import forward_backward, state_dict_hooks
+from sixfold.fsdp.hooks import forward_backward, global_hooks, state_dict_hooks
 from sixfold.fsdp.optimizers import gradient_norms, initial_state, sharded_optimizer
 from sixfold.fsdp.placement.residency import Action
 from sixfold.fsdp.report import memory_timeline as memory
@@ -109,8 +109,8 @@ class FullyShardedDataParallel(nn.Module):
         self._communicators = made.communicators
         self._optimizers = sharded_optimizer.Attached(offload=buffers.offload)
         self._cast_to = mixed_precision.param_dtype if mixed_precision.cast_inputs else None
-        own, self._everywhere = state_dict_hooks.install(engine, module, self._cast_to, self._optimizers.sharded)
-        own += forward_backward.install(engine)
+        own = forward_backward.install(engine, module, self._cast_to) + state_dict_hooks.install(engine, module)
+        self._everywhere = global_hooks.install(engine, module, self._optimizers.sharded)
         self._end = weakref.finalize(self, build.close, engine, [*own, *self._everywhere])
         self._tidy = build.tidy_with(self, engine)
 

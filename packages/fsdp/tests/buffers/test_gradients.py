@@ -21,7 +21,7 @@ from sixfold.fsdp import (
 from sixfold.fsdp.buffers.reduction_sizes import State
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.comm import LocalComm, Ranks
-from sixfold.fsdp.collectives.mixed_dtype_add import add_into
+from sixfold.fsdp.collectives.gradient_sums import add_into
 
 SHAPES = {"a": (5, 7), "b": (3,), "c": (40,), "d": ()}
 

@@ -29,7 +29,7 @@ from sixfold.fsdp.buffers.column_ranges import Copy, copies
 from sixfold.fsdp.buffers.flat_buffer import Cut, ParamRecord
 from sixfold.fsdp.buffers.main_gradients import MainGradients
 from sixfold.fsdp.buffers.reduction_sizes import OPEN, State
-from sixfold.fsdp.collectives.mixed_dtype_add import add_into
+from sixfold.fsdp.collectives.gradient_sums import add_into
 from sixfold.fsdp.errors import FsdpError
 
 

@@ -1,4 +1,4 @@
 """What is sent between ranks, on which communicator and which stream.
 
-From outside: comm, communicators, default_group, gradient_sums, host_messages, mixed_dtype_add, own_meshes, streams.
+From outside: comm, communicators, default_group, gradient_sums, host_messages, own_meshes, streams.
 """

@@ -1,6 +1,7 @@
-"""The ways to sum over the ranks of a group.
+"""The ways to sum gradients: over the ranks of a group, and one to another of another dtype.
 
     engine/reduce.py --> GradSum (this file) --> comm.py
+    buffers/gradients.py --> add_into (this file)
 
 Sums start now and are finished later by the callable that they return. They allocate nothing: what a sum needs beside
 what is sent and its result comes in as ``scratch``.
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from sixfold.fsdp.collectives.comm import Comm, GlooComm
-from sixfold.fsdp.collectives.mixed_dtype_add import add_into
 
 Wait = Callable[[Any], None]  # waits for a Work with a deadline (faults/deadlines.py)
 Finish = Callable[[Wait], Tensor]  # waits, adds what is left to add, returns the sum
@@ -156,6 +156,29 @@ def _add_up(parts: Sequence[Tensor], result: Tensor, wide: Tensor | None) -> Ten
     for part in rest:
         add_into(result, part, wide)
     return result
+
+
+def add_into(target: Tensor, addend: Tensor, scratch: Tensor | None) -> None:
+    """``target += addend`` in the wider dtype of the two, rounded once to ``target``'s.
+
+    A CPU makes a whole copy in the wider dtype first; with ``scratch`` (1-D, of that dtype) it goes in parts as long
+    as the scratch, which is made once. None where a kernel converts as it reads.
+    """
+    if target.dtype == addend.dtype or scratch is None:
+        target.add_(addend)
+        return
+    narrow_target = target.dtype.itemsize < addend.dtype.itemsize
+    target, addend = target.view(-1), addend.reshape(-1)
+    for at in range(0, target.numel(), scratch.numel()):
+        into, part = target[at : at + scratch.numel()], addend[at : at + scratch.numel()]
+        wide = scratch[: into.numel()]
+        if narrow_target:
+            wide.copy_(into)
+            wide.add_(part)
+            into.copy_(wide)
+        else:
+            wide.copy_(part)
+            into.add_(wide)
 
 
 def grad_sum_of(name: str, comm: Comm) -> GradSum:

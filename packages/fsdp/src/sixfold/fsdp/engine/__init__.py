@@ -1,4 +1,5 @@
 """The events of a step: gather, compute, reduce, free.
 
-From outside: call_state, engine, gather, grouped_gather, order_check, reduce, reduction_paths, used_parameters.
+From outside: backward, engine, gather, grouped_gather, order_check, reduce, reduce_policy, reduction_paths,
+used_parameters.
 """

@@ -1,6 +1,6 @@
-"""The backward that runs: made at its first event, dropped at its end.
+"""Root calls, and the backward that runs through them: made at its first event, dropped at its end.
 
-    engine.py --> Backward (this file) --> engine.py closes the units that it names
+    engine.py --> CallContext, Backward (this file) --> engine.py closes the units that it names
 
 What is true of one backward lies here and nowhere else, so the next one finds nothing of it, also when it raised.
 Events of a backward inside it (a reentrant checkpoint's) are its own: autograd ends the outermost one last.
@@ -16,12 +16,36 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
 
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
 from sixfold.fsdp.buffers.unit import Unit
-from sixfold.fsdp.engine.call_state import CallContext, accumulates
 from sixfold.fsdp.errors import FsdpError
-from sixfold.fsdp.torch_private import backward_inputs
+from sixfold.fsdp.torch_private import backward_inputs, runs_still
+
+
+class CallContext:
+    """One root call: how many forward calls of each unit wait for their backward.
+
+    ``training`` is that of the root call: a reentrant checkpoint inside it runs its forward without grad.
+    ``weights`` counts the changes of main weights before it: its graph holds views of those weights.
+    ``frame`` is torch's frame of the call while it runs, where nothing else tells of its end.
+    """
+
+    __slots__ = ("frame", "outstanding", "training", "weights")
+
+    def __init__(self, units: int, training: bool, weights: int) -> None:
+        self.outstanding = [0] * units
+        self.training = training
+        self.weights = weights
+        self.frame: FrameType | None = None
+
+    def left_by_interrupt(self) -> bool:
+        """Its frame is not on this thread's stack: the call ended without its hook."""
+        return self.frame is not None and not runs_still(self.frame)
 
 
 @dataclass(slots=True, eq=False)
@@ -113,6 +137,22 @@ class Backward:
                 done.append(opened)
         self.opened = still
         return done
+
+
+def accumulates(records: Sequence[ParamRecord]) -> bool:
+    """The backward that runs now adds to ``.grad`` of any of these parameters (``autograd.grad`` adds to none)."""
+    with torch._C.DisableTorchFunctionSubclass(), torch.enable_grad():
+        for record in records:
+            view = record.parameter.expand_as(record.parameter)
+            if view.grad_fn is None:  # frozen after wrapping
+                continue
+            node: Any = view.grad_fn.next_functions[0][0]
+            try:
+                if torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:  # it is what autograd.grad was asked for
+                return False
+    return False
 
 
 def old_graph(unit: Unit, step: int) -> FsdpError:

@@ -21,12 +21,11 @@ from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.collectives.comm import Ranks
 from sixfold.fsdp.collectives.host_messages import Control
 from sixfold.fsdp.config import ShardingStrategy
-from sixfold.fsdp.engine.backward import Backward, old_graph, refuse_graph
-from sixfold.fsdp.engine.call_state import CallContext, StageState
+from sixfold.fsdp.engine.backward import Backward, CallContext, old_graph, refuse_graph
 from sixfold.fsdp.engine.gather import Gathering
 from sixfold.fsdp.engine.order_check import OrderCheck
 from sixfold.fsdp.engine.reduce import Reduction
-from sixfold.fsdp.engine.reduce_policy import ReducePolicy
+from sixfold.fsdp.engine.reduce_policy import ReducePolicy, StageState
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.deadlines import Faults
 from sixfold.fsdp.parameter_access.guard import guard_of, written_in_place

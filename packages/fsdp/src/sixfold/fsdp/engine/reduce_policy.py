@@ -10,8 +10,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from sixfold.fsdp.buffers.unit import Unit
-from sixfold.fsdp.engine.call_state import StageState
 from sixfold.fsdp.errors import FsdpError
+
+
+class StageState:
+    """What the engine knows of a stage of a driven program.
+
+    ``fused``: the program says that its backwards are whole (B); else they are split (I, W), and the gradients that W
+    makes come through ``accumulate``.
+    """
+
+    def __init__(self, name: str, units: Sequence[Unit], fused: bool) -> None:
+        self.name = name
+        self.units = tuple(units)
+        self.fused = fused
+        self.last = False  # its last backward of this step runs
+        self.done = False  # its reduce_grad was called in this step
 
 
 class ReducePolicy:

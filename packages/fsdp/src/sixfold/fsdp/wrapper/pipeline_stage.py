@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from sixfold.fsdp.engine.call_state import StageState
 from sixfold.fsdp.engine.engine import Engine
+from sixfold.fsdp.engine.reduce_policy import StageState
 
 
 class StageHandle:

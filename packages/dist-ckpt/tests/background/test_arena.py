@@ -76,7 +76,7 @@ def test_no_memory_is_told_with_the_bytes_it_needs(made, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", refuse)
-    with pytest.raises(StorageError, match=r"arena of 2097152 bytes \(No space left.* save synchronously"):
+    with pytest.raises(StorageError, match=r"shared memory of 2097152 bytes .*\(No space left.* save synchronously"):
         made.take([torch.ones(5)])
 
 

@@ -189,7 +189,8 @@ class Arena:
             mapped = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)  # no fault per page later
         except OSError as error:
             raise StorageError(
-                f"no memory for a staging arena of {size} bytes ({error.strerror}); free memory or save synchronously",
+                f"no shared memory of {size} bytes for the copy of a background save ({error.strerror}); free memory "
+                "or save synchronously",
                 error.errno,
             ) from error
         self._bytes, self.nbytes = torch.frombuffer(mapped, dtype=torch.uint8), size

@@ -1,0 +1,90 @@
+"""One text becomes the ids of one document, its EOD appended.
+
+text --> tokenizer, EOD (this file) --> IndexedDatasetBuilder; counts --> PartReport
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.text.job import Job
+from sixfold.indexed_data.text.part_report import PartReport, _count_bad
+from sixfold.indexed_data.text.tokenizers import Tokenizer
+from sixfold.indexed_data.writer import IndexedDatasetBuilder
+
+
+def _add(
+    builder: IndexedDatasetBuilder, tokenizer: Tokenizer, text: str, job: Job, report: PartReport, at: tuple[int, int]
+) -> None:
+    try:
+        ids = _encoded(text, job, tokenizer)
+    except Exception as error:  # a tokenizer is anybody's code, and the line says more than its traceback
+        report.fatal = (*at, f"tokenizer {tokenizer.name} failed: {type(error).__name__}: {error}")
+        return
+    if tokenizer.special_texts and any(token in text for token in tokenizer.special_texts):
+        report.spelled += 1
+    if tokenizer.may_spell_eod and tokenizer.eod is not None and _has_inside(ids, tokenizer.eod, job):
+        if job.special_tokens == "text":
+            _count_bad(report, (*at, _eod_inside(tokenizer, job)), job)
+            return
+        report.ended_inside += 1
+    try:
+        builder.add_document(ids)
+    except IndexedDataError as error:
+        if error.__cause__ is not None and isinstance(error.__cause__, OSError):
+            raise
+        report.fatal = (*at, f"tokenizer {tokenizer.name} gave {error}")
+        return
+    report.documents += 1
+    report.sequences += 1
+    report.tokens += len(ids)
+
+
+def _has_inside(ids: Any, eod: int, job: Job) -> bool:
+    """Whether a document's ids have the EOD where it is not the end that was appended."""
+    if isinstance(ids, np.ndarray):
+        found = np.flatnonzero(ids == eod)
+        return found.size > 0 and (not job.append_eod or int(found[0]) != ids.size - 1)
+    if isinstance(ids, list | tuple):
+        return eod in ids and (not job.append_eod or ids.index(eod) != len(ids) - 1)
+    return False
+
+
+def _eod_inside(tokenizer: Tokenizer, job: Job) -> str:
+    by, remedy = "", "mark it as special in the tokenizer"
+    if job.template:  # a text begins with the token that ends it, as GPT-2's
+        by, remedy = ", or adds it by its template", f"leave the template out, {remedy}"
+    return (
+        f"tokenizer {tokenizer.name} makes its EOD, {tokenizer.eod}, of this text{by}, which would end the document "
+        f'there; {remedy}, or take its ids as they are: special_tokens="ids" (--special-tokens ids)'
+    )
+
+
+def _encoded(text: str, job: Job, tokenizer: Tokenizer) -> Any:
+    ids = tokenizer.encode(text)
+    return _with_end(ids, tokenizer.eod) if job.append_eod else ids
+
+
+def _with_end(ids: Any, eod: int | None) -> Any:
+    assert eod is not None, "build refuses to append an EOD that the tokenizer does not have"
+    if isinstance(ids, str | bytes):
+        return ids  # text, which the builder refuses: its letters are no ids
+    if not isinstance(ids, np.ndarray):
+        return ids if isinstance(ids, list) and ids and ids[-1] == eod else [*ids, eod]
+    if ids.size == 0:
+        return [eod]
+    if ids.ndim == 1 and ids.dtype.kind in "iu" and ids[-1] == eod:
+        return ids  # the tokenizer has ended it, and a second end would be an empty document
+    # Joined to an integer, a mask or another thing that the builder refuses would become integers too.
+    return np.concatenate((ids, _end_for(ids.dtype, eod))) if ids.dtype.kind in "iuO" else ids
+
+
+@lru_cache(maxsize=8)
+def _end_for(dtype: np.dtype[Any], eod: int) -> npt.NDArray[Any]:
+    """The end as one id. Not simply of ``dtype``: a tokenizer of bytes may give uint8 and end with 256."""
+    return np.array([eod], np.result_type(dtype, np.min_scalar_type(eod)))

@@ -13,24 +13,25 @@ import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.job import Job
-from sixfold.indexed_data.text.part_report import PartReport, _count_bad
+from sixfold.indexed_data.text.part_report import PartReport, count_bad_line
 from sixfold.indexed_data.text.tokenizers import Tokenizer
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
 
-def _add(
+def add_document(
     builder: IndexedDatasetBuilder, tokenizer: Tokenizer, text: str, job: Job, report: PartReport, at: tuple[int, int]
 ) -> None:
+    """Encode a text and append it, or say in the report why not; ``at`` is (slice, line in it)."""
     try:
-        ids = _encoded(text, job, tokenizer)
+        ids = ids_of(text, job, tokenizer)
     except Exception as error:  # a tokenizer is anybody's code, and the line says more than its traceback
         report.fatal = (*at, f"tokenizer {tokenizer.name} failed: {type(error).__name__}: {error}")
         return
     if tokenizer.special_texts and any(token in text for token in tokenizer.special_texts):
         report.spelled += 1
-    if tokenizer.may_spell_eod and tokenizer.eod is not None and _has_inside(ids, tokenizer.eod, job):
+    if tokenizer.may_spell_eod and tokenizer.eod is not None and _has_eod_inside(ids, tokenizer.eod, job):
         if job.special_tokens == "text":
-            _count_bad(report, (*at, _eod_inside(tokenizer, job)), job)
+            count_bad_line(report, (*at, _eod_inside_reason(tokenizer, job)), job)
             return
         report.ended_inside += 1
     try:
@@ -45,7 +46,7 @@ def _add(
     report.tokens += len(ids)
 
 
-def _has_inside(ids: Any, eod: int, job: Job) -> bool:
+def _has_eod_inside(ids: Any, eod: int, job: Job) -> bool:
     """Whether a document's ids have the EOD where it is not the end that was appended."""
     if isinstance(ids, np.ndarray):
         found = np.flatnonzero(ids == eod)
@@ -55,7 +56,7 @@ def _has_inside(ids: Any, eod: int, job: Job) -> bool:
     return False
 
 
-def _eod_inside(tokenizer: Tokenizer, job: Job) -> str:
+def _eod_inside_reason(tokenizer: Tokenizer, job: Job) -> str:
     by, remedy = "", "mark it as special in the tokenizer"
     if job.template:  # a text begins with the token that ends it, as GPT-2's
         by, remedy = ", or adds it by its template", f"leave the template out, {remedy}"
@@ -65,7 +66,8 @@ def _eod_inside(tokenizer: Tokenizer, job: Job) -> str:
     )
 
 
-def _encoded(text: str, job: Job, tokenizer: Tokenizer) -> Any:
+def ids_of(text: str, job: Job, tokenizer: Tokenizer) -> Any:
+    """The ids of a document, with the EOD at its end if the job appends it."""
     ids = tokenizer.encode(text)
     return _with_end(ids, tokenizer.eod) if job.append_eod else ids
 

@@ -29,7 +29,8 @@ class PartReport:
     fatal: tuple[int, int, str] | None = None  # where the part was given up; it then wrote nothing
 
 
-def _count_bad(report: PartReport, place: tuple[int, int, str], job: Job) -> None:
+def count_bad_line(report: PartReport, place: tuple[int, int, str], job: Job) -> None:
+    """A line gives no document: the part ends there, or goes on and lists it, by the job's ``on_error``."""
     if job.on_error == "fail":
         report.fatal = place
     report.bad_lines += 1
@@ -50,7 +51,8 @@ def read_report(prefix: str) -> PartReport | None:
         return None
 
 
-def _write_report(path: str, report: PartReport) -> None:
+def write_report(path: str, report: PartReport) -> None:
+    """Write what ``read_report`` reads: the part is finished then."""
     import json  # only here: reading pairs should not load it
 
     temporary = path + ".tmp"  # in the folder of a build, which is locked

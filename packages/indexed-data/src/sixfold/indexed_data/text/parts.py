@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from sixfold.indexed_data.reader import IndexedDataset
-from sixfold.indexed_data.text.document_ids import _add, _encoded
+from sixfold.indexed_data.text.document_ids import add_document, ids_of
 from sixfold.indexed_data.text.inputs import Lines, Slice, documents
 from sixfold.indexed_data.text.job import Job
-from sixfold.indexed_data.text.part_report import PartReport, _count_bad, _write_report
+from sixfold.indexed_data.text.part_report import PartReport, count_bad_line, write_report
 from sixfold.indexed_data.text.tokenizers import Tokenizer
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
@@ -35,16 +35,16 @@ def build_part(slices: Sequence[Slice], prefix: str, job: Job, tokenizer: Tokeni
             lines = Lines(piece)
             for document in documents(lines, job.text):
                 if document.text is None:
-                    _count_bad(report, (number, document.line, document.reason), job)
+                    count_bad_line(report, (number, document.line, document.reason), job)
                 elif not document.text:
                     report.empty_documents += 1
                 else:
-                    _add(builder, tokenizer, document.text, job, report, (number, document.line))
+                    add_document(builder, tokenizer, document.text, job, report, (number, document.line))
                 if report.fatal is not None:
                     builder.abort()
                     return report
             report.lines.append(lines.count)
-    _write_report(prefix + ".json", report)
+    write_report(prefix + ".json", report)
     return report
 
 
@@ -61,7 +61,7 @@ def encodes_alike(slices: Sequence[Slice], prefix: str, job: Job, tokenizer: Tok
                 left -= len(text)
                 if left < 0:
                     break
-                if not np.array_equal(np.asarray(_encoded(text, job, tokenizer)), pair[number]):
+                if not np.array_equal(np.asarray(ids_of(text, job, tokenizer)), pair[number]):
                     return False
     except Exception:  # whatever the user's code raises; or the part is damaged
         return False

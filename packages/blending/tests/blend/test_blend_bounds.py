@@ -159,7 +159,7 @@ def worst_of_a_period(counts):
 
 
 def test_the_worst_vectors_known_are_below_the_constant_of_the_proof():
-    """See docs/design/2026-11-20-blending-quota-bound.md: half the sum of Fibonacci's reciprocals, 1.67994."""
+    """See docs/design/blending/blend.md: half the sum of Fibonacci's reciprocals, 1.67994."""
     assert worst_of_a_period([1, 1]) == 0.5
     climbed = [1, 33, 34, 47, 77, 124, 233, 404, 652, 1133, 2097, 2860, 3106, 4352, 14761]
     assert 1.56 < worst_of_a_period(climbed) < 1.67994

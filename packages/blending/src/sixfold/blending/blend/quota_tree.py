@@ -3,7 +3,7 @@
     weights --> numbers/largest_remainder.py --> QuotaTree (this file): position <--> (dataset, sample) --> schedule.py
 
 Pure: integers in, integers out. D is the number of datasets, P of positions. Every prefix of the
-order is within 1.75 samples of the quotas (docs/design has the proof). Nothing is stored but the
+order is within 1.75 samples of the quotas (proof: docs/design/blending/blend.md). Nothing is stored but the
 tree, so any position costs one walk from the root to a leaf.
 """
 

@@ -423,7 +423,7 @@ def test_a_view_that_a_unit_keeps_for_itself_is_read_in_its_own_calls():
 
 def test_models_that_leave_no_view_are_never_searched_for_one(monkeypatch):
     """Linear, attention, norms, dropout and a frozen unit, with a graph and without."""
-    from sixfold.fsdp.parameter_access import unit_guard as views
+    from sixfold.fsdp.parameter_access import saved_weights as views
 
     monkeypatch.setattr(views.EscapedViews, "_find", lambda self: pytest.fail(f"{self._unit.name} was searched"))
     torch.manual_seed(0)

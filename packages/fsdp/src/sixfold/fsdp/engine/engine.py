@@ -28,10 +28,9 @@ from sixfold.fsdp.engine.reduce import Reduction
 from sixfold.fsdp.engine.reduce_policy import ReducePolicy, StageState
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.deadlines import Faults
-from sixfold.fsdp.parameter_access.guard import guard_of, written_in_place
+from sixfold.fsdp.parameter_access.guard import UnitGuard, guard_of, written_in_place
 from sixfold.fsdp.parameter_access.main_parameters import MainParameter, MainParameters
-from sixfold.fsdp.parameter_access.saved_weights import SavedWeights
-from sixfold.fsdp.parameter_access.unit_guard import SavedViews, UnitGuard
+from sixfold.fsdp.parameter_access.saved_weights import SavedViews, SavedWeights
 from sixfold.fsdp.torch_private import calling_frame, in_backward
 
 

@@ -1,4 +1,4 @@
 """What code outside a unit's call may read and write of parameters.
 
-From outside: guard, main_parameters, saved_weights, unit_guard.
+From outside: guard, main_parameters, saved_weights.
 """

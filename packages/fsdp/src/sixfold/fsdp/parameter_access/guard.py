@@ -1,6 +1,6 @@
 """A parameter's values between its unit's calls: right, or refused at the moment of use.
 
-    engine/engine.py reveals and hides --> GuardedParameter (this file) --> FsdpError in the user's line
+    engine/engine.py begins and ends calls --> UnitGuard, Guard (this file) --> FsdpError in the user's line
 
 A parameter's memory is its unit's for the length of a call and may hold another unit's weights after it.
 [Note: classes say who may read] Between calls the Parameter objects carry a class whose ``__torch_function__`` asks
@@ -29,6 +29,7 @@ from torch.utils import _pytree as pytree
 from sixfold.fsdp.buffers.digest import tensor_digest
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
 from sixfold.fsdp.errors import FsdpError
+from sixfold.fsdp.parameter_access.saved_weights import EscapedViews
 from sixfold.fsdp.parameter_access.uncompiled import uncompiled
 
 _data: Any = torch._C.TensorBase.data
@@ -239,16 +240,18 @@ class LentView(Tensor):
             return func(*args, **kwargs)
 
 
-def lend(tensor: Tensor, guards: Sequence[Guard]) -> None:
-    """``tensor`` shows one of the ``guards``' parameters, and asks from now on."""
-    at = tensor.data_ptr()
-    for guard in guards:
-        with torch._C.DisableTorchFunctionSubclass():
-            low = guard.record.parameter.data_ptr()
-        if low <= at < low + guard.record.parameter.nbytes:
-            tensor.__class__ = LentView  # as torch's lazy parameters do
-            tensor.__dict__[MARK] = guard
-            return
+@uncompiled
+def lend(tensors: Sequence[Tensor], guards: Sequence[Guard]) -> None:
+    """``tensors`` show one of the ``guards``' parameters each, and ask from now on."""
+    for tensor in tensors:
+        at = tensor.data_ptr()
+        for guard in guards:
+            with torch._C.DisableTorchFunctionSubclass():
+                low = guard.record.parameter.data_ptr()
+            if low <= at < low + guard.record.parameter.nbytes:
+                tensor.__class__ = LentView  # as torch's lazy parameters do
+                tensor.__dict__[MARK] = guard
+                break
 
 
 class PlacedParameter(nn.Parameter):
@@ -323,6 +326,66 @@ def shown_class(own: type, *, placed: bool, strides: bool) -> type:
 def guarded_class(own: type) -> type:
     """What it is between calls."""
     return GuardedParameter if own is nn.Parameter else type(own.__name__, (GuardedParameter, own), {})
+
+
+class UnitGuard:
+    """The parameters of one unit, shown to its layers and hidden from everyone else."""
+
+    def __init__(
+        self, guards: Sequence[Guard], views: EscapedViews, *, as_sharded: bool = False, strides: bool = False
+    ) -> None:
+        self.guards = tuple(guards)
+        self._views = views
+        self._swaps = []
+        for one in guards:
+            whole = one.record.buffer.weights.whole_here and not as_sharded
+            shown = shown_class(one.own_class, placed=whole, strides=strides)
+            self._swaps.append((one.record.parameter, shown, guarded_class(one.own_class)))
+            one.mark()
+        self.hide()
+
+    def begin_call(self, *, learns: bool) -> None:
+        """The unit's call begins, gathered; ``learns``: it is of the first step."""
+        self.reveal()
+        self._views.begin(learns)
+
+    def end_call(self) -> None:
+        """Its call that began last is over."""
+        self.hide()
+        left = self._views.end()
+        if left:
+            lend(left, self.guards)
+
+    def interrupted(self) -> None:
+        """Calls that began are over, and nobody told of their ends."""
+        self.hide()
+        self._views.clear()
+
+    def reveal(self) -> None:
+        """Layers read its parameters: in a call, and in a recompute."""
+        for parameter, shown, _ in self._swaps:
+            parameter.__class__ = shown
+
+    def hide(self) -> None:
+        """They do no more."""
+        for parameter, _, guarded in self._swaps:
+            parameter.__class__ = guarded
+
+    def refuse_written(self) -> None:
+        """The unit's call is over, without an error.
+
+        Raises:
+            FsdpError: a parameter was written to through ``.data``. [Note: .data in a call]
+        """
+        for guard in self.guards:
+            if guard.taken is not None:
+                guard.refuse_written()
+
+    def close(self) -> None:
+        """The model is gone: its parameters hold nothing any more."""
+        for guard in self.guards:
+            guard.gone = True
+        self.hide()
 
 
 def guard_of(parameter: Tensor) -> Guard | None:

@@ -1,7 +1,8 @@
-"""Weights that outlive their unit's call: saved by autograd, or returned by the unit.
+"""Weights that outlive their unit's call: saved by autograd, returned by the unit, or left behind as a view.
 
     engine/gather.py frees and gathers --> Versions (this file) --> autograd asks them when it unpacks what it saved
     hooks/forward_backward.py's calls --> SavedWeights, own_outputs (this file) --> engine/engine.py gathers again
+    guard.py's calls --> EscapedViews (this file) --> guard.py, whose classes ask
 
 A unit's memory is another unit's after its call, while its address stays. [Note: one range per unit]
 
@@ -14,10 +15,18 @@ parameter. A backward that comes through a unit's outputs finds it gathered, so 
 that pytree cannot take apart). In the first step every saved tensor of a call goes through ``SavedWeights``, which
 gathers such a unit again and remembers it; later only those of units that were found so, and of units with forward
 hooks inside. Without a hook a saved tensor costs nothing, with one about 5 us. What opens later is torch's error.
+
+[Note: views left behind] A view of a parameter is a plain tensor: nobody asks it whose weights it shows, and after the
+call they may be another unit's. Every tensor object counts in its storage. So in a unit's first calls, with a graph and
+without, more counts at the end than at the beginning, and than autograd saved, tell that views were left. Then all
+tensors of the process are looked at once (0.1 s), and those become ``LentView``. A usual model leaves none, and pays
+two numbers per call.
 """
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import BuiltinFunctionType, FunctionType
 from typing import Any, NamedTuple
@@ -31,10 +40,13 @@ from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.parameter_access.uncompiled import uncompiled
-from sixfold.fsdp.parameter_access.unit_guard import SavedViews
 
 _DEEP = 6  # objects inside objects of an output that are looked at
 _PLAIN = (int, float, str, bytes, type, FunctionType, BuiltinFunctionType, nn.Module, torch.dtype, torch.device)
+_CALLS = 2  # without a graph, that are looked at
+_SCANS = 8  # of one model that find nothing, at most
+_MARK = 2**31 + 6  # a version that no tensor has
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 
 
@@ -127,6 +139,30 @@ class Versions:
         at = stream.written()
         if at is not None:
             self.written.add(stream.parameters[at])
+
+
+class SavedViews:
+    """What autograd holds of gathered memory in the first step, by storage."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, list[weakref.ref[Tensor]]] = {}
+        self.scans = _SCANS
+
+    @uncompiled
+    def add(self, kept: Tensor) -> None:
+        """``kept`` is saved."""
+        self._held.setdefault(kept.untyped_storage()._cdata, []).append(weakref.ref(kept))
+
+    @uncompiled
+    def alive(self, storage: int) -> list[Tensor]:
+        """Those in ``storage`` that are still saved."""
+        found = [one() for one in self._held.get(storage, ())]
+        return [one for one in found if one is not None]
+
+    @uncompiled
+    def clear(self) -> None:
+        """A step ended."""
+        self._held.clear()
 
 
 class _Kept(NamedTuple):
@@ -290,3 +326,71 @@ def own_outputs(unit: Unit, output: Any) -> Any:
         return leaf
 
     return pytree.tree_map(copied, output)
+
+
+class EscapedViews:
+    """Of one unit's calls. [Note: views left behind]"""
+
+    def __init__(self, unit: Unit, saved: SavedViews) -> None:
+        self._unit = unit
+        self._saved = saved
+        self._left = _CALLS
+        self._began: list[dict[int, int] | None] = []  # of calls that run
+
+    @uncompiled
+    def begin(self, learns: bool) -> None:
+        """A call begins, its unit is gathered; ``learns``: it is of the first step."""
+        if not self._unit.shares:
+            return
+        wanted = learns
+        if not torch.is_grad_enabled():
+            wanted = self._left > 0
+            self._left -= wanted
+        self._began.append(self._counts() if wanted and self._saved.scans else None)
+
+    @uncompiled
+    def end(self) -> Sequence[Tensor]:
+        """It ended; returns the views that it left."""
+        before = self._began.pop() if self._began else None
+        if before is None or not any(now > before.get(at, now) for at, now in self._counts().items()):
+            return ()
+        found = self._find()
+        self._saved.scans -= not found
+        return found
+
+    @uncompiled
+    def clear(self) -> None:
+        """Calls were interrupted."""
+        self._began.clear()
+
+    def _storages(self) -> set[int]:
+        return {stream.weights.gathered.untyped_storage()._cdata for stream in self._unit.streams}
+
+    @uncompiled
+    def _counts(self) -> dict[int, int]:
+        return {at: _use_count(at) - len(self._saved.alive(at)) for at in self._storages()}
+
+    @uncompiled
+    def _find(self) -> list[Tensor]:
+        """All plain tensors that share a version with a parameter of the unit, and are not what autograd saved."""
+        saved = {id(one) for at in self._storages() for one in self._saved.alive(at)}
+        with torch._C.DisableTorchFunctionSubclass():
+            parameters = tuple(record.parameter for record in self._unit.records)
+            versions = tuple(one._version for one in parameters)
+            _set_versions(parameters, (_MARK,) * len(parameters))
+            try:
+                return [
+                    one
+                    for one in gc.get_objects()
+                    if type(one) is Tensor and _version(one) == _MARK and id(one) not in saved
+                ]
+            finally:
+                _set_versions(parameters, versions)
+
+
+@uncompiled
+def _version(tensor: Any) -> int:
+    try:
+        return int(tensor._version)
+    except RuntimeError:  # of inference mode
+        return 0

@@ -1,6 +1,6 @@
 """Who may read a wrapped model's parameters between calls: one guard per unit, drawn once start values are in.
 
-    build.py --> guard_parameters (this file) --> parameter_access/unit_guard.py; engine/engine.py reveals and hides
+    build.py --> guard_parameters (this file) --> parameter_access/guard.py; engine/engine.py reveals and hides
 
 [Note: classes say who may read] is parameter_access/guard.py's; here is what it asks of a running model.
 """
@@ -16,9 +16,8 @@ from torch import nn
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.engine.engine import Engine
-from sixfold.fsdp.parameter_access.guard import Guard
-from sixfold.fsdp.parameter_access.saved_weights import Versions
-from sixfold.fsdp.parameter_access.unit_guard import EscapedViews, UnitGuard
+from sixfold.fsdp.parameter_access.guard import Guard, UnitGuard
+from sixfold.fsdp.parameter_access.saved_weights import EscapedViews, Versions
 from sixfold.fsdp.torch_private import in_backward
 
 

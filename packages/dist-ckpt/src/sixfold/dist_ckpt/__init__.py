@@ -6,12 +6,14 @@
     dist_ckpt.save(state, "run/step-00000007")
     dist_ckpt.load(state, "run/step-00000007")
 
-The words are those of megatron-core's ``dist_checkpointing``; its guide's code runs with only the
-import line changed. How it works, room by room in the order of the data, each importing only those before it:
-geometry, state, formats, plans, storage, checkpoint, mirror, collectives, strategies/base.py, save_load, background;
-then what callers use: serialization.py, strategies, stores.py, retention.py, optimizers.py, dcp.py over torch_dcp,
-tools, and modules under megatron-core's names (mapping, validation, core, utils, dict_utils, exchange_utils,
-optimizer).
+The names are those of megatron-core's ``dist_checkpointing``. Code of its guide runs with only the import line changed.
+
+The rooms, in the order of the data; each imports only those before it:
+
+    geometry, state, formats, plans, storage, checkpoint, mirror, collectives, strategies/base.py, save_load, background
+
+Callers use serialization.py, strategies, stores.py, retention.py, optimizers.py, tools, and dcp.py over torch_dcp. The
+modules mapping, validation, core, utils, dict_utils, exchange_utils and optimizer have megatron-core's names.
 
 What a plain save or load of a folder does not need is imported when it is first asked for.
 """

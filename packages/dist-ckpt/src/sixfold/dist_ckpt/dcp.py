@@ -10,8 +10,9 @@ What is gained: checksums that a load compares, a commit in one step, no code ru
 folder is torch's own format; torch's ``FileSystemReader`` and ``sixfold.dist_ckpt.load`` read it too. Planners, state
 dicts, DTensors and Stateful objects, process groups and ``async_save`` are torch's.
 
-For code that names no writer there are ``save``, ``async_save`` and ``load``: torch's functions with ours put in, so
-that ``from sixfold.dist_ckpt import dcp`` in place of ``import torch.distributed.checkpoint as dcp`` is the change.
+For code that names no writer there are ``save``, ``async_save`` and ``load``: torch's functions with ours put in.
+Such code changes one line: ``from sixfold.dist_ckpt import dcp`` replaces ``import torch.distributed.checkpoint as
+dcp``.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     errors.py (this file) --> everything else
 
-``ShardingError`` blames the state dict, ``MismatchError`` what was asked against what is
-stored, ``CorruptError`` the bytes, ``UnsafeError`` a pickle or a path, ``StorageError`` the
-operating system, ``LostPeerError`` a rank that died or hangs.
+``ShardingError`` blames the state dict, and ``MismatchError`` what was asked against what is stored. ``CorruptError``
+blames the bytes, ``UnsafeError`` a pickle or a path, ``StorageError`` the operating system. ``LostPeerError`` blames
+a rank that died or hangs.
 """
 
 from __future__ import annotations

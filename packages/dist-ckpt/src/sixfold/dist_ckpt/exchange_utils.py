@@ -52,9 +52,9 @@ def distribute_shards_to_ranks(
 ) -> dict[Shard, int]:
     """One rank for each shard, so that all ranks have about as many bytes.
 
-    Greedy, the same on all ranks: first what is not in ``cross_parallelization_group_loads``, then what fewer ranks
-    hold, then what is larger, then by the shard itself; each goes to the holder with the least so far, the lower rank
-    in a tie.
+    Greedy, and the same on all ranks. First comes what is not in ``cross_parallelization_group_loads``, then what
+    fewer ranks hold, then what is larger, then the order of the shards. Each goes to the holder with the least so
+    far, the lower rank in a tie.
 
     Args:
         shard_to_ranks: who holds each shard. shard_to_size: its bytes. num_ranks: of the group.

@@ -17,8 +17,8 @@ from typing import Any
 def collection_paused() -> Iterator[None]:
     """No garbage is collected inside, by no thread; short work only.
 
-    A plan of 8,000 tensors makes enough objects for several full collections, each of which walks through
-    all that torch has imported: more time than the plan itself.
+    A plan of 8,000 tensors makes enough objects for several full collections. Each walks through all that torch has
+    imported, which takes more time than the plan itself.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -32,8 +32,8 @@ def collection_paused() -> Iterator[None]:
 class Pool(ThreadPoolExecutor):
     """A pool whose work the caller does himself once Python has stopped all pools.
 
-    It stops them when the main thread is at its end, and then waits for threads that still save, such as that of
-    ``torch.distributed.checkpoint.async_save``: a last save of a script is in the middle of its work there.
+    Python stops them when the main thread is at its end. Then it waits for threads that still save, such as that of
+    ``torch.distributed.checkpoint.async_save``. The last save of a script may be in the middle of its work then.
     """
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:

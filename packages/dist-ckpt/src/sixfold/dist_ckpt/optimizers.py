@@ -45,8 +45,8 @@ def get_param_id_to_sharded_param_map(
 ) -> dict[int, ModelRecord]:
     """Number of a parameter in the optimizer -> the model's record of it.
 
-    A record belongs to a parameter if its ``data`` is that very object, or the local tensor of that very DTensor; so
-    the model's state dict is made with ``keep_vars=True``, and transformations of parameters are factories.
+    A record belongs to a parameter if its ``data`` is that very object, or the local tensor of that very DTensor. So
+    make the model's state dict with ``keep_vars=True``, and use factories for transformed parameters.
 
     Args:
         model_sharded_state_dict: any structure of records and DTensors (FSDP2's ``state_dict(keep_vars=True)``); other

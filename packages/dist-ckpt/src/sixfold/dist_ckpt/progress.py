@@ -1,11 +1,11 @@
-"""Progress: how far a long call is, told to the caller's own function.
+"""Progress: how far a long call is, reported to the caller's own function.
 
     bytes moved, from any thread --> Meter (this file) --> progress(bytes_done, bytes_total)
 
-[Note: what progress is told] The first call says 0, each later one more than the one before, the last one the total,
-once, when every byte is where it belongs and before anything becomes visible: an exception in it then ends a save
-like any other error, and the older checkpoint stays. Bytes are those of this rank. Calls come one at a time, from
-whichever thread of this process moves the bytes.
+[Note: what progress is told] The first call says 0, and each later one more than the one before. The last one says
+the total, once: when every byte is where it belongs, and before anything becomes visible. So an exception in it ends
+a save like any other error, and the older checkpoint stays. Bytes are those of this rank. Calls come one at a time,
+from whichever thread of this process moves the bytes.
 
 [Note: what progress raises] Whatever it raises becomes a CheckpointError. SystemExit and KeyboardInterrupt are for the
 thread that made the call, and pass there as they are; on any other thread Python drops them in silence.

@@ -68,9 +68,9 @@ def save(
 ) -> AsyncRequest | None:
     """Save a state dict, every rank of ``group`` its shards, as one checkpoint folder.
 
-    Collective over ``group``. The folder appears complete or not at all, and replaces an older
-    checkpoint in one step; it keeps the mode, group and extended attributes of the folder that it replaces.
-    A background save of this process to the same folder is waited for. The state dict is not changed.
+    Collective over ``group``. The folder appears complete or not at all, and replaces an older checkpoint in one
+    step. It keeps the mode, group and extended attributes of the folder that it replaces. The call waits for a
+    background save of this process to the same folder. The state dict is not changed.
 
     Args:
         sharded_state_dict: nested dicts and lists of records. Everything else is common data, which the first
@@ -149,8 +149,8 @@ def load(
             parts of tensors and overlapping parts.
         strict: ``StrictHandling`` or its string.
         group: a process group, None for this process alone, or "world".
-        dtype_policy: where the asked dtype is not the stored: "exact" converts and each value must
-            survive the way there and back, "cast" converts and warns once, "strict" refuses.
+        dtype_policy: what to do if the stored dtype is another. "exact" converts if each value survives the way
+            there and back. "cast" converts and warns once. "strict" refuses.
         verify: "touched" checks the digests of what is read, each block on one rank of the group;
             "full" of everything; "off" only sizes and structure.
         safe_globals: classes that common data and objects may name besides torch's own list.

@@ -2,29 +2,30 @@
 
     worker's share --> record --> first rank's worker --> outcome (this file) --> every rank
 
-A worker cannot use the trainer's group: its messages would meet the trainer's own, and both would hang. So they leave
-word in a shared status (status_and_heartbeats.py): each rank's worker puts a record there, the first rank's worker
-waits for all, commits, and puts the outcome. A trainer speaks for its dead worker.
+A worker cannot use the trainer's group: its messages would meet the trainer's own, and both would hang. So workers
+and trainers write into a shared status (status_and_heartbeats.py). Each rank's worker puts a record there. The first
+rank's worker waits for all records, commits, and puts the outcome. A trainer reports its dead worker.
 
-[Note: quiet waiting] Who waits looks once a turn of ``look_s``, at names that it knows: at the outcome, at one other
-rank, and the first one at the next record that it needs. No rank looks at all: each looks at the one before it, at
-the first one now and then, and passes over a rank that is lost but has put its record. Of any ranks that die
-together a living one stands behind the last, and sees it. Who sees it ends the save for all. What happens on this
-host wakes a watch, and costs no look.
+[Note: quiet waiting] A process that waits looks once a turn of ``look_s``, at names that it knows: at the outcome and
+at one other rank. The first rank also looks at the next record that it needs. No rank looks at all others. Each looks
+at the one before it, and now and then at the first one. It skips a rank that is lost but has put its record. Of any
+ranks that die together the last one has a living rank behind it, which sees that and ends the save for all. What
+happens on this host wakes a watch, and costs no look.
 
-[Note: what moves] A deadline is of standing still: timeout_s since anything was last seen to move. A worker counts what
-it writes, and its turns while it waits, in its counter; its trainer sees that, and shows the count in its heartbeat.
-Until a worker counts, its processor time is the count: it may take a minute to import torch on a busy machine.
+[Note: what moves] A deadline counts standing still: timeout_s since anything was last seen to move. A worker counts
+what it writes, and its turns while it waits, in its counter. Its trainer sees that, and shows the count in its
+heartbeat. Until a worker counts, its processor time is the count: on a busy machine it may take a minute to import
+torch.
 
-[Note: who gives up when] Before timeout_s of standing still, in steps of 5 s or a quarter of it: two steps before, who
-looks at a rank without a record gives the save up; one step before, a trainer kills its own worker if that has not put
-its record, or is the first rank's; then who looks at the first rank gives up, and at the end a trainer waits for its
-worker no longer.
+[Note: who gives up when] All act before timeout_s of standing still is over. A step is 5 s, or a quarter of timeout_s
+if that is less. Two steps before the end, a rank that looks at another one without a record gives the save up. One
+step before, a trainer kills its own worker if that has put no record, or is the first rank's. A quarter step before,
+a rank that looks at the first rank gives up. At the end a trainer waits for its worker no longer.
 
-[Note: one verdict] Whoever was stopped may go on at any later instant, so no order of waits keeps a first rank from
-committing what another has just given up. Before it commits, and before another rank gives up, each asks for the
-verdict: the status lets one of them make it, and that one holds for all. Who has made it, and nobody else, puts the
-outcome, so that all hear the same.
+[Note: one verdict] A stopped process may go on at any later instant. So no order of waits keeps a first rank from
+committing what another has just given up. Therefore both ask for the verdict: the first rank before it commits,
+another rank before it gives up. The status lets one of them make it, and that verdict holds for all. Whoever has made
+it puts the outcome, and nobody else does, so that all get the same.
 """
 
 from __future__ import annotations

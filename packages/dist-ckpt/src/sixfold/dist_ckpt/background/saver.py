@@ -7,14 +7,16 @@
 What is collective (agreeing on the plan, trying the shared folder) happens in the call, on the given group; after it
 no rank needs the group. The worker is ``_worker.py``, what trainers and workers tell each other is ``lost_workers.py``.
 
-[Note: the end of the trainer] An interpreter that ends in order, also by an exception, first waits for its saves
-in flight, each until it ends or has stood still for its timeout_s: a last ``async_save`` without ``wait`` is a
-checkpoint. If that one fails, and nobody has waited for it, the exit status is 1. A killed trainer takes its worker
-with it within a second; the save is lost, the target stays, and the next save takes away what was written.
+[Note: the end of the trainer] An interpreter that ends in order, also by an exception, first waits for its saves in
+flight. It waits for each until that ends or has stood still for its timeout_s. So a last ``async_save`` without
+``wait`` is a checkpoint. If that save fails, and nobody has waited for it, the exit status is 1. A killed trainer
+takes its worker with it within a second. The save is lost, and the target stays. The next save removes what was
+written.
 
-[Note: what the store is asked] in the call takes as long as a copy each, so the first rank asks it while it copies, in
-a thread: to begin the save, where that makes nothing there yet, and for the status. A call that fails or is interrupted
-waits ``_LATE_S`` for that thread and takes the status away; of a store that answers later the thread does it.
+[Note: what the store is asked] A request to a store takes as long as a copy. So in the call the first rank asks in a
+thread while it copies. It asks to begin the save, if that makes nothing there yet, and it asks for the status. A call
+that fails or is interrupted waits ``_LATE_S`` for that thread and removes the status. If the store answers later, the
+thread removes it.
 """
 
 from __future__ import annotations
@@ -269,12 +271,12 @@ def async_save(
     """``save`` that returns when the values are copied; a worker process writes and commits them.
 
     Collective over ``group`` like ``save``; afterwards the caller may change its tensors and needs to call nothing.
-    Waits for this process's previous background save to end. The arena of a rank stays allocated, as large as
-    the largest share it has saved.
+    It waits for this process's previous background save to end. The shared memory of a rank stays allocated, as
+    large as the largest share that it has saved.
 
     Args: as ``save``. timeout_s limits how long the save may make no progress. However slow it is, it goes on while
-        bytes are written. progress is called in this process some times a second, from the thread that watches the
-        worker; the last call comes after the commit, with the total. An exception in it stops the worker, and
+        bytes are written. This process calls progress some times a second, from the thread that watches the worker.
+        The last call comes after the commit, with the total. An exception in it stops the worker, and
         ``wait`` raises it on all ranks.
     Returns:
         The handle; errors of writing, NaN with ``check_finite`` and dead peers are raised by its ``wait``.

@@ -3,24 +3,24 @@
     worker's share --> record -->  SaveStatus, FolderStatus (this file)  --> outcome --> every rank
     trainer --> heartbeat -->
 
-Objects in a folder at the checkpoint (``SaveStatus``), or files in a hidden folder ``.<name>.job-<save_id>`` beside it
-(``FolderStatus``). Every name is known: nobody lists them. They appear whole, and each is signed with a key that
-travelled over the group, so that nothing is unpickled that a rank of this very save did not write.
+Objects in a folder at the checkpoint (``SaveStatus``), or files in a hidden folder ``.<name>.job-<save_id>`` beside
+it (``FolderStatus``). Every name is known: nobody lists them. They appear whole. Each is signed with a key that
+travelled over the group. So nothing is unpickled that a rank of this save did not write.
 
-[Note: who is dead] Each trainer holds a POSIX lock on its ``alive-<rank>``, which the system frees when it dies, and
-writes a counter there every few seconds. A rank whose lock is free is dead. Where locks do not work between the hosts
-(tried before each save) its counter must stand still for ``STALE_S`` instead. At a store there is no lock: a heartbeat
-is an object that its trainer writes anew, and a rank is dead when it has stood still for a quarter of
-``timeout_s``, since a store that asks to slow down may keep a living one from writing for a while.
+[Note: who is dead] Each trainer holds a POSIX lock on its ``alive-<rank>``, and writes a counter there every few
+seconds. The system frees the lock when the trainer dies. A rank whose lock is free is dead. Where locks do not work
+between the hosts (tried before each save) its counter must stand still for ``STALE_S`` instead. At a store there is
+no lock: a heartbeat is an object that its trainer writes anew. There a rank is dead when it has stood still for a
+quarter of ``timeout_s``. A store that asks to slow down may keep a living rank from writing for a while.
 
-[Note: first come] The verdict, and what is put first, are created only if they are not there, in one act where the
-place has that (links; S3, Google Cloud Storage); elsewhere by looking first, and there the order of the waits has to
-do, as in [Note: who gives up when].
+[Note: first come] The verdict, and what is put first, are created only if they are not there. Local folders with
+links, S3 and Google Cloud Storage do that in one act. Elsewhere it takes a look first, and the order of the waits has
+to do, as in [Note: who gives up when].
 
-[Note: not there yet] At a store the call sends one request for the status, by the first rank while tensors are copied.
-Heartbeats come with the first beat, after it: one that was never seen is not there yet. A rank that leaves says so in
-its heartbeat, which goes with the status: a status that is looked at anew cannot tell a heartbeat that is gone from one
-that never was.
+[Note: not there yet] At a store the call sends one request for the status, by the first rank while tensors are
+copied. Heartbeats come with the first beat, after it: one that was never seen is not there yet. A rank that leaves
+says so in its heartbeat, which is removed with the status. Without that, a later look could not tell a heartbeat that
+is gone from one that never was.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 Opening reads the small files and the sizes of the others, no tensor.
 
-[Note: a map outlives its descriptor] The kernel keeps a file mapped when its descriptor is closed; Python's ``mmap``
-keeps one all the same, and a checkpoint may have more files than a process may open. So torch maps it. A map
-lives as long as any view of it: it is undone when the last one goes, and never by whoever made it.
+[Note: a map outlives its descriptor] The kernel keeps a file mapped when its descriptor is closed. Python's ``mmap``
+keeps the descriptor all the same, and a checkpoint may have more files than a process may open. So torch maps it. A
+map lives as long as any view of it: it is undone when the last one goes, and never by whoever made it.
 """
 
 from __future__ import annotations

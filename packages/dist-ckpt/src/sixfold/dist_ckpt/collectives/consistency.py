@@ -2,14 +2,14 @@
 
     common data --> digests (this file) --> first rank: equal? --> if not, check: an error or a warning that names paths
 
-[Note: what may differ] Where values differ between ranks, saving one of them loses the others, so that is an error; so
-is a value that the first rank does not have. Floats and texts are only warned of: host names, clocks and losses differ
-in most jobs. So is a value that is no tensor or array and that the first rank has and others do not: none is lost.
-``preprocess_common_before_consistancy_check`` may drop either from the check.
+[Note: what may differ] Where values differ between ranks, saving one of them loses the others. So that is an error.
+So is a value that the first rank does not have. Floats and texts only give a warning: host names, clocks and losses
+differ in most jobs. So does a value that is no tensor or array and that the first rank has and others do not: none is
+lost. ``preprocess_common_before_consistancy_check`` may drop either from the check.
 
-[Note: replicas that disagree] Of copies of one shard the first is written. So each rank sends digests of
-at most ``_MOST_SAMPLES`` of its shards, of all elements up to ``_WHOLE``, of ``_SAMPLE`` of a larger one: copies that
-have grown apart differ nearly everywhere. A digest of all of them would cost as much as the save.
+[Note: replicas that disagree] Of copies of one shard the first is written. So each rank sends digests of at most
+``_MOST_SAMPLES`` of its shards. A digest is of all elements up to ``_WHOLE``, and of ``_SAMPLE`` elements of a larger
+shard. Copies that have grown apart differ nearly everywhere. A digest of everything would cost as much as the save.
 """
 
 from __future__ import annotations

@@ -2,25 +2,24 @@
 
     each rank's report --> all_reduce, reduce_scatter (this file) --> one decision, or one error, on every rank
 
-Reports go to the first rank of the group, its decision goes back, each rank's own part of it to that rank. Point to
-point, so that a wait that fails names the peer. It runs on CPU
-tensors: on the given group where that has a CPU back end, else on a gloo subgroup derived from it once; never an object
-collective over NCCL. This is the one file of the package that looks up the default process group, for
-``group="world"``.
+Reports go to the first rank of the group. Its decision goes back, and to each rank its own part of it. Messages go
+point to point, so that a wait that fails names the peer. They are CPU tensors: on the given group if that has a CPU
+back end, else on a gloo subgroup that is made once. There is no object collective over NCCL. This is the one file of
+the package that looks up the default process group, for ``group="world"``.
 
-[Note: star and tree] Up to ``STAR_RANKS`` ranks each sends to the first one. More are cut into runs of about the square
-root of their number: the first rank of a run collects the reports of its run, unread, and sends them on as one; the
-decision goes back the same way. So no rank speaks with more than ``2 * sqrt(ranks)`` others. At 1,024
-ranks 62 messages come in one after the other, where a star has 1,023. Below the limit a star has one wait less on its
-way, and 63 small messages cost some 3 ms. Who waits for the first rank of a run waits a little longer than that one
-does for its own. A rank that dies is named to all; of one that is late the first rank of its run says who it is, the
-others that they have lost that one: past a deadline gloo closes the connections.
+[Note: star and tree] Up to ``STAR_RANKS`` ranks each sends to the first one. More are cut into runs of about the
+square root of their number. The first rank of a run collects the reports of its run, unread, and sends them on as
+one. The decision goes back the same way. So no rank exchanges messages with more than ``2 * sqrt(ranks)`` others. At
+1,024 ranks 62 messages come in one after the other, where a star has 1,023. Below the limit a star has one wait less,
+and 63 small messages cost some 3 ms. A rank that waits for the first rank of a run waits a little longer than that
+one does for its own. A rank that dies is named to all. Of a rank that is late, only the first rank of its run says
+who it is. The others say that they have lost that one, because past a deadline gloo closes the connections.
 
-[Note: how long a hung rank is waited for] Reports are heard one after the other, each wait ``timeout_s`` from the one
-before. So a rank that hangs in its ``work`` is told of ``timeout_s`` after the reports of the ranks before it are in,
-also where another rank knows sooner (as behind a mirror, whose ranks see who fetches no more) and has said so: its
-report is not heard before. It cannot be: a message of gloo that is waited for can neither be looked at nor called
-back, so that whoever goes past it hears it in place of the next report.
+[Note: how long a hung rank is waited for] Reports are received one after the other, and each wait is ``timeout_s``
+from the one before. So a rank that hangs in its ``work`` is reported ``timeout_s`` after the reports of the ranks
+before it are in. That is so even if another rank knows sooner, as behind a mirror, whose ranks see who fetches no
+more. The report of that rank is not read before: gloo can neither look at a message that is waited for nor call the
+wait back. Whoever skipped it would get it in place of the next report.
 """
 
 from __future__ import annotations

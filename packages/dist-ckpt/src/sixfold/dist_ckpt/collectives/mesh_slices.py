@@ -2,10 +2,11 @@
 
     records of all ranks that overlap --> copies (this file) --> first rank: owners --> settle on each rank
 
-[Note: slices of a mesh] A DTensor on ``mesh["tp"]`` of a mesh ("dp", "tp") is held once by each slice: every weight of
-DDP with TP, and of FSDP with TP the norms, which are on ``mesh["dp"]``. The mesh cannot tell copies from the stages of
-a pipeline, which share no names. So only where records overlap the ranks send digests of all such shards, and the first
-that holds a shard writes it. Unlike values under one name are an error: stages whose names collide are no copies.
+[Note: slices of a mesh] A DTensor on ``mesh["tp"]`` of a mesh ("dp", "tp") is held once by each slice. With DDP and
+TP that is every weight. With FSDP and TP it is the norms, which are on ``mesh["dp"]``. The mesh cannot tell copies
+from the stages of a pipeline, which share no names. So ranks send digests of all such shards, but only where records
+overlap. The first rank that holds a shard writes it. Unlike values under one name are an error: stages whose names
+collide are no copies.
 """
 
 from __future__ import annotations

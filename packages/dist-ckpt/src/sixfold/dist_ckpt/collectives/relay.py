@@ -3,15 +3,15 @@
     records of all ranks --> balance.py --> agree (this file): what this rank reads, sends, receives
     Reader.run(on_complete) --> Relay (this file) --> the other ranks' tensors
 
-[Note: what is promised is sent] A rank that fails while it reads still sends what its peers wait for, whatever
-the bytes are: the load that follows is an error on every rank, and no rank waits for its deadline.
+[Note: what is promised is sent] A rank that fails while it reads still sends what its peers wait for, whatever the
+bytes are. The load is then an error on every rank, and no rank waits for its deadline.
 
 [Note: few pieces are held] A broadcast passes through ranks that do not want it, and a strided tensor through a
-contiguous copy. So what is sent is cut into pieces, and each lane of a rank (sent, received, broadcast) is a thread. It
-passes its pieces in the order of their numbers, ``_SLOTS`` of ``_PIECE_BYTES`` at a time; of those in the memory of a
-tensor, from one rank to another, as many as there are. No piece waits for ever: all before the first that is not over
-are over, so that each rank of it posts it. The memory of slots is kept: pieces that come and go cost glibc thrice their
-size.
+contiguous copy. So what is sent is cut into pieces, and each lane of a rank (sent, received, broadcast) is a thread.
+It passes its pieces in the order of their numbers, ``_SLOTS`` of ``_PIECE_BYTES`` at a time. Pieces that lie in the
+memory of a tensor and go from one rank to another have no such limit. No piece waits for ever: all before the first
+that is not over are over, so that each rank of it posts it. The memory of slots is kept, because pieces that come and
+go cost glibc thrice their size.
 
 [Note: who reads is not late] Ranks may read for longer than ``timeout_s`` before they send. So a rank waits for its
 peers from when it has read its own share; until then it posts.
@@ -173,8 +173,8 @@ def agree(
     """This rank's records, and which rank of ``within`` handles what for all. Collective.
 
     Args:
-        make: gives the records, and where in the checkpoint the last bytes of each lie, if that matters; may raise:
-            then the error is raised on all ranks of ``within``.
+        make: gives the records, and where in the checkpoint the last bytes of each lie, if that matters. An error
+            that it raises is raised on all ranks of ``within``.
         memory: keeps the plan for the next call with the same records; None: nothing is kept.
         whole_shards: cut none.
     Raises:

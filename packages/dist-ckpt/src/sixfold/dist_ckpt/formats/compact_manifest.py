@@ -5,15 +5,15 @@
 
 ``.metadata`` of ten million chunks takes two gigabytes and minutes to decode; a rank needs some ten thousand of them.
 
-[Note: the form] ``MAGIC``, then int64 of the machine's byte order: 1 if the save wrote no ``.metadata``, the bytes of a
-JSON text, the text (save id, number of axes D, names of files, objects, and of the tensors five columns in the order of
-their keys: key, dtype, shape, number of chunks, the longest of these on the first axis), and for each chunk, by tensor
-and then by place, a row of (offset[D], size[D], file, start, length).
+[Note: the form] First ``MAGIC``, then two int64 of the machine's byte order: 1 if the save wrote no ``.metadata``,
+and the bytes of a JSON text. Then the text: save id, number of axes D, names of files, objects, and five columns of
+the tensors in the order of their keys. The columns are key, dtype, shape, number of chunks, and the longest chunk on
+the first axis. Then one row for each chunk, by tensor and by place: (offset[D], size[D], file, start, length).
 
-The text is as long as there are keys, and is read by columns: jobs with experts have hundreds of thousands of keys, of
-which a rank asks for few, so no line of Python is run for a key before it is asked for. Of the rows a load looks, for
-each tensor, at those that a bisection by the first axis finds. Nothing in the file is believed: the columns are checked
-as a whole, each row that is used as metadata.py checks its entries, and the blocks it lies in against their digests.
+The text has an entry per key, and is read by columns. Jobs with experts have hundreds of thousands of keys, of which
+a rank asks for few. So no line of Python is run for a key before it is asked for. A load looks only at rows that a
+bisection by the first axis finds. Nothing in the file is believed. The columns are checked as a whole. Each row that
+is used is checked as metadata.py checks its entries. The blocks that it lies in are checked against their digests.
 """
 
 from __future__ import annotations

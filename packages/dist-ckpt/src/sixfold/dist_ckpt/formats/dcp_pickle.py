@@ -6,10 +6,10 @@ Building torch's objects and pickling them costs some 25 us for each chunk, more
 have a fixed form, so they are put together here: the objects that torch 2.13 writes, state by state, without their
 import.
 
-[Note: rows] All chunks of as many axes have the same opcodes, in which only integers differ. These have a fixed width
-(``BININT``, or ``LONG1`` of 8 bytes where one of the batch is longer), and every text is in the pickle's memo, under a
-number, before the first chunk: so the chunks of a batch are one array of bytes, of which each row is the form and each
-integer a few columns, and no line of Python is run for a chunk. Memory is that of a batch besides the result.
+[Note: rows] All chunks with the same number of axes have the same opcodes, and only integers differ. These have a
+fixed width: ``BININT``, or ``LONG1`` of 8 bytes if one of the batch is longer. Every text is put into the pickle's
+memo before the first chunk, under a number. So the chunks of a batch are one array of bytes: each row is the form,
+and each integer a few columns. No line of Python is run for a chunk. Besides the result, memory is that of a batch.
 """
 
 from __future__ import annotations

@@ -3,10 +3,9 @@
     tensor --> frame.py (this file) --> file of frames        (save)
     file of frames --> frame.py --> where the raw bytes lie   (load)
 
-A frame is a stored (uncompressed) zip: ``archive/data.pkl``, ``archive/byteorder``,
-``archive/version`` and last the raw bytes ``archive/data/0``, which start at an aligned place of the
-*file*, so that they can be mapped. The real CRC-32 is filled in, so unzip tools verify the file.
-Pure bytes: no files, no ranks.
+A frame is a stored (uncompressed) zip: ``archive/data.pkl``, ``archive/byteorder``, ``archive/version``, and last the
+raw bytes ``archive/data/0``. These start at an aligned place of the *file*, so that they can be mapped. The real
+CRC-32 is filled in, so unzip tools verify the file. Pure bytes: no files, no ranks.
 """
 
 from __future__ import annotations

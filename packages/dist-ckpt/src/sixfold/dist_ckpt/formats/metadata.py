@@ -2,9 +2,9 @@
 
     Manifest (manifest.py) <--> metadata.py (this file) <--> bytes of .metadata
 
-Neither way imports torch's classes: dcp_pickle.py writes the pickle that names them, and reading
-(unpickle.py) believes nothing: types, shapes, boxes and names are checked. megatron's flattened
-layout of before 0.15 becomes ordinary boxes here, so that nothing else knows of it.
+Neither direction imports torch's classes. dcp_pickle.py writes the pickle that names them. Reading (unpickle.py)
+believes nothing: types, shapes, boxes and names are checked. The flattened layout of megatron before 0.15 becomes
+ordinary boxes here, so that nothing else knows of it.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     head of a file --> parse_header (this file) --> where each tensor lies --> checkpoint/safetensors_folder.py
     model.safetensors.index.json --> parse_index (this file) --> which file has which tensor
 
-Nothing read is believed: lengths, names, dtypes, shapes and offsets are checked, and the tensors fill the file to its
+Nothing read is believed. Lengths, names, dtypes, shapes and offsets are checked. The tensors fill the file to its
 last byte without gap or overlap, as the format wants. The library (extra ``safetensors``) is needed for export only.
 """
 

@@ -2,9 +2,8 @@
 
     .metadata bytes --> unpickle.py (this file) --> inert nodes --> metadata.py --> Manifest
 
-``pickle.load`` calls whatever a file names (pytorch#189308). Here a name on the list below becomes
-a stand-in that only remembers its state, any other name is an UnsafeError, and no module is
-imported for a file.
+``pickle.load`` calls whatever a file names (pytorch#189308). Here a name on the list below becomes a stand-in that
+only remembers its state. Any other name is an UnsafeError. No module is imported for a file.
 """
 
 from __future__ import annotations

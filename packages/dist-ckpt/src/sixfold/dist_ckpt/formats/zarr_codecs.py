@@ -4,10 +4,10 @@
     bytes of a chunk file + Coding --> Coding.decode (this file) --> its values
 
 [Note: no codec by name] A ``.zarray`` is a file of a stranger, and numcodecs' registry has codecs that unpickle what
-they decode. So no configuration of a folder reaches a library: names stand in the list below, each is decoded by the
-function written beside it, anything else is an UnsafeError. zlib, gzip, bz2 and lzma come from the standard library,
-blosc, zstd and lz4 from numcodecs (extra ``zarr``). What comes out has the length that the chunk's shape says: more is
-refused before it is decompressed.
+they decode. So no configuration of a folder reaches a library. Names stand in the list below, and each is decoded by
+the function written beside it. Anything else is an UnsafeError. The standard library has zlib, gzip, bz2 and lzma.
+Blosc, zstd and lz4 come from numcodecs (extra ``zarr``). The result has the length that the chunk's shape says: more
+is refused before it is decompressed.
 """
 
 from __future__ import annotations

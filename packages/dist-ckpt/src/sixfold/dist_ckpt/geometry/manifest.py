@@ -33,8 +33,8 @@ class ByteRange(NamedTuple):
 class Run(NamedTuple):
     """Where a box lies in a frame that holds more than it.
 
-    The frame holds a tensor of ``shape``; the box is its row-major run from element ``first`` on.
-    megatron's flattened layout of before 0.15 needs it: one frame, several boxes.
+    The frame holds a tensor of ``shape``, and the box is its row-major run from element ``first`` on. The flattened
+    layout of megatron before 0.15 needs it: one frame, several boxes.
     """
 
     shape: Ints

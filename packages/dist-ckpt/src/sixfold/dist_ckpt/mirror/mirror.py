@@ -4,21 +4,22 @@
     shares of blocks --> Mirror.start: each rank fetches its own (this file) --> Mirror.arrives --> reader.py
 
 [Note: one fetches, all see] Each block that any rank of a host wants is fetched by one of them, into the folder that
-all share. A mapped file has a byte for each block, set when it is there. Who needs a block waits for its byte: until
-the rank that fetches it fails (its own error), dies (nobody holds its lock any more) or nothing arrives for
-``timeout_s``. A block that no rank was to fetch is fetched when it is needed.
+all share. A mapped file has a byte for each block, set when it is there. A rank that needs a block waits for its
+byte. The wait ends when the rank that fetches it fails (its own error) or dies (nobody holds its lock any more), or
+when nothing arrives for ``timeout_s``. A block that no rank was to fetch is fetched when it is needed.
 
-[Note: blocks in memory] A block that one rank alone wants need not go through a file, whose fresh pages cost more than
-all else. Up to ``_MEMORY_BYTES`` of such blocks wait in the memory of the rank that fetched them, which copies them to
-where it wants them and forgets them. Who looks at the file for one all the same (its rank for a part of it, another
-rank when it tells which keys are damaged) writes it there first, or fetches it again. What is fetched again nobody has
-hashed: reader.py takes a block only where one run alone wants it, and hashes what it has to read again.
+[Note: blocks in memory] A block that one rank alone wants need not go through a file, whose fresh pages cost more
+than all else. Up to ``_MEMORY_BYTES`` of such blocks wait in the memory of the rank that fetched them. That rank
+copies them to where it wants them, and forgets them. Somebody may look at the file for such a block all the same: its
+rank for a part of it, or another rank that tells which keys are damaged. Then it is written there first, or fetched
+again. What is fetched again nobody has hashed. So reader.py takes a block only where one run alone wants it, and
+hashes what it has to read again.
 
-[Note: a mirror's end] The folder lies where ``tempfile`` puts files and goes when the load ends, well or not. Each rank
-holds a lock in it while it lives, which the system takes back when it is killed: the next load on the host removes
-the folders whose locks nobody holds. Where no exchange says that all have read, each leaves a mark, and who finds the
-marks of all deletes the folder. One that has been without a lock for long was left by a process that was killed before
-it held one, and goes too.
+[Note: a mirror's end] The folder lies where ``tempfile`` puts files and is deleted when the load ends, well or not.
+Each rank holds a lock in it while it lives, which the system takes back when the rank is killed. The next load on the
+host removes the folders whose locks nobody holds. Where no exchange says that all have read, each leaves a mark, and
+the rank that finds the marks of all deletes the folder. A folder that has been without a lock for long was left by a
+process that was killed before it held one. It is deleted too.
 """
 
 from __future__ import annotations

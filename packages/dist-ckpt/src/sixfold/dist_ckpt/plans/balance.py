@@ -2,12 +2,12 @@
 
     replicated shards and their holders --> share_out (this file) --> parts per shard
 
-Pure integers: no tensors, no group. Whole shards go greedily to the least loaded holder; only where that leaves
-a rank more than half a percent above what must be, shards are cut.
+Pure integers: no tensors, no group. Whole shards go greedily to the least loaded holder. Shards are cut only where
+that leaves a rank more than half a percent above the bound.
 
-[Note: the bound proves itself] Follow from the fullest rank to every rank that holds something it was given,
-and so on. All data of the ranks found is held by them alone, so that their mean load is a lower bound of
-the fullest rank for any way to share out: when the fullest is near that mean, nothing better exists.
+[Note: the bound proves itself] Follow from the fullest rank to every rank that holds something it was given, and so
+on. All data that these ranks were given is held by them alone. So their mean load is a lower bound of the fullest
+rank, for any way to share out. When the fullest is near that mean, nothing better exists.
 """
 
 from __future__ import annotations

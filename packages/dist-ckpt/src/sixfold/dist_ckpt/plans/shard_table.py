@@ -3,9 +3,8 @@
     records --> tabulate (this file) --> bytes that travel --> merge --> table_problems, metadata
 
 A job of 1,024 ranks with 10,000 tensors has ten million shards: as objects they would take gigabytes and minutes. A
-table has one row of int64 for each box, and names, dtypes and shapes apart; ranks that hold parts of
-the same tensors have the same names, which are then read once. All problems are listed, not the first.
-Pure: no files, no ranks.
+table has one row of int64 for each box, and names, dtypes and shapes apart. Ranks that hold parts of the same tensors
+have the same names, which are then read once. All problems are listed, not the first. Pure: no files, no ranks.
 """
 
 from __future__ import annotations

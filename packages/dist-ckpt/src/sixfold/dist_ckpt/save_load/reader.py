@@ -2,21 +2,22 @@
 
     load plan + this rank's blocks --> windows of work --> Reader (this file) --> the caller's tensors
 
-[Note: one pass over a block] The rank that hashes a block reads it with ``preadv`` straight into the tensors that
-want its bytes and hashes what it has just read there. What no tensor of the rank wants, and small tensors, it
-hashes in the page cache, by a mapping. All other ranks of the node copy their part of the block from the
-page cache: each byte is read once, whoever wants it.
+[Note: one pass over a block] One rank hashes a block. It reads the block with ``preadv`` straight into the tensors
+that want its bytes, and hashes what it has just read there. What no tensor of the rank wants, and small tensors, it
+hashes in the page cache, by a mapping. All other ranks of the node copy their part of the block from the page cache.
+So each byte is read once, whoever wants it.
 
-[Note: windows] Files are walked in windows, by all ranks in the same order. A rank first reads and hashes its
-own blocks of a window, then copies out of the window before what others have read and hashed. So reading
-and copying overlap across ranks, and a checkpoint larger than memory is still read once. Pages that were mapped for a
-window are given back after it; what is converted passes in parts of ``PART_BYTES``, some four of them for each thread
-(of which glibc may keep thrice as much: memory of tensors is aligned, and pieces that come and go fragment its heap).
+[Note: windows] Files are walked in windows, by all ranks in the same order. A rank first reads and hashes its own
+blocks of a window. Then it copies out of the window before what others have read and hashed. So reading and copying
+overlap across ranks, and a checkpoint larger than memory is still read once. Pages that were mapped for a window are
+given back after it. Values that are converted pass in parts of ``PART_BYTES``, some four of them for each thread.
+glibc may keep thrice as much: memory of tensors is aligned, and pieces that come and go fragment its heap.
 
 [Note: taken for ours] Where bytes arrive while they are read, planning must not wait for the head of each frame. It
-waits for the first one. If that is ours, all frames of the length of ours are taken for ours. Their heads are looked at
-when their bytes are there: before a chunk is copied, and of what was read as a run of bytes before its record counts as
-complete. One of another form, such as another version of torch writes, is then read again by its zip directory.
+waits for the first one. If that is ours, all frames of the length of ours are taken for ours. Their heads are looked
+at later, when their bytes are there. For a chunk that is copied, that is before the copy. For a run of bytes, it is
+before its record counts as complete. A frame of another form, as another version of torch writes, is then read again
+by its zip directory.
 """
 
 from __future__ import annotations
@@ -72,10 +73,10 @@ class ByteRun(NamedTuple):
 class Sources:
     """The frames of a checkpoint, each looked into once: where the values of a chunk lie, or the chunk itself.
 
-    A frame of this package is recognised by comparing it with the template of its dtype and shape; a frame of
-    torch or megatron by its zip directory, once, and its CRC-32, which they write and never look at, is checked
-    on the way. What is not plain values in row-major order goes through torch's weights-only reader, when it is
-    copied: the chunks decoded last are kept, for the next reads of the same.
+    A frame of this package is recognised by comparing it with the template of its dtype and shape. A frame of torch
+    or megatron is recognised by its zip directory, once. Its CRC-32, which they write and never look at, is checked
+    then. What is not plain values in row-major order goes through torch's weights-only reader when it is copied. The
+    chunks decoded last are kept, for the next reads of the same.
     """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
@@ -222,8 +223,8 @@ class Reader:
 
         Args:
             blocks: of ``integrity.json``, that this rank hashes: the only ones it may not leave to others.
-            on_complete: called once with the index of each record when its last byte is in place, in an order that
-                depends on the plan alone; from then on the tensor may be sent on.
+            on_complete: called once with the index of each record when its last byte is in place. The order depends
+                on the plan alone. From then on the tensor may be sent on.
         Raises:
             CorruptError: a block has another digest, a file ends early, a frame is none.
             MismatchError: a value does not survive the conversion of dtypes.

@@ -3,8 +3,8 @@
     state dict of a load + common data --> requested_keys.py (this file) --> loading.py --> what ``strict`` says
 
 [Note: half of an object] An optimizer of FSDP2 that has made no step has no moments in its state dict. Its learning
-rate would be loaded and its moments would not. So what is stored below a name of the state dict, and asked for by no
-rank, is an error where something else below that name is asked for. Another ``strict`` than the default allows it.
+rate would be loaded and its moments would not. So it is an error to ask for something below a name of the state dict,
+if no rank asks for the rest that is stored there. Another ``strict`` than the default allows it.
 """
 
 from __future__ import annotations

@@ -4,10 +4,10 @@
     load plan + frames --> reader.py --> the caller's tensors
 
 No group and no decision: what goes where was planned. Tensors of callers pass through CPU copies of ``COPY_BYTES``
-each (see [Note: what is hashed is written] of storage/frame_file.py), of which ``FrameFile`` holds a few: a save into a
-folder needs 4 MiB times ``4 * threads + 6`` besides the tensors, whatever their size and number. A store that takes
-several streams gets several files of a rank at once, each with the next frames of the plan; what it holds of them
-url.py says.
+each (see [Note: what is hashed is written] of storage/frame_file.py), of which ``FrameFile`` holds a few. So a save
+into a folder needs 4 MiB times ``4 * threads + 6`` besides the tensors, whatever their size and number. A store that
+takes several streams gets several files of a rank at once, each with the next frames of the plan. url.py says what it
+holds of them.
 """
 
 from __future__ import annotations

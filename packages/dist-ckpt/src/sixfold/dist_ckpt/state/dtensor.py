@@ -24,8 +24,9 @@ Runs = list[range]  # places on an axis of the global tensor, in the order of th
 class Layout(NamedTuple):
     """Where a DTensor's local tensor lies.
 
-    ``pairs`` are boxes of the global tensor with the equal boxes of the local one: one, unless a strided placement
-    scatters the local rows; none for a tensor without elements. ``replica`` is all zeros on the rank that writes.
+    ``pairs`` are boxes of the global tensor with the equal boxes of the local one. There is one pair, or several if
+    a strided placement scatters the local rows. A tensor without elements has none. ``replica`` is all zeros on the
+    rank that writes.
     ``is_on_slice``: on a slice of a larger mesh, such as ``mesh["tp"]``, so that other slices may hold copies.
     """
 

@@ -29,8 +29,8 @@ from sixfold.dist_ckpt.state.tensor_memory import is_dtensor
 class ShardedTensorFactory(ShardedBase):
     """A leaf that becomes a sub state dict when it is saved or loaded, and one value again after.
 
-    A tensor that is stored in parts, or any object: one of quantised blocks and scales has two ShardedTensors in its
-    sub dict, ``data`` None, and a ``merge_fn`` that makes the object.
+    For a tensor that is stored in parts, such as a fused weight, or for any object. An object of quantised blocks
+    and scales has two ShardedTensors in its sub dict, ``data`` None, and a ``merge_fn`` that makes the object.
 
     Args:
         key: handed to ``build_fn``.

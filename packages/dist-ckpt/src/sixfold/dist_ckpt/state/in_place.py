@@ -11,8 +11,8 @@ log tells.
 
 [Note: tied weights] One tensor under two names, as a tied embedding and head, takes one value. Where the checkpoint
 holds two that differ, one would be lost; threads that fill both at a time would mix them. So the second name is read
-into memory of its own and compared. Numbers in lists are no weights: of a schedule with milestones whose learning rate
-is a tensor, a new one holds the rates of its parts as one tensor. Each comes back as it was saved.
+into memory of its own and compared. Numbers in lists are no weights. A new schedule with milestones, whose learning
+rate is a tensor, holds the rates of its parts as one tensor. Each comes back as it was saved.
 """
 
 from __future__ import annotations

@@ -202,8 +202,8 @@ class ShardedTensor(ShardedBase):
             replica_id: None takes the coordinates on the mesh axes that replicate it.
             fields: see the class.
         Raises:
-            ShardingError: a Partial placement, a rank outside the mesh, or a strided placement that scatters the local
-                rows; a DTensor as a leaf of the state dict may have one.
+            ShardingError: a Partial placement, a rank outside the mesh, or a strided placement that scatters the
+                local rows. A DTensor as a leaf of the state dict may have a strided placement.
         """
         records = cls.all_of_dtensor(key, dtensor)
         if len(records) != 1:
@@ -279,9 +279,9 @@ class ShardedTensor(ShardedBase):
     def pieces(self) -> Iterator[Piece]:
         """The boxes that ``data`` fills, without empty ones, in the order of the data.
 
-        [Note: flattened ranges are ordinary chunks] A range of a box is at most ``2n - 1`` boxes, each
-        contiguous in the flat data, so that each is stored with its true offset and size and any
-        layout, flattened or not, loads from any other. The reference guide's remedy, a special global
+        [Note: flattened ranges are ordinary chunks] A range of a box is at most ``2n - 1`` boxes, each contiguous in
+        the flat data. Each is stored with its true offset and size. So any layout, flattened or not, loads from any
+        other. The reference guide's remedy, a special global
         shape on disk, was dropped upstream and stranded its users (areal-project/AReaL#1468).
         """
         box = self.box
@@ -322,8 +322,8 @@ class ShardedTensor(ShardedBase):
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
         """``torch.narrow`` of the local tensor on every rank; the global tensor shrinks with it.
 
-        ``dim`` counts own axes only. A flattened shard can be narrowed on axis 0: the result is the
-        common part of its range and the kept rows, and the list is empty where they share nothing.
+        ``dim`` counts own axes only. A flattened shard can be narrowed on axis 0. The result is the common part of
+        its range and the kept rows. The list is empty if they share nothing.
 
         Raises:
             ShardingError: a shard without a regular grid; a flattened one on another axis.

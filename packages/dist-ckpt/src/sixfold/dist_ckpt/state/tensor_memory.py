@@ -2,8 +2,9 @@
 
     caller's tensor --> this file --> those who take its address: writer.py, reader.py, relay.py, arena.py
 
-A DTensor, a fake or a wrapped quantised tensor says that it is a contiguous CPU tensor and has memory of its own
-nowhere, or somewhere else: copying from its address saves garbage, and copying to it is a crash. No files, no ranks.
+A DTensor, a fake or a wrapped quantised tensor says that it is a contiguous CPU tensor. It has memory of its own
+nowhere, or somewhere else. So copying from its address saves garbage, and copying to it is a crash. No files, no
+ranks.
 """
 
 from __future__ import annotations

@@ -135,8 +135,9 @@ def assemble(common: Any, request: Any, values: Mapping[KeyPath, Any], path: Key
     """The result of a load: saved common data with the loaded values at the places of the request.
 
     Common leaves of the request count for nothing. A record without a value (left out by
-    ``strict``) leaves no entry in a dict and None in a list. A dict is of the kind that was saved, or of the request's
-    kind where nothing common was, and at the top; its order is the request's, what else was saved comes after.
+    ``strict``) leaves no entry in a dict and None in a list. A dict is of the kind that was saved. At the top, and
+    where nothing common was saved, it is of the request's kind. Its order is the request's; what else was saved
+    comes after.
     """
     if isinstance(request, ShardedBase | LocalNonpersistentObject):
         return values.get(path, GONE)

@@ -3,22 +3,24 @@
     frames --> StreamFile --> files of the save's own folder --> its metadata.json, written last (this file)
 
 [Note: visible by one act] Each save writes into a folder of its own, ``save-<number>-<save_id>/``, as a local
-checkpoint looks, ``metadata.json`` last and in one request. What is visible is the save of the highest number whose
-folder has ``metadata.json`` and ``integrity.json`` (equal numbers: of the higher id). No name is ever written twice, so
-that a request that lands late, or another job, changes nothing of a checkpoint that is there: a kill or an error at any
-moment leaves the older one or the newer one, whole. Checkpoints without such a folder (of older versions, of torch,
-safetensors) lie in the place itself; a save's folder goes before them.
+checkpoint looks, ``metadata.json`` last and in one request. The visible save is the one of the highest number whose
+folder has ``metadata.json`` and ``integrity.json`` (equal numbers: of the higher id). No name is ever written twice.
+So a request that arrives late, or another job, changes nothing of a checkpoint that is there. A kill or an error at
+any moment leaves the older one or the newer one, whole. Checkpoints without such a folder (of older versions, of
+torch, safetensors) lie in the place itself; a save's folder goes before them.
 
 [Note: what goes] A commit removes the saves below its own number, ``integrity.json`` of each first. One of them that
 is visible was replaced. One that is not can never become visible any more: whoever writes it, if anybody does, finds
-the higher one when it commits, and says so. Of higher numbers nothing is touched. Where a place goes in which nothing
-is visible, each save there is marked first, ``job-.../gone``, and what is visible after that stays: a commit writes
-``metadata.json`` and looks for its mark, and for each of its files, after that, so that one of the two sees the other.
+the higher one when it commits, and says so. Of higher numbers nothing is touched. Where nothing is visible, a place
+is removed in another way. Each save there is marked first (``job-.../gone``), and what is visible after that stays. A
+commit writes ``metadata.json`` first, and looks for its mark and for each of its files after that. So one of the two
+sees the other.
 
-[Note: for torch] torch's readers want ``.metadata`` in the place itself. A copy that names the files by their folder is
-written there after the commit, before older files go: a kill between the two leaves torch the older checkpoint, whole.
-Loads here look only whether it was a save of this package that wrote it. One that torch wrote later is refused, since
-it may be newer; one that was there when the save began is known by the mark ``job-.../over-<crc32>``.
+[Note: for torch] torch's readers want ``.metadata`` in the place itself. A copy that names the files by their folder
+is written there after the commit, before older files are removed. So a kill between the two leaves torch the older
+checkpoint, whole. Loads here look only whether it was a save of this package that wrote it. One that torch wrote
+later is refused, since it may be newer. One that was there when the save began is known by the mark
+``job-.../over-<crc32>``.
 """
 
 from __future__ import annotations

@@ -157,11 +157,11 @@ class StreamFile(PartFile):
 class FrameFile(PartFile):
     """A file of frames, written once from start to end, hashed in the same pass.
 
-    Small parts are gathered and written a megabyte at a time; large ones are written from where they are, piece by
-    piece right after each was hashed, by threads: at most ``4 * threads`` pieces of 4 MiB wait for them, and what owns
-    the memory of a piece is held until it is written, no longer. The kernel is asked for the whole length before the
-    first byte, and to start with each piece at once, so that the last fsync has little left to do. (O_DIRECT was no
-    faster on the disks that we measured, and leaves the page cache cold for the load that follows.)
+    Small parts are gathered and written a megabyte at a time. Large ones are written by threads from where they are,
+    each piece right after it was hashed. At most ``4 * threads`` pieces of 4 MiB wait. The owner of a piece's memory
+    is held until the piece is written, no longer. The kernel is asked for the whole length before the first byte. It
+    starts to write each piece at once, so that the last fsync has little left to do. (O_DIRECT was no faster, and
+    leaves the page cache cold for the load that follows.)
 
     Args:
         nbytes: an upper bound of what will come; 0 if that is not known.

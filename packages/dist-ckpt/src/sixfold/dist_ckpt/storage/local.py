@@ -3,22 +3,21 @@
     str, PathLike --> located (this file) --> a local Path, or a URL as text --> store_at (this file) --> its store
     frames --> frame_file.py --> staging folder --> commit (this file) --> the checkpoint
 
-[Note: old or new, never both] A checkpoint is written into a folder in the sibling ``.<name>.tmp-<save_id>`` and moved
-into place by one rename, after every file and the folder are on disk. No file of a visible
-checkpoint is ever written again. Peers overwrite in place: a rank killed meanwhile leaves a folder
-that loads as a mixture of two steps.
+[Note: old or new, never both] A checkpoint is written into a folder in the sibling ``.<name>.tmp-<save_id>``. When
+every file and the folder are on disk, one rename moves it into place. No file of a visible checkpoint is ever written
+again. Peers overwrite in place: a rank killed meanwhile leaves a folder that loads as a mixture of two steps.
 
-[Note: what stays of a folder] A save replaces a folder by another. What an administrator has set on the old one (a
-group that shares it, setgid, an access list, a project id in an extended attribute) is set on the new one, as far as
-this process may.
+[Note: what stays of a folder] A save replaces a folder by another. An administrator may have set something on the old
+one: a group that shares it, setgid, an access list, a project id in an extended attribute. It is set on the new one,
+as far as this process may.
 
 [Note: one level deeper] Trainers find their steps by names that hold ``step-7`` and a ``.metadata`` within. The sibling
 has such a name, so the files lie in a folder inside it until they are moved into place.
 
-[Note: what is no place] A URL that has gone through ``Path`` has lost a slash (``memory:/run``), a ``~`` is the shell's
-to expand, ``""`` would be the working folder. Each of them names a local folder that nobody meant: a save would make
-``./memory:`` or ``./~`` and return, and a resume would find no checkpoint and begin from zero. They are refused
-before anything is looked at. Who means a local folder of such a name writes it from its root.
+[Note: what is no place] A URL that has gone through ``Path`` has lost a slash (``memory:/run``). A ``~`` is the
+shell's to expand. ``""`` would be the working folder. Each of them names a local folder that nobody meant. A save
+would make ``./memory:`` or ``./~`` and return. A resume would find no checkpoint and begin from zero. So they are
+refused before anything is looked at. Who means a local folder of such a name writes it from its root.
 """
 
 from __future__ import annotations
@@ -415,8 +414,8 @@ def commit(staging: Path, target: Path, save_id: str, unsynced: Collection[str] 
     """Move a complete staging folder into place, replacing what is there. See [Note: old or new, never both].
 
     Args:
-        unsynced: files and folders in it that are put on disk before, with it and all at once: of a disk that takes
-            long for each that is one wait, and no less is on disk when the folder moves.
+        unsynced: files and folders in it that are put on disk before the move, all at once. On a slow disk that is
+            one wait. No less is on disk when the folder moves.
     """
     if target.exists():
         copy_attributes(target, staging)
@@ -472,8 +471,9 @@ def is_locked(handle: int) -> bool:
 def copy_attributes(source: Path, target: Path, *, writable: bool = False) -> None:
     """Give ``target`` owner, group, mode and extended attributes (access lists are such) of folder ``source``.
 
-    See [Note: what stays of a folder]. What the system does not let this process set stays as it is: the owner unless
-    it is root, the group unless it is a member, attributes of other name spaces than ``user`` and access lists.
+    See [Note: what stays of a folder]. What the system does not let this process set stays as it is. Only root sets
+    the owner, and only a member sets the group. Attributes of other name spaces than ``user`` and access lists stay
+    too.
 
     Args:
         writable: with all rights for the owner besides.
@@ -546,8 +546,8 @@ def _sync(path: Path, flags: int) -> None:
 def discard(staging: Path) -> None:
     """Remove a staging folder, given as ``stage`` gives it or as ``siblings`` does, as far as that goes.
 
-    Renamed aside first: another thread or process that is about to move it into place then finds
-    it gone, and can never commit a folder of which half is deleted.
+    It is renamed aside first. Another thread or process that is about to move it into place then finds it gone. So
+    nobody can commit a folder of which half is deleted.
     """
     staging = staging.parent if staging.name == INNER else staging
     aside = staging.with_name(f"{staging.name}-gone")

@@ -5,10 +5,10 @@
 
 ``file://`` is a local path, with the stronger promise of local.py.
 
-[Note: what passes] Errors of the network, of a store that is busy or asks to slow down are met by asking again, after
-pauses that grow to 5 s, until ``timeout_s`` after the first of them; then one StorageError says what was asked, how
-often and for how long. An upload that breaks is begun anew from the tensors. The client of a store (s3fs) asks again by
-itself before that, request by request.
+[Note: what passes] Some errors pass: those of the network, and of a store that is busy or asks to slow down. The
+request is then repeated, after pauses that grow to 5 s, until ``timeout_s`` after the first error. Then one
+StorageError says what was asked, how often and for how long. An upload that breaks is begun anew from the tensors.
+The client of a store (s3fs) repeats before that by itself, request by request.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ def joined(url: str, name: str) -> str:
 class UrlStore(ByPointer, tells=True):
     """A checkpoint behind a URL. It is pickled as its URL: each process makes a connection of its own.
 
-    A rank uploads up to ``streams`` files at once, each in parts of 8 MiB (more for a file of over 70 GiB), from
-    copies of 4 MiB of its tensors. The client holds a part while it is sent and the next one beside it: at most some
-    ``streams * 3 * 8 MiB`` = 192 MiB of a rank, whatever is saved. Uploads that a killed rank leaves open are no
+    A rank uploads up to ``streams`` files at once, from copies of 4 MiB of its tensors. Parts have 8 MiB, and more
+    for a file of over 70 GiB. The client holds a part while it is sent, and the next one beside it. That is at most
+    some ``streams * 3 * 8 MiB`` = 192 MiB of a rank, whatever is saved. Uploads that a killed rank leaves open are
+    no
     objects; a rule of the bucket removes them.
 
     Args:

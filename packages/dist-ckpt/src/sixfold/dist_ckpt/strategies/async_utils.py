@@ -2,9 +2,9 @@
 
     save(..., async_sharded_save=True) --> AsyncRequest (this file) --> AsyncCallsQueue (this file) --> finalize_fns
 
-The save itself runs already when the request is returned, with the values of that moment, in this package's worker
-(background/saver.py); the request is its handle, and scheduling it puts it in the queue. A request with a function of
-the caller's own runs it in a thread.
+The save itself runs already when the request is returned. It has the values of that moment, and runs in this
+package's worker (background/saver.py). The request is its handle, and scheduling it puts it in the queue. A request
+with a function of the caller's own runs it in a thread.
 """
 
 from __future__ import annotations

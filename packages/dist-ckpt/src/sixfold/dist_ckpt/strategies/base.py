@@ -174,7 +174,7 @@ class AsyncSaveShardedStrategy(SaveShardedStrategy):
         """Prepare, so that the caller may change its tensors, and return what writes into ``checkpoint_dir``.
 
         Called as ``save`` is. The function of the request runs in a thread of this process when the request is
-        scheduled, and its finalize functions on all ranks when it has ended on all.
+        scheduled. Its finalize functions run on all ranks when it has ended on all.
         """
 
     def save(self, sharded_state_dict: dict[Any, Any], checkpoint_dir: Path) -> None:

@@ -2,12 +2,12 @@
 
 compact manifest --> .metadata --> integrity.json that covers it (this file)
 
-[Note: one file more] No file of a visible checkpoint is written again; one is added, and ``integrity.json`` is replaced
-by one that says the same and of it too. Each appears whole, by a rename, ``.metadata`` first: until the second rename
-the manifest says that it is none of the save, and loads of this package look at neither its presence nor its content. A
-kill between the two leaves that, and the next call does both again. All of it goes through one descriptor of the
-folder: a save that replaces the checkpoint meanwhile replaces it whole. In a store ``.metadata`` lies beside the save's
-folder, for torch alone; nobody saves to the place meanwhile.
+[Note: one file more] No file of a visible checkpoint is written again. One is added, and ``integrity.json`` is
+replaced by one that says the same and names the new file too. Each appears whole, by a rename, ``.metadata`` first.
+Until the second rename the manifest says that ``.metadata`` is none of the save, so loads of this package do not look
+at it. A kill between the two leaves that, and the next call does both again. All of it goes through one descriptor of
+the folder: a save that replaces the checkpoint meanwhile replaces it whole. In a store ``.metadata`` lies beside the
+save's folder, for torch alone; nobody saves to the place meanwhile.
 """
 
 from __future__ import annotations

@@ -41,8 +41,8 @@ def inspect(path: str | Path | Store, *, keys: str = "*") -> dict[str, Any]:
     Returns:
         path, backend, version, save_id, nbytes (of the tensors listed), tensors [key, dtype, shape, nbytes, chunks],
         objects [key, shape], common [top-level keys], files [name, nbytes], integrity (whether each byte has a
-        checksum). backend and version are those of metadata.json, "torch_dist" and None for a plain DCP folder,
-        "safetensors" and None for one of Hugging Face.
+        checksum). The backend and version are those of metadata.json. They are "torch_dist" and None for a plain DCP
+        folder, "safetensors" and None for one of Hugging Face.
     Raises:
         CheckpointError: no such folder, or it cannot be read.
     """
@@ -82,8 +82,8 @@ def verify(path: str | Path | Store, *, quick: bool = False, progress: Progress 
         quick: names, sizes and metadata only; otherwise every byte that has a checksum.
         progress: called with bytes checked and in all, as of ``save``; an exception in it ends the call.
     Returns:
-        path, ok, checked (whether bytes were compared with checksums: not with ``quick``, nor in a format that has
-        none), checked_bytes, problems [kind, file, key or None, detail]. Kinds: "missing", "size" and "extra"
+        path, ok, checked, checked_bytes, problems [kind, file, key or None, detail]. ``checked`` is False with
+        ``quick``, and in a format without checksums. Kinds: "missing", "size" and "extra"
         (files), "checksum" (bytes), "unreadable" (a file that is not what it should be), "mixed" (files of two
         saves), "unfinished" (a save that never ended), "unsafe" (a pickle or a path that no checkpoint needs).
         leftovers: folders of saves that never finished, beside the files of the checkpoint, in a copy of a store; no
@@ -115,9 +115,9 @@ def convert(
 
     Args:
         dst: a folder that does not exist or is empty; it appears complete or not at all.
-        to: "torch_dist", "zarr", or "safetensors", which takes the tensors alone. Plain tensors, which are common data,
-            go there under their place in the state dict, joined by dots; one within a tuple or an object of common
-            data or plain DCP is an error, a ``ShardedObject`` stays behind.
+        to: "torch_dist", "zarr", or "safetensors", which takes the tensors alone. Plain tensors, which are common
+            data, get their place in the state dict as name, joined by dots. A tensor within a tuple or another
+            object is an error. A ``ShardedObject`` stays behind.
         max_shard_bytes: safetensors only: tensors per file, unless one tensor alone is larger.
         keys: a glob; other tensors and objects are left out.
         progress: called with bytes of tensors done and in all, the last time before ``dst`` appears.

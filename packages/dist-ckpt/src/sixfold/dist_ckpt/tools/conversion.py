@@ -4,7 +4,7 @@
     folder --> stored_values.py: batches of values --> files of safetensors (this file)
 
 A record whose values lie plain in a file of the source maps them, so that the page cache and not the process holds
-them. Safetensors, the format that model hubs and inference engines read, are streamed: the ``safetensors`` library
+them. Safetensors, the format that model hubs and inference engines read, are streamed. The ``safetensors`` library
 (extra ``safetensors``) would want a whole file's bytes in memory to write it. It opens each file afterwards, which
 checks header and lengths by independent code.
 """
@@ -137,8 +137,8 @@ def remove_sharded_tensors(
 ) -> None:
     """Remove the tensors whose key begins with ``key_prefix`` from a checkpoint; one process alone calls it.
 
-    The rest is written anew, every byte checked, and takes the place of the folder in one step, so that it needs room
-    for both meanwhile: objects, common data and the cut of the tensors stay. Warns if no key begins so.
+    The rest is written anew, every byte checked, and replaces the folder in one step. Meanwhile both need room.
+    Objects, common data and the cut of the tensors stay. Warns if no key begins so.
 
     Args:
         checkpoint_dir: a local folder of this package, of DCP, of megatron-core, or of zarr.

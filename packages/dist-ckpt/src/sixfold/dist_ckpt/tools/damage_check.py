@@ -32,8 +32,8 @@ Problem = dict[str, Any]
 def opened(path: str | Path | Store, *, whole: bool = False) -> Iterator[Path]:
     """The local folder of a checkpoint, while the context lasts.
 
-    The folder itself, resolved; where its checkpoint is if its replacement was cut short; for a URL or a store
-    a mirror of its small files, with ``whole`` of all.
+    It is the folder itself, resolved. If its replacement was cut short, it is the folder where the checkpoint is.
+    For a URL or a store it is a mirror of the small files, with ``whole`` of all files.
 
     Raises:
         MismatchError: there is no such folder.

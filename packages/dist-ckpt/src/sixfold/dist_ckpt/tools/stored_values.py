@@ -3,9 +3,9 @@
     folder --> listed --> batches --> read (this file) --> commands.py: diff; conversion.py; damage_check.py
     bytes of common.pt, of objects --> inert stand-ins for unknown classes (this file) --> safe_globals of a load
 
-megatron puts its ``argparse.Namespace`` and enums into common data. A load refuses the user's classes unless they
-are allowed by name; a tool that only shows or compares needs no class: each unknown one is replaced by a stand-in
-that holds what the pickle says of it, and nothing of it is imported or run.
+megatron puts its ``argparse.Namespace`` and enums into common data. A load refuses the user's classes unless they are
+allowed by name. A tool that only shows or compares needs no class. So each unknown class is replaced by a stand-in
+that holds what the pickle says of it. Nothing of the class is imported or run.
 """
 
 from __future__ import annotations

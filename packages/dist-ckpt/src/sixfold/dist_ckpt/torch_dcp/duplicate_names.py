@@ -5,8 +5,8 @@
 torch saves one of the plain tensors that ranks have under one name, and one of the shards of DTensors under one name
 and place. Stages of a pipeline whose optimizers count their parameters from 0 would lose all but one.
 
-[Note: few DTensors] A model may have very many of them, so each rank tells of at most ``_MOST_SHARDS``: the same on
-all ranks that have the same names.
+[Note: few DTensors] A model may have very many of them. So each rank sends digests of at most ``_MOST_SHARDS``. They
+are the same on all ranks that have the same names.
 """
 
 from __future__ import annotations

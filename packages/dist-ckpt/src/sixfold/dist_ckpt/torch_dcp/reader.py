@@ -3,13 +3,13 @@
     folder --> Metadata --> torch's planner --> read items --> Reader (this file): ranges, blocks hashed --> tensors
 
 torch's ``load`` calls, on each rank: read_metadata, set_up_storage_reader, prepare_local_plan; on the first:
-prepare_global_plan; on each: read_data. Between them torch gathers and scatters: with its plan each rank sends which
-blocks it will touch, and gets back which of them it is to hash, each block one rank. An error of one rank ends the
-load on all.
+prepare_global_plan; on each: read_data. Between them torch gathers and scatters. With its plan each rank sends which
+blocks it will touch. It gets back which of them it hashes: each block is hashed by one rank. An error of one rank
+ends the load on all.
 
-[Note: mirrors that become one] What lies behind a URL is read through a local mirror, which each rank must make for
-itself to read the metadata. When the first rank has heard what all will touch, the ranks of a host read on in that of
-the first one among them: each block is fetched and hashed by one of them.
+[Note: mirrors that become one] What lies behind a URL is read through a local mirror. Each rank must first make one
+for itself, to read the metadata. Later the first rank knows what all will touch. From then on the ranks of a host
+read in the mirror of the first one among them, and each block is fetched and hashed by one of them.
 """
 
 from __future__ import annotations
@@ -220,9 +220,9 @@ class Reader(StorageReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Each rank: open the folder, small files and sizes checked, as torch's ``Metadata``.
 
-        torch's ``load`` takes any error of this for a missing file, asks again for one of this rank alone (``rank``)
-        and ends with an error of its own. So the second call hands out nothing, and ``set_up_storage_reader`` raises
-        the error.
+        torch's ``load`` takes any error of this call for a missing file. It asks again for one of this rank alone
+        (``rank``), and ends with an error of its own. So the second call returns nothing, and
+        ``set_up_storage_reader`` raises the error.
 
         Raises:
             MismatchError, CorruptError, UnsafeError, StorageError: as ``sixfold.dist_ckpt.load``.

@@ -3,13 +3,14 @@
     torch.distributed.checkpoint.save --> its planner --> Writer (this file) --> frames, digests --> commit of a store
 
 torch's ``save`` calls, on each rank: set_up_storage_writer, prepare_local_plan; on the first: prepare_global_plan; on
-each: write_data; on the first: finish. Between them torch gathers and scatters, and an error of one rank ends the save
-on all. So the first rank begins the save in the store, each writes its parts there, and finish writes the small files
-and commits: the older checkpoint stays until then, also after an error or a kill.
+each: write_data; on the first: finish. Between them torch gathers and scatters, and an error of one rank ends the
+save on all. So the first rank begins the save in the store, and each rank writes its parts there. Then finish writes
+the small files and commits. The older checkpoint stays until then, also after an error or a kill.
 
-[Note: cached plans] With ``enable_plan_caching`` a planner hands a rank the plan of an earlier save, and with it the
-ticket of that save, which has ended: a ticket is used once. Such a rank begins a save of its own, and finish takes its
-parts over; what it does not take, since the save failed, goes with the rank's next save or its Writer.
+[Note: cached plans] With ``enable_plan_caching`` a planner hands a rank the plan of an earlier save. With it comes
+the ticket of that save, which has ended. A ticket is used once, so such a rank begins a save of its own, and finish
+takes its parts over. If the save failed, finish takes nothing over. The rank's next save, or the end of its Writer,
+removes those parts.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.builder.rank_shares import build_cost, shares
 from sixfold.blending.builder.threads import on_threads
+from sixfold.blending.cache.file_names import record_name
 from sixfold.blending.cache.index_files import Note, Record, Stamp, remove_abandoned, stamps_of, try_to_write
 from sixfold.blending.config.config import ORDERS, Blend, BlendedMegatronDatasetConfig, special_token
 from sixfold.blending.config.prefixes import text_of
@@ -26,7 +27,6 @@ from sixfold.blending.documents.idx_bin import pair_of
 from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import AbsentSource, DocumentSource, several_sequences
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.megatron.cache_names import record_name
 from sixfold.blending.megatron.sample_counts import normalized, targets, with_surplus
 from sixfold.blending.numbers.checks import whole_number
 from sixfold.blending.numbers.largest_remainder import apportion

@@ -1,4 +1,4 @@
 """Index files on disk: used if they fit, else built and written. No other room touches the disk, but to open data.
 
-From outside: index_files, indices.
+From outside: file_names, index_files, indices.
 """

@@ -8,11 +8,11 @@ from typing import Any
 
 from sixfold.blending.blend.exact_counts import ApportionedBlend
 from sixfold.blending.blend.index_arrays import BLEND_INDICES, BlendIndex, blend_fits, build_blend
+from sixfold.blending.cache.file_names import Identifiers, describe, digest
 from sixfold.blending.cache.index_files import Arrays, CacheEntry, Record, Stamp, load_or_build, stamps_of
 from sixfold.blending.documents.idx_bin import pair_of
 from sixfold.blending.documents.part import Part
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.megatron.cache_names import Identifiers, describe, digest
 from sixfold.blending.megatron.document_index import EpochPlan
 from sixfold.blending.megatron.index_order import INDICES, IndexOrder, build_indices, indices_fit, shapes_fit
 

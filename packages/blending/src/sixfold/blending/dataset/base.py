@@ -20,6 +20,7 @@ from sixfold.blending.batches.gpt_arrays import Batch, TokenRows
 from sixfold.blending.batches.reader import BatchReader
 from sixfold.blending.blend.quota_tree import PERIOD
 from sixfold.blending.blend.schedule import Era, Schedule
+from sixfold.blending.cache.file_names import Identifiers, dataset_identifiers
 from sixfold.blending.cache.index_files import Record, Stamp
 from sixfold.blending.cache.indices import index_order
 from sixfold.blending.config.config import ORDERS, BlendedMegatronDatasetConfig
@@ -38,7 +39,6 @@ from sixfold.blending.dataset.stream import Samples, one_sequence_length
 from sixfold.blending.documents.idx_bin import open_prefix
 from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import AbsentSource, DocumentSource, several_sequences
-from sixfold.blending.megatron.cache_names import Identifiers, dataset_identifiers
 from sixfold.blending.megatron.document_index import plan_epochs, refuse_document
 from sixfold.blending.megatron.index_order import IndexOrder
 from sixfold.blending.numbers.checks import Positions, checked_positions, whole_number

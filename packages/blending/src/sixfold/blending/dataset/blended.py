@@ -23,6 +23,7 @@ from sixfold.blending.blend.exact_counts import ApportionedBlend
 from sixfold.blending.blend.index_arrays import BlendIndex
 from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.blend.schedule import Schedule, eras_of
+from sixfold.blending.cache.file_names import Identifiers, blend_identifiers
 from sixfold.blending.cache.indices import blend_index, refuse_too_many_samples
 from sixfold.blending.config.config import ORDERS, BlendedMegatronDatasetConfig
 from sixfold.blending.dataset.base import MegatronDataset, epoch_limit_of
@@ -39,7 +40,6 @@ from sixfold.blending.dataset.provenance import Why
 from sixfold.blending.dataset.stream import Samples, one_sequence_length
 from sixfold.blending.documents.source import AbsentSource
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.megatron.cache_names import Identifiers, blend_identifiers
 from sixfold.blending.megatron.sample_counts import normalized
 from sixfold.blending.numbers.checks import Positions, checked_positions, first_repeated, plain, whole_number
 from sixfold.blending.numbers.kernels import F64, I64

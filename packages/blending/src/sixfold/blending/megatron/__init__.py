@@ -2,8 +2,8 @@
 
     document_index.py, sample_index.py --> the three indices of a dataset
     sample_counts.py, greedy.py --> the two of a blend
-    cache_names.py --> the names of their cache files; index_order.py (all of one dataset) --> dataset/base.py
+    index_order.py (all of one dataset) --> dataset/base.py
 
 Pure: no files (``cache`` has them), no ranks.
-From outside: cache_names, document_index, greedy, index_order, sample_counts.
+From outside: document_index, greedy, index_order, sample_counts.
 """

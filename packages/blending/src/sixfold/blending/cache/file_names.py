@@ -1,6 +1,6 @@
 """What an index depends on, as the text whose md5 names its cache files.
 
-    dataset, blend --> identifiers --> describe, digest (this file) --> cache/index_files.py
+    dataset, blend --> identifiers --> describe, digest (this file) --> indices.py, index_files.py
 
 Source: megatron-core 0.16.1 ``megatron_dataset.py``, ``blended_dataset.py``: the same keys in the same order.
 """

@@ -35,7 +35,7 @@ RUN_TIME_DEPENDENCIES = {
 }
 # Files that exist for one extra and that only its users import; they may do so when loaded. That importing the package
 # itself loads none of them is seen by `nox -s isolation`, where the extra is not installed.
-FILES_OF_AN_EXTRA = {"packages/blending/src/sixfold/blending/torch.py": "torch"}
+FILES_OF_AN_EXTRA = {"packages/blending/src/sixfold/blending/dataset/position_sampler.py": "torch"}
 GPU_ONLY = {"triton", "transformer_engine", "apex", "cupy", "flash_attn", "pynvml"}
 ENVIRONMENT = ("os.environ", "os.getenv", "os.putenv", "os.environb")
 # Calls that mean the default group when no group is given.

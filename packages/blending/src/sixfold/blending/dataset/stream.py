@@ -1,6 +1,6 @@
 """What a dataset and a blend both offer: samples by position.
 
-positions --> Samples (this file) <-- base.py, blended.py; torch.py and batches/prefetch.py read it
+positions --> Samples (this file) <-- base.py, blended.py; position_sampler.py and batches/prefetch.py read it
 """
 
 from abc import ABC, abstractmethod

@@ -12,6 +12,7 @@ from repository_helpers import ROOT
 from test_rooms import FLOORS, modules, room_of, source_of
 
 MOST_STOPS = 12
+NAMED = re.compile(r"`((?:[\w-]+/)*\w+\.(?:py|c|h))(?::([\w.]+))?`")  # a file, and perhaps something in it
 ARROW = re.compile(r"^\s*([\w.]+)\s*-->\s*([\w.]+)\s*$", re.MULTILINE)
 STOP = re.compile(r"`([\w./-]+\.py):([\w.]+)`")
 
@@ -69,6 +70,20 @@ def test_every_stop_of_the_walk_is_there(package: str):
 def test_the_walk_has_at_most_twelve_stops(package: str):
     steps = re.findall(r"^(\d+)\. ", page_of(package), re.MULTILINE)
     assert 0 < len(steps) <= MOST_STOPS
+
+
+ROOM_PAGES = sorted((ROOT / "docs/design").glob("*/*.md"))
+
+
+@pytest.mark.parametrize("page", ROOM_PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
+def test_every_file_that_a_page_of_a_room_names_is_there_and_has_what_it_names(page):
+    files = [path for path in (ROOT / "packages" / page.parent.name).rglob("*.[pch]*") if ".egg-info" not in str(path)]
+    wrong = []
+    for name, inside in NAMED.findall(page.read_text()):
+        found = [path for path in files if path.as_posix().endswith(f"/{name}")] or [*ROOT.glob(name)]
+        if not found or (inside and not any(inside in names_in(ast.parse(path.read_text())) for path in found)):
+            wrong.append(f"{name}:{inside}" if inside else name)
+    assert not wrong, f"docs/design/{page.parent.name}/{page.name} names {wrong}, which is not there"
 
 
 def names_in(tree: ast.Module) -> set[str]:

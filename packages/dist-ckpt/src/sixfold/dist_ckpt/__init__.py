@@ -12,8 +12,8 @@ The rooms, in the order of the data; each imports only those before it:
 
     geometry, state, formats, plans, storage, checkpoint, mirror, collectives, strategies/base.py, save_load, background
 
-Callers use serialization.py, strategies, stores.py, retention.py, optimizers.py, tools, and dcp.py over torch_dcp. The
-modules mapping, validation, core, utils, dict_utils, exchange_utils and optimizer have megatron-core's names.
+Callers use serialization.py, manager.py over retention.py, strategies, stores.py, optimizers.py, tools, and dcp.py over
+torch_dcp. The modules mapping, validation, core, utils, dict_utils, exchange_utils and optimizer have megatron-core's names.
 
 What a plain save or load of a folder does not need is imported when it is first asked for.
 """
@@ -49,11 +49,13 @@ from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObj
 if TYPE_CHECKING:
     from sixfold.dist_ckpt import optimizer, optimizers, retention
     from sixfold.dist_ckpt.background.saver import AsyncSave, async_save
+    from sixfold.dist_ckpt.manager import CheckpointManager
     from sixfold.dist_ckpt.tools.conversion import remove_sharded_tensors
 
 __all__ = [
     "AsyncSave",
     "CheckpointError",
+    "CheckpointManager",
     "CheckpointingException",
     "CorruptError",
     "LocalNonpersistentObject",
@@ -83,8 +85,11 @@ __all__ = [
     "validation",
 ]
 
-_WHERE = dict.fromkeys(["AsyncSave", "async_save"], "background.saver") | {"remove_sharded_tensors": "tools.conversion"}
-_MODULES = frozenset(["background", "dict_utils", "optimizer", "optimizers", "retention", "stores", "tools"])
+_WHERE = dict.fromkeys(["AsyncSave", "async_save"], "background.saver") | {
+    "CheckpointManager": "manager",
+    "remove_sharded_tensors": "tools.conversion",
+}
+_MODULES = frozenset(["background", "dict_utils", "manager", "optimizer", "optimizers", "retention", "stores", "tools"])
 
 
 def __getattr__(name: str) -> Any:

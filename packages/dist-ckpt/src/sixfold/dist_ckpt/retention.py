@@ -28,7 +28,7 @@ import shutil
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Sequence, Set
+from collections.abc import Collection, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -75,13 +75,13 @@ def step_path(root: str | Path | ByPointer, step: int) -> Path | str | ByPointer
         CheckpointError: ``step`` is no integer >= 0, or ``root`` no place of checkpoints.
     """
     place = root if isinstance(root, ByPointer) else storage.located(root, "root")
-    if not _is_integer(step, 0):
+    if not is_integer(step, 0):
         raise CheckpointError(f"step is {step!r}; it is an integer >= 0")
     name = _name(operator.index(step))
     return place.child(name) if isinstance(place, ByPointer) else storage.child(place, name)
 
 
-def _is_integer(value: Any, least: int) -> bool:
+def is_integer(value: Any, least: int) -> bool:
     """Whether this is an integer of any kind, and no truth value, of at least so much."""
     try:
         return not isinstance(value, bool) and operator.index(value) >= least
@@ -90,17 +90,19 @@ def _is_integer(value: Any, least: int) -> bool:
 
 
 @overload
-def checkpoints(root: _Place) -> list[tuple[int, _Place]]: ...
+def checkpoints(root: _Place, *, after: int = -1) -> list[tuple[int, _Place]]: ...
 @overload
-def checkpoints(root: str) -> list[tuple[int, Path | str]]: ...
-def checkpoints(root: str | Path | ByPointer) -> Sequence[tuple[int, Path | str | ByPointer]]:
+def checkpoints(root: str, *, after: int = -1) -> list[tuple[int, Path | str]]: ...
+def checkpoints(root: str | Path | ByPointer, *, after: int = -1) -> Sequence[tuple[int, Path | str | ByPointer]]:
     """Complete checkpoints as (step, place), ascending; metadata and sizes are looked at, not digests.
 
+    Args:
+        after: those of later steps alone; the others are not opened.
     Raises:
         StorageError: the system or the store does not let us see.
     """
     run = _run_at(root)
-    return [(step, step_path(root, step)) for step in run.steps() if run.is_complete(step)]
+    return [(step, step_path(root, step)) for step in run.steps() if step > after and run.is_complete(step)]
 
 
 @overload
@@ -127,13 +129,17 @@ def latest(root: str | Path | ByPointer) -> Path | str | ByPointer | None:
 
 
 @overload
-def prune(root: _Place, *, keep_last: int, keep_every: int | None = None) -> list[_Place]: ...
-@overload
-def prune(root: str, *, keep_last: int, keep_every: int | None = None) -> list[Path | str]: ...
 def prune(
-    root: str | Path | ByPointer, *, keep_last: int, keep_every: int | None = None
+    root: _Place, *, keep_last: int, keep_every: int | None = None, keep: Collection[int] = ()
+) -> list[_Place]: ...
+@overload
+def prune(
+    root: str, *, keep_last: int, keep_every: int | None = None, keep: Collection[int] = ()
+) -> list[Path | str]: ...
+def prune(
+    root: str | Path | ByPointer, *, keep_last: int, keep_every: int | None = None, keep: Collection[int] = ()
 ) -> Sequence[Path | str | ByPointer]:
-    """Delete complete checkpoints that are neither among the last ``keep_last`` nor a multiple of ``keep_every``.
+    """Delete complete checkpoints but the last ``keep_last``, multiples of ``keep_every`` and the steps of ``keep``.
 
     After a run has gone back to an older step, its newest save has not the highest step. In a folder, where the time
     of a save is known, that save stays, with a warning. ``discard_after`` deletes the steps above it.
@@ -150,12 +156,11 @@ def prune(
         CheckpointError: no integers, ``keep_last < 0`` or ``keep_every < 1``; its child StorageError: a folder cannot
             be moved, a store does not answer.
     """
-    if not _is_integer(keep_last, 0) or not (keep_every is None or _is_integer(keep_every, 1)):
+    if not is_integer(keep_last, 0) or not (keep_every is None or is_integer(keep_every, 1)):
         raise CheckpointError(f"keep_last is {keep_last!r}, keep_every {keep_every!r}; integers >= 0 and >= 1, or None")
     run = _run_at(root)
     found = [step for step in run.steps() if run.is_complete(step)]
-    old = found[: max(0, len(found) - keep_last)]
-    deleted = [step for step in old if keep_every is None or step % keep_every]
+    deleted = not_kept(found, keep_last, keep_every, keep)
     if keep_last and (newest := run.newest(found)) in deleted:
         warnings.warn(
             f"step {newest} was saved after step {found[-1]}, as by a run that went back; it stays. If steps above it "
@@ -167,9 +172,15 @@ def prune(
     deleted = [step for step in deleted if step not in linked]
     for step in deleted:
         typed(partial(run.delete, step))
-    kept = found[len(old) :]
-    typed(partial(run.delete_left, before=kept[0] if kept else 0))
+    last = found[max(0, len(found) - keep_last) :]
+    typed(partial(run.delete_left, before=last[0] if last else 0))
     return [step_path(root, step) for step in deleted]
+
+
+def not_kept(steps: Sequence[int], keep_last: int, keep_every: int | None, keep: Collection[int]) -> list[int]:
+    """Of ascending ``steps`` those that no rule of ``prune`` keeps."""
+    old = steps[: max(0, len(steps) - keep_last)]
+    return [step for step in old if step not in keep and (keep_every is None or step % keep_every)]
 
 
 @overload

@@ -1,0 +1,201 @@
+"""The manager of a run's checkpoints: when it saves, what it keeps, what it restores, and what it refuses."""
+
+import logging
+import math
+import random
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CheckpointError, CheckpointManager, retention
+
+
+def state(step):
+    return {"weight": torch.full((4,), float(step)), "step": step}
+
+
+def managed(root, **options):
+    return CheckpointManager(root, group=None, **({"background": False} | options))
+
+
+def test_it_saves_at_multiples_and_by_force_and_restores_the_newest(tmp_path):
+    manager = managed(tmp_path / "run", every=10)
+    assert manager.restore(state(0)) is None
+    saved = [step for step in range(1, 26) if manager.save(step, state(step), {"loss": 1 / step})]
+    assert saved == [10, 20] == manager.steps()
+    assert manager.save(25, state(25), force=True)
+    mine = state(0)
+    found = manager.restore(mine)
+    assert found.step == found.state["step"] == 25 and found.metrics == {}
+    assert mine["weight"].tolist() == [25.0] * 4, "filled in place"
+    found = manager.restore(state(0), step=20)
+    assert found.step == 20 and found.state["weight"].tolist() == [20.0] * 4 and found.metrics == {"loss": 0.05}
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.slow
+def test_what_stays_is_what_the_rules_say_after_each_save(tmp_path, mode):
+    """An oracle of sets: the last, the multiples, the best so far among those that are there."""
+    draw = random.Random(f"manager {mode}")
+    losses = [draw.choice([draw.random(), 0.5, math.nan, None]) for _ in range(24)]
+    rules = {"keep_last": 2, "keep_every": 7, "best": "loss", "mode": mode}
+    manager, there, step, needed = managed(tmp_path, **rules), {}, 0, False
+    for loss in losses:
+        step += draw.randint(1, 4)
+        manager.save(step, state(step), {} if loss is None else {"loss": loss})
+        there[step] = loss
+        finite = {s: value for s, value in there.items() if value is not None and not math.isnan(value)}
+        target = (min if mode == "min" else max)(finite.values(), default=None)
+        best = max((s for s, value in finite.items() if value == target), default=None)
+        there = {s: value for s, value in there.items() if s in sorted(there)[-2:] or s % 7 == 0 or s == best}
+        needed |= best is not None and best % 7 != 0 and best not in sorted(there)[-2:]
+        assert manager.steps() == sorted(there)
+        assert manager.best() == best == managed(tmp_path, **rules).best(), "read again from the folders"
+    assert needed, "no step stayed by the rule of the best alone"
+
+
+@pytest.mark.slow
+def test_a_save_in_the_background_is_there_after_wait_and_its_removals_too(tmp_path):
+    with CheckpointManager(tmp_path, keep_last=1, group=None) as manager:
+        manager.save(1, state(1))
+        manager.save(2, state(2))
+        assert 1 in manager.steps(), "the only whole one stays until the next is"
+        manager.wait()
+        assert manager.steps() == [2]
+        manager.save(3, state(3))
+    assert manager.steps() == [3]
+
+
+@pytest.mark.slow
+def test_an_error_of_a_background_save_is_raised_by_the_next_call_and_the_older_one_stays(tmp_path):
+    manager = CheckpointManager(tmp_path, keep_last=1, group=None)
+    manager.save(1, state(1))
+    manager.wait()
+
+    def progress(done, total):
+        raise ValueError("a bar without a terminal")
+
+    manager._options = {"progress": progress}
+    manager.save(2, state(2))
+    with pytest.raises(CheckpointError, match="a bar without a terminal"):
+        manager.save(3, state(3))
+    assert manager.steps() == [1]
+    manager._options = {}
+    assert manager.save(3, state(3))
+    manager.close()
+    assert manager.steps() == [3]
+
+
+def test_what_goes_is_told_before_it_goes_and_is_what_to_remove_says(tmp_path, caplog):
+    keeps_all = managed(tmp_path)
+    for step in (1, 2, 3, 4):
+        keeps_all.save(step, state(step), {"loss": abs(step - 2)})
+    assert keeps_all.to_remove() == []
+    manager = managed(tmp_path, keep_last=1, best="loss")
+    assert manager.to_remove() == [1, 3]
+    with caplog.at_level(logging.INFO, logger="sixfold.dist_ckpt.manager"):
+        manager.save(5, state(5))
+    assert f"{tmp_path}: removing steps 1, 3, 4" in caplog.text
+    assert manager.steps() == [2, 5]
+
+
+def test_nothing_else_in_the_root_is_touched(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    (tmp_path / "step-00000002").mkdir()
+    (tmp_path / "step-00000002" / "plan.txt").write_text("mine too")
+    manager = managed(tmp_path, keep_last=1)
+    for step in (1, 3, 4):
+        manager.save(step, state(step))
+    assert manager.steps() == [4]
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+    assert (tmp_path / "step-00000002" / "plan.txt").read_text() == "mine too"
+
+
+def test_a_run_that_went_back_saves_only_after_it_has_discarded_what_came_after(tmp_path):
+    manager = managed(tmp_path, keep_last=5)
+    for step in (100, 200, 300):
+        manager.save(step, state(step))
+    restored = manager.restore(state(0), step=100)
+    with pytest.raises(CheckpointError, match=r"step 150 is saved behind steps 200, 300 .* calls discard_after\(N\)"):
+        manager.save(150, state(150))
+    assert manager.steps() == [100, 200, 300], "nothing is lost by the refusal"
+    assert manager.discard_after(restored.step) == [300, 200], "the remedy"
+    manager.save(150, state(150))
+    assert manager.restore(state(0)).step == 150
+
+
+def test_metrics_are_numbers_of_any_kind_and_come_with_a_folder_that_is_copied(tmp_path):
+    manager = managed(tmp_path / "a", best="loss")
+    metrics = {"loss": torch.tensor(0.25), "accuracy": np.float32(0.5), "tokens": 7}
+    manager.save(1, state(1), metrics)
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    copied = managed(tmp_path / "b", best="loss")
+    assert copied.best() == 1
+    assert copied.restore(state(0), "best").metrics == {"loss": 0.25, "accuracy": 0.5, "tokens": 7.0}
+    for wrong in ({"loss": "low"}, {"loss": torch.ones(2)}, {"loss": None}, {3: 1.0}):
+        with pytest.raises(CheckpointError, match="metrics are numbers by name"):
+            manager.save(2, state(2), wrong)
+    assert manager.steps() == [1]
+
+
+def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+    manager = managed(tmp_path, best="loss")
+    manager.save(1, state(1))
+    manager.save(3, state(3))
+    (tmp_path / "step-00000002").mkdir()
+    for step in (7, 2):
+        with pytest.raises(CheckpointError, match=rf"no whole checkpoint of step {step}; it has steps 1, 3"):
+            manager.restore(state(0), step=step)
+    for step in ("newest", True, -1, 1.0):
+        with pytest.raises(CheckpointError, match="it is an integer >= 0, 'best', or None for the newest"):
+            manager.restore(state(0), step=step)
+    with pytest.raises(CheckpointError, match=r"no whole checkpoint with a finite 'loss'; it has steps 1, 3"):
+        manager.restore(state(0), step="best")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"every": 0}, "every is 0; it is an integer >= 1"),
+        ({"every": 2.5}, "every is 2.5"),
+        ({"keep_last": 0}, "keep_last is 0; it is an integer >= 1"),
+        ({"keep_last": True}, "keep_last is True"),
+        ({"keep_every": 10}, "keep_every is 10 and keep_last None, which keeps all"),
+        ({"mode": "lowest"}, "mode is 'lowest'; it is 'min' or 'max'"),
+    ],
+)
+def test_rules_that_mean_nothing_are_refused(tmp_path, options, words):
+    with pytest.raises(CheckpointError, match=words):
+        CheckpointManager(tmp_path, **options)
+
+
+def test_best_without_a_metric_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="make it with best='loss'"):
+        managed(tmp_path).best()
+
+
+def test_a_checkpoint_under_another_name_is_no_reason_to_begin_anew(tmp_path):
+    dist_ckpt.save(state(7), tmp_path / "step-7", group=None)
+    with pytest.raises(CheckpointError, match="whose name has no eight digits"):
+        managed(tmp_path).restore(state(0))
+
+
+@pytest.mark.slow
+def test_an_exception_in_the_block_passes_and_the_save_is_not_lost(tmp_path):
+    with pytest.raises(ZeroDivisionError), CheckpointManager(tmp_path, group=None) as manager:
+        manager.save(1, state(1))
+        1 / 0  # noqa: B018
+    manager.wait()
+    assert manager.steps() == [1]
+
+
+def test_a_symlink_keeps_its_step_and_prune_takes_further_steps_to_keep(tmp_path):
+    manager = managed(tmp_path)
+    for step in range(1, 7):
+        manager.save(step, state(step))
+    (tmp_path / "good").symlink_to("step-00000002")
+    assert retention.prune(tmp_path, keep_last=1, keep=[4]) == [retention.step_path(tmp_path, s) for s in (1, 3, 5)]
+    assert manager.steps() == [2, 4, 6]

@@ -21,8 +21,8 @@ typedef struct {
     View before, block;
 } Epoch;
 
-/* A sequence length from one of the dataset's samples on (grid.py). The string is what it reads first, of what the grid
-   before left over: for each stretch, its tokens' place in the string and where it begins on the line. */
+/* A sequence length from one of the dataset's samples on (chunk_grid.py). It reads the string first: what the grid before
+   left over. For each stretch it has its tokens' place in the string and where the stretch begins on the line. */
 typedef struct {
     int64_t first_sample, number, sequence_length, origin, left_over_samples;
     View string;
@@ -39,7 +39,7 @@ typedef struct {
     /* a line */
     KeyStart names;
     int64_t first, sequences, tokens, block, blocks, window, chunks;
-    int whole; /* documents are permuted as a whole (shuffled.py), and a block is a group of places */
+    int whole; /* documents are permuted as a whole (document_shuffle.py), and a block is a group of places */
     Grid *grids;
     int64_t number_of_grids;
     Epoch **epochs; /* the oldest first */

@@ -3,7 +3,7 @@
        ranges, maps --> gather (this file) --> tokens, labels, begins --> arrays_of_rows --> the rest
 
    A map is all ids of one source, flat, as they lie in its file. Every range is checked against its map and its row
-   before the first id of any is read. Oracles: the numpy statements in gather.py and sample.py. */
+   before the first id of any is read. Oracles: the numpy statements in gather.py and gpt_arrays.py. */
 
 #include "views.h"
 

@@ -1,6 +1,6 @@
 /* Tokens of documents in permuted order, summed up in groups.
 
-       key, lengths, pointers --> group_sums (this file) --> shuffled.py, which states it in numpy
+       key, lengths, pointers --> group_sums (this file) --> samples/document_shuffle.py, which states it in numpy
 
    Of some groups every document lies somewhere else in memory: those of a chunk are asked for while the chunk before is
    summed up. All groups together are made the other way round, from each document to its place. */

@@ -1,4 +1,4 @@
-/* Keys of the order: the first 8 bytes of BLAKE2b-64 of a text. Source: RFC 7693; permute.py states it in Python.
+/* Keys of the order: the first 8 bytes of BLAKE2b-64 of a text. Source: RFC 7693; permutation.py states it.
 
        names --> KeyStart; numbers --> key_of (this file, order_key.c) --> finder.c, search.c, ranges.c
 

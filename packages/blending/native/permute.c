@@ -1,8 +1,8 @@
 /* Keyed permutations of many numbers, and of ranges.
 
-       keys, sizes, numbers --> permute, permute_range (this file) --> permute.py, shuffle.py
+       keys, sizes, numbers --> permute, permute_range (this file) --> permutation.py, position_shuffle.py
 
-   Oracle: the numpy statement in permute.py. */
+   Oracle: the numpy statement in numbers/permutation.py. */
 
 #include "permute.h"
 

@@ -1,4 +1,4 @@
-/* The keyed permutation of 0..n-1 for one number; permute.py states it in Python.
+/* The keyed permutation of 0..n-1 for one number; permutation.py states it in Python.
 
        key, n --> permutation_of --> permute_one (this file), block_* (permute.c) --> kernels that permute on their way */
 

@@ -1,6 +1,6 @@
 /* Which dataset gives which position: walks from the root of a quota tree to its leaves.
 
-       quotas --> tree --> tree_locate (this file) --> quota.py, which states the order in Python
+       quotas --> tree --> tree_locate (this file) --> blend/quota_tree.py, which states the order in Python
 
    At a node of n items per period of which l go left, L(m) = floor((2*m*l + n) / (2*n)) of its first m items do.
 

@@ -2,8 +2,8 @@
 
        Piece: stretch -> block -> documents (this file) --> Range --> gather.c
 
-   What line.py and megatron/index.py say in numpy. Whatever does not fit (damaged lengths) is told by a number, and
-   Python says the rest. */
+   The plain statements in numpy are samples/token_line.py and megatron/index_order.py. A number names what does not fit
+   (damaged lengths), and numpy raises the error. */
 
 #include "finder.h"
 #include "permute.h"
@@ -231,7 +231,7 @@ INLINE int64_t ranges_of_stretch(const Piece *piece, const Means *means, Epoch *
 
 #define CHECKED_BEHIND 64 /* documents of a row that no token is read from, as an empty one at its end */
 
-/* A row of the sample index and the documents behind it (megatron/index.py). */
+/* A row of the sample index and the documents behind it (megatron/index_order.py). */
 INLINE int64_t ranges_of_row(const Piece *piece, Found *found) {
     const Finder *index = piece->finder;
     int64_t row = piece->range.begin, done = 0, behind = 0, edge[4];

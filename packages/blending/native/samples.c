@@ -1,6 +1,6 @@
 /* Where each sample begins, as (place in the document index, offset).
 
-       document index, lengths --> sample_rows (this file) --> megatron/samples.py, which states it in closed form
+       document index, lengths --> sample_rows (this file) --> megatron/sample_index.py, which states it in closed form
 
    Source: megatron-core 0.16.1 helpers.cpp, build_sample_idx. */
 

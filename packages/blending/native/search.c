@@ -2,8 +2,9 @@
 
        finders, samples --> Grid: stretches of lines --> pieces (this file) --> ranges.c --> ranges
 
-   What grid.py says in numpy, for all datasets of a batch in one call. What is not known yet (a finder, an epoch, a
-   string) is told by a pair of numbers, what does not fit by a number, and Python adds it or says the rest. */
+   The plain statement in numpy is samples/chunk_grid.py. Here it is for all datasets of a batch in one call. A pair of
+   numbers names what is missing (a finder, an epoch, a string), and Python adds it. One number names what does not fit,
+   and numpy reads the batch. */
 
 #include "finder.h"
 #include "permute.h"
@@ -12,7 +13,7 @@
 
 #define EPOCHS_AT_MOST 4096 /* that one sample may touch; a longer one is left to numpy */
 
-/* ---- sample -> stretch of the line (grid.py); false: left to numpy */
+/* ---- sample -> stretch of the line (chunk_grid.py); false: left to numpy */
 
 static int64_t rounded_up(int64_t a, int64_t b) { return a <= 0 ? 0 : (a - 1) / b + 1; }
 

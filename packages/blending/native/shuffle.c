@@ -1,6 +1,6 @@
 /* The shuffle of numpy.random.RandomState, several times faster: the same numbers drawn, the same order left.
 
-       state of MT19937, array --> shuffle (this file) --> megatron/documents.py
+       state of MT19937, array --> shuffle (this file) --> megatron/document_index.py
 
    For i = n-1 down to 1: draw j in 0..i and swap places i and j. A j is 32 bits, of which the low ones under the mask
    of i are kept, drawn again while it is above i; 64 bits, the high word first, once i > 2^32-1. Draws do not depend on

@@ -175,8 +175,9 @@ def drawn(options: argparse.Namespace) -> Iterator[str]:
 
 
 def draw(part: MegatronDataset | BlendedDataset, begin: int, count: int) -> Iterator[str]:
-    """Lines of text: each dataset, how many of these positions it has and how often it is read up to their end; then
-    ``dataset.sample`` of each position.
+    """Lines of text, one per dataset and then ``dataset.sample`` of each position.
+
+    The line of a dataset says how many of these positions it has, and how often it is read up to their end.
 
     Raises:
         BlendingError: ``begin`` or ``count`` is no count, or the stream ends before ``begin``.

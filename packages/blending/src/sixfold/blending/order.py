@@ -1,4 +1,4 @@
-"""The pure functions behind the orders, under one roof (this file).
+"""The pure functions of the orders, in one module for users (this file).
 
 ``apportion`` shares a total, ``QuotaTree`` interleaves datasets, ``permute`` shuffles without a table; ``greedy`` and
 ``exhaustive`` are megatron-core's blends.

@@ -73,9 +73,9 @@ class Index:
     def span(self, i: int) -> tuple[int, int]:
         """(first token in .bin, number of tokens) of sequence ``i``, 0 <= i < S. Checked, O(1).
 
-        [Note: checked on every read] A sequence ends where the next one begins, so a changed length or pointer is
-        noticed by the read that meets it instead of giving the tokens of a neighbour. numpy takes a length of -1
-        for "everything", so the sign is checked too.
+        [Note: checked on every read] A sequence ends where the next one begins. So the read that meets a changed
+        length or pointer raises, and never gives the tokens of a neighbour. numpy takes a length of -1 for
+        "everything", so the sign is checked too.
         """
         pointer, length = self.pointers_S.item(i), self.lengths_S.item(i)
         end = pointer + length * self.itemsize

@@ -16,7 +16,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
 
 def path_text(what: str, path: Any) -> str:
-    """``path`` as a str; IndexedDataError, which calls it ``what``, for what is no path."""
+    """``path`` as a str; IndexedDataError if it is not a path. The message calls it ``what``."""
     try:
         name = os.fsdecode(path)
     except TypeError:

@@ -81,10 +81,10 @@ def missing(path: str, error: OSError) -> IndexedDataError:
 def map_file(path: str) -> Bytes:
     """The whole file, read-only, mapped and not copied.
 
-    [Note: views keep the map alive] The array's base owns the map: it goes when the last view of it goes, never
-    when a dataset is closed or collected. (megatron-core closes the map in ``__del__``, so that
-    ``IndexedDataset(p)[0].tolist()`` is a segmentation fault.) mmap(2) is called by hand because Python before
-    3.13 keeps a duplicate descriptor per map, and 1,000 pairs would need 2,000.
+    [Note: views keep the map alive] The array's base owns the map. The map ends with the last view of it, never when
+    a dataset is closed or collected. megatron-core closes the map in ``__del__``, so ``IndexedDataset(p)[0].tolist()``
+    is a segmentation fault there. mmap(2) is called by hand. Python before 3.13 keeps a duplicate descriptor per map,
+    and 1,000 pairs would need 2,000.
     """
     descriptor = _open(path)
     try:
@@ -230,7 +230,7 @@ def _open(path: str) -> int:
 
 
 def file_identity(path: str) -> tuple[int, int, int, int]:
-    """Device, inode, size and mtime: what tells one file under a name from the next one under it."""
+    """Device, inode, size and mtime. They differ if another file has the name now."""
     try:
         return _identity(os.stat(path))
     except OSError as error:

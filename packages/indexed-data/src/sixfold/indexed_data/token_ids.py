@@ -29,8 +29,8 @@ _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "ui
 class IdRange:
     """Which ids a dtype, and a vocabulary if there is one, can hold.
 
-    ``checks`` has for each native integer dtype that ids may come in the largest one that is stored, None where the
-    range holds every id of that dtype, and the unsigned dtype of the same size.
+    ``checks`` has an entry for each native integer dtype that ids may come in: the largest id that is stored, and the
+    unsigned dtype of the same size. The first is None if the range holds every id of the dtype.
     """
 
     def __init__(self, dtype: np.dtype[Any], vocab_size: int | None) -> None:

@@ -34,10 +34,10 @@ class VerifyReport:
 
 
 def verify(path_prefix: AnyPath, *, multimodal: bool = False, vocab_size: int | None = None) -> VerifyReport:
-    """Check every rule of the index and the size of .bin; with ``vocab_size`` also that every id lies in it.
+    """Check every rule of the index and the size of .bin. With ``vocab_size``, check also that every id is below it.
 
-    The files hold no checksum. Some damage keeps all rules: other ids in a .bin of the same size, the .bin of another
-    pair of that size, a dtype of the same width, a moved document boundary. Compare copies with their source.
+    The files hold no checksum, so some damage keeps all rules. Examples are other ids in a .bin of the same size, the
+    .bin of another pair, a dtype of the same width, a moved document boundary. Compare copies with their source.
 
     A bad pair raises nothing: a missing or cut file is a problem in the report, as any other.
 

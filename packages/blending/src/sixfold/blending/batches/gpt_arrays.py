@@ -91,8 +91,8 @@ class SampleLayout:
             out: arrays to write into, by name; their shapes and types must fit. ``cu_seqlens`` has
                 another length in every batch and is always new.
         Returns:
-            tokens, labels (B, S), loss_mask float32 (B, S), position_ids int64 (B, S) and, as
-            configured, attention_mask bool (B, 1, S, S), cu_seqlens int32 of the flattened
+            tokens, labels (B, S), loss_mask float32 (B, S), position_ids int64 (B, S). As
+            configured: attention_mask bool (B, 1, S, S), cu_seqlens int32 of the flattened
             batch, document_ids int32 (B, S). ``out`` itself if given.
         """
         config, shape = self.config, rows.tokens.shape

@@ -59,7 +59,7 @@ class Prefetcher:
                 times, here. None: each batch has new arrays, the caller's for good.
             timeout_s: how long ``next()`` waits for a batch.
         Raises:
-            BlendingError: a depth or a time that is none.
+            BlendingError: ``depth`` or ``timeout_s`` is out of range.
         """
         whole_number("depth", depth, 1)
         if not timeout_s > 0:

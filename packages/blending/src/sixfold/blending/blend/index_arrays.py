@@ -2,7 +2,7 @@
 
     megatron/greedy.py --> BlendIndex (this file): position <--> (dataset, sample) --> dataset/blended.py
 
-Stands where ``schedule.Schedule`` stands in the stateless order. D counts datasets, N positions.
+It takes the place of ``schedule.Schedule``. D counts datasets, N positions.
 """
 
 from collections.abc import Sequence

@@ -3,8 +3,8 @@
     weights --> numbers/largest_remainder.py --> QuotaTree (this file): position <--> (dataset, sample) --> schedule.py
 
 Pure: integers in, integers out. D is the number of datasets, P of positions. Every prefix of the
-order is within 1.75 samples of the quotas (proof: docs/design/blending/blend.md). Nothing is stored but the
-tree, so any position costs one walk from the root to a leaf.
+order is within 1.75 samples of the quotas; docs/design/blending/blend.md has the proof. Only the tree
+is stored, so any position costs one walk from the root to a leaf.
 """
 
 from functools import cached_property
@@ -27,8 +27,8 @@ _LARGEST_PERIOD = 2**62  # of the kernel
 class QuotaTree:
     """A fixed interleaving of D datasets, periodic, exact in every period.
 
-    The quotas are the leaves of a Huffman tree. At a node of ``n`` items per period of which ``l``
-    belong to the left child, ``floor((2*m*l + n) / (2*n))`` of the first ``m`` items go left: the
+    The quotas are the leaves of a Huffman tree. A node has ``n`` items per period, and ``l`` of them
+    belong to the left child. Of its first ``m`` items ``floor((2*m*l + n) / (2*n))`` go left: the
     rounded straight line. An item keeps its running number in the child it goes to.
 
     Attributes:

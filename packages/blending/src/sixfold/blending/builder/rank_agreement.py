@@ -30,7 +30,7 @@ def _gathered(mine: object, group: "ProcessGroup", what: str) -> list[Any]:
 
 
 def raise_together(error: Exception | None, group: "ProcessGroup") -> None:
-    """Every rank of ``group`` calls this with its error or None; all go on, or all raise.
+    """Every rank of ``group`` calls this with its error or None. All continue, or all raise.
 
     Args:
         group: any backend; the exchange ends within the group's own timeout.
@@ -51,7 +51,7 @@ def _text(error: Exception) -> str:
 
 
 def together(step: Callable[[], T], group: "ProcessGroup") -> T:
-    """Take ``step`` on every rank of ``group``; all go on, or an error of one is raised on all (``raise_together``)."""
+    """Call ``step`` on every rank of ``group``. An error of one is raised on all (``raise_together``)."""
     try:
         taken = step()
     except Exception as error:
@@ -87,7 +87,7 @@ def refuse_differences(facts: Sequence[Mapping[str, Any] | None]) -> None:
 
 
 def builder_number(takes_part: bool, group: "ProcessGroup") -> tuple[int, int]:
-    """(number of this rank among those that take part, how many do); a rank that does not is behind the last."""
+    """(number of this rank among those that take part, how many do). A rank that does not comes after the last."""
     from torch.distributed import get_rank
 
     flags = _gathered(takes_part, group, "to share the building")

@@ -108,7 +108,7 @@ class Record:
     """Notes of the entries of one blend, or of one entry: the metadata file beside the arrays.
 
     Attributes:
-        notes: of each entry by its stem: those of the file, of this process, and those it was told by others.
+        notes: of each entry by its stem: from the file, from this process, and from other ranks.
     """
 
     def __init__(self, path: str) -> None:
@@ -210,8 +210,8 @@ def load_or_build(
         build: makes them.
         quick: whether arrays with a matching note fit; does not read them.
         full: whether arrays of unknown origin fit.
-        record: of the blend, which the caller writes in the end; None for a description and a side file of
-            this entry's own, as megatron-core reads it.
+        record: of the blend; the caller writes it in the end. None: the entry has a description and a side file
+            of its own, as megatron-core reads it.
     Raises:
         BlendingError: the folder cannot be written to.
     """

@@ -1,8 +1,8 @@
-"""What a dataset is called in the order, and when two ways to write a path mean one place.
+"""The name of a dataset in the keys of the order; whether two ways to write a path mean one place.
 
     prefix --> base_name, canonical_path (this file) --> config.py
 
-Text alone: no file is looked at, but for the words of an error.
+Text alone: files are looked at for the words of an error only.
 """
 
 import os

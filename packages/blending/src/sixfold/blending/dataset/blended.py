@@ -1,4 +1,4 @@
-"""Several datasets as one stream, in the proportions of their weights.
+"""Several datasets as one dataset, in the proportions of their weights.
 
     Schedule, BlendIndex or ApportionedBlend --> batches/reader.py --> BlendedDataset (this file)
 
@@ -74,9 +74,9 @@ class BlendedDataset(Samples):
                 samples of dataset i, whole numbers (as megatron-core).
             shuffle: of ``size`` positions, already begun, for ``order="apportioned"``.
         Raises:
-            BlendingError: no dataset; weights that do not fit; changes without a size; datasets of two classes, of two
-                parts or of one name; a dataset without tokens that must give samples; more than one epoch of a dataset
-                made with ``num_samples=None``.
+            BlendingError: there is no dataset, weights do not fit, or changes have no size. Or datasets have two
+                classes, two parts or one name. Or a dataset without tokens must give samples. Or the blend needs more
+                than one epoch of a dataset made with ``num_samples=None``.
         """
         if not datasets:
             raise BlendingError("there are no datasets to blend; give at least one")
@@ -281,7 +281,7 @@ class BlendedDataset(Samples):
             self._epoch_limit.skip_to_limit(self.schedule.find)
 
     def state_dict(self, position: int) -> State:
-        """What a checkpoint keeps to go on at ``position``: some 100 bytes per dataset; see ``checkpoint_state.py``."""
+        """What a checkpoint keeps to continue at ``position``, some 100 bytes per dataset; see ``checkpoint_state``."""
         return self._state(position, STATE_VERSION)
 
     def _state(self, position: int, version: int) -> State:

@@ -53,7 +53,7 @@ class PositionSampler(Sampler[list[int]]):
     batches in advance, before they are trained on. torchdata's ``StatefulDataLoader`` over a ``LoaderDataset`` accounts
     for that. With a plain loader, count the positions that you have trained on.
 
-    For accelerate's ``prepare``, pass it as ``batch_sampler=``, without rank, ranks and ramp: ``prepare`` shares the
+    For accelerate's ``prepare``, pass it as ``batch_sampler=``, without rank, ranks and ramp. ``prepare`` shares the
     batches out itself, and it drops a ``sampler=`` of a loader without a batch size.
     """
 
@@ -78,9 +78,9 @@ class PositionSampler(Sampler[list[int]]):
             data: the dataset or blend that is read. Every rank then refuses a change of its sequence length inside a
                 step. Without ``data`` only the rank whose batch is cut raises, and the others wait for it.
         Raises:
-            BlendingError: an argument is no whole number or out of its range, the ramp is out of order, the end comes
-                before the begin or leaves a rank without samples, ``drop_last`` has no end, or a sequence length
-                changes inside a step.
+            BlendingError: an argument is not a whole number or out of its range; the ramp is not ascending. Or the end
+                comes before the begin, leaves a rank without samples, or is missing with ``drop_last``. Or a sequence
+                length changes inside a step.
         """
         self.begin, self.batch_size = whole_number("begin", begin, 0), whole_number("batch_size", batch_size, 1)
         self.rank, self.ranks = whole_number("rank", rank, 0), whole_number("ranks", ranks, 1)

@@ -1,4 +1,4 @@
-"""Whether documents end as the config says, for the arrays that are made of their ends.
+"""Whether documents end with the EOD of the config, for arrays that depend on it.
 
     Part, eod --> warn_of_other_eod (this file) --> dataset/gpt.py
 

@@ -210,9 +210,9 @@ class Part:
     def fingerprint(self) -> dict[str, Any]:
         """What a resumed run must find again: counts, type, and hashes of pointers, of the members, and of some ids.
 
-        Of all pointers up to 131,072, else of 128 runs of 1,024 that are spread evenly: pointers are running sums, so a
-        length that changes moves every later one. Cost: 1 MiB read, 400 pages touched, whatever the size; an array of
-        indices is read whole.
+        Up to 131,072 pointers are all hashed, of more 128 runs of 1,024 that are spread evenly. Pointers are running
+        sums, so a length that changes moves every later one. Cost: 1 MiB read, 400 pages touched, whatever the size.
+        An array of indices is read whole.
         """
         return self.fingerprint_of_lengths | {"ids": self._some_ids()}
 

@@ -2,8 +2,9 @@
 
     tokens, samples asked --> plan_epochs, document_index, shuffle_index (this file) --> sample_index.py, index_order.py
 
-Source: megatron-core 0.16.1 ``gpt_dataset.py``. One ``RandomState`` draws, in this order: the document
-index, its last epoch if that is shuffled alone, the shuffle index, its last epoch. n is the number of samples.
+Source: megatron-core 0.16.1 ``gpt_dataset.py``. One ``RandomState`` draws in this order: the document
+index, its last epoch if that is shuffled alone, the shuffle index, its last epoch.
+n is the number of samples.
 """
 
 from dataclasses import dataclass

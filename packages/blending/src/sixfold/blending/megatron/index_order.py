@@ -2,7 +2,7 @@
 
     Part, EpochPlan --> build_indices, indices_fit --> IndexOrder (this file): sample --> ranges --> dataset/base.py
 
-``IndexOrder`` stands where ``samples.chunk_grid.SampleOrder`` stands in the stateless order. K counts documents met,
+``IndexOrder`` takes the place of ``samples.chunk_grid.SampleOrder``. K counts documents met,
 P samples asked for.
 """
 

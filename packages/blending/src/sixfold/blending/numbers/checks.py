@@ -1,4 +1,4 @@
-"""What callers hand over, checked before anything is computed from it.
+"""Checks of numbers that callers give, before anything is computed from them.
 
     config, sizes, positions --> whole_number, whole_numbers, checked_positions (this file) --> everywhere
 
@@ -25,7 +25,7 @@ def whole_number(what: str, value: object, least: int) -> int:
 
 
 def whole_numbers(what: str, values: npt.ArrayLike) -> npt.NDArray[np.int64]:
-    """``values`` as int64 in their shape, the same array if they are; BlendingError for what is no whole number."""
+    """``values`` as int64 in their shape, the same array if it is int64; BlendingError if one is not a whole number."""
     array = np.asarray(values)
     if isinstance(values, list | tuple) and any(isinstance(value, bool | np.bool_) for value in values):
         array = np.asarray(values, dtype=np.bool_)  # numpy takes True beside a number for 1

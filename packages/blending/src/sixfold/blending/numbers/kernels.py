@@ -43,8 +43,8 @@ class Kernels(Protocol):
     def permute(self, key: U64, size: I64, index: I64, out: I64, /) -> int:
         """``out[i]`` is where the permutation of ``size`` by ``key`` sends ``index[i]``.
 
-        ``key`` and ``size`` have one item or as many as ``index``. Returns the place of the first index outside of
-        its size, or of a size above 2^53, with ``out`` as it was; else how many there are.
+        ``key`` and ``size`` have one item or as many as ``index``. Returns how many there are. Or the place of the
+        first index outside of its size, or of a size above 2^53; ``out`` is then as it was.
         """
 
     def permute_range(self, key: int, size: int, begin: int, out: Ints, /) -> object:
@@ -65,7 +65,8 @@ class Kernels(Protocol):
     def shuffle(self, key: U32, next: int, items: Ints, lowest: int, /) -> int:
         """``RandomState.shuffle``: swap the last item, then the one before it, ... down to item ``lowest`` (1: all).
 
-        ``key`` (624,) is the state's and goes on; ``next`` its ``pos``, which is returned. Items have 4 or 8 bytes.
+        ``key`` (624,) is the state's and is changed. ``next`` is its ``pos``; the new one is returned. Items have 4
+        or 8 bytes.
         """
 
     def sample_rows(
@@ -120,8 +121,8 @@ class Kernels(Protocol):
     ) -> int | tuple[int, int]:
         """The ranges of samples, as ``batches.gather.FIELDS`` says; how many there are.
 
-        Or -1: too little room; another negative number: numpy has to look; (source, epoch): one to add first;
-        (source, -1): a finder to open; (source, -2 - n): the string of grid n to add.
+        Or -1: too little room. Another negative number: numpy reads the batch. A pair says what to add first:
+        (source, epoch) an epoch, (source, -1) a finder, (source, -2 - n) the string of grid n.
         """
 
     def level(self) -> int:

@@ -32,8 +32,8 @@ _FACTOR_1, _FACTOR_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111
 def order_key(*parts: str | int) -> int:
     """64-bit key of a sequence of names and numbers, the same on every machine.
 
-    The first 8 bytes, little-endian, of BLAKE2b-64 of the parts in decimal or UTF-8, joined by
-    the unit separator 0x1f, behind the order's version. Source: RFC 7693.
+    BLAKE2b-64, read as little-endian, of the order's version and the parts, in decimal or UTF-8,
+    joined by the unit separator 0x1f. Source: RFC 7693.
     """
     return int.from_bytes(blake2b(key_text(*parts), digest_size=8).digest(), "little")
 
@@ -94,8 +94,8 @@ def permute(key: npt.ArrayLike, n: npt.ArrayLike, index: npt.ArrayLike) -> I64:
     """Where the keyed permutation of 0..n-1 sends ``index``.
 
     A balanced Feistel network of six rounds over the smallest even number of bits that holds
-    n - 1 (at least two), walked again while the result lies outside 0..n-1. The walk is four
-    passes on average at the very most.
+    n - 1 (at least two). It is applied again while the result lies outside 0..n-1: at most four
+    passes on average.
 
     Args:
         key: 64-bit keys, one or one for each index.
@@ -118,8 +118,8 @@ def permute(key: npt.ArrayLike, n: npt.ArrayLike, index: npt.ArrayLike) -> I64:
 def permute_back(key: int, n: int, image: int) -> int:
     """The one ``index`` that ``permute(key, n, index)`` sends to ``image``.
 
-    The rounds from the last to the first, walked again while the result lies outside 0..n-1: a walk backwards along
-    the way by which ``image`` was reached.
+    The rounds from the last to the first, again while the result lies outside 0..n-1. These are the passes of
+    ``permute``, backwards.
     """
     if not 0 <= image < n <= LARGEST:
         _refuse(n, image)

@@ -4,11 +4,11 @@
 
 The line is cut into chunks of S tokens from an origin on: the grid. The chunks of an epoch are read
 in windows of 65,536, each window in an order of its own. After a change of the sequence length, the
-rest of the current window is read first, as one string. Then a new grid begins behind it. So
+rest of the current window is read first, as one string. Then a new grid begins after it. So
 nothing is read twice and nothing is lost.
 
 [Note: left-over] The string is the chunks not yet read, in their permuted order. The last sample of the
-string may need more tokens: they come from the line behind the window. Each chunk of the string is a
+string may need more tokens: they come from the line after the window. Each chunk of the string is a
 piece. Labels inside a piece are the next tokens on the line, and masks restart with a piece.
 """
 

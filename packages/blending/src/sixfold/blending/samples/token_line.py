@@ -5,9 +5,9 @@
 
 Two levels: blocks of B consecutive sequences are permuted, and the sequences inside each block.
 So a position is found by a search among the block sizes and a look at one block's lengths. No
-permutation is ever stored. n is the number of sequences, T of tokens in one epoch, P of pieces
-(stretches) asked for, K of documents met. A slot is a block's place on the line, counted through
-all epochs.
+permutation is stored. n is the number of sequences, T of tokens in one epoch, P of the pieces
+(stretches) that are read, K of the documents in them. A slot is a block's place on the line,
+counted through all epochs.
 
 [Note: an epoch grows] The sums of the first slots need only the pointers of the blocks in those slots. So an epoch is
 known up to where it was read, and twice as far when more is needed. A corpus of 5e9 documents starts as fast as a
@@ -44,8 +44,8 @@ def block_size(sequences: int) -> int:
 class Ranges:
     """Consecutive ranges of documents, arrays of one length.
 
-    ``piece`` says which of the stretches asked for a range belongs to; ``sequence`` is the number
-    in the source; ``offset`` and ``length`` are tokens of that sequence.
+    ``piece`` is the number of the stretch that a range belongs to. ``sequence`` is the number
+    in the source. ``offset`` and ``length`` are tokens of that sequence.
     """
 
     piece: I64

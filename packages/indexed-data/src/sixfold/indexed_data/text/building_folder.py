@@ -34,13 +34,13 @@ def building_folder(
 ) -> Iterator[tuple[str, list[str]]]:
     """The folder, locked, holding only the plan and its finished parts; and notes on parts that were dropped.
 
-    ``alike(number, folder)`` tells whether a finished part of the same plan is what would be made now.
+    ``alike(number, folder)`` says whether a finished part of the same plan is what would be made now.
 
     Removed on success, after ``BadInput`` and when no part is finished; kept after every other error.
 
     Raises:
-        IndexedDataError: a pair is there and may not be replaced; the folder cannot be made, is in use, or is
-            somebody else's.
+        IndexedDataError: a pair is there and may not be replaced. Or the folder cannot be made, is in use, or was not
+            made by a build.
     """
     folder = prefix + ".building"
     earlier = _read_plan(folder)

@@ -1,4 +1,4 @@
-"""What an input is that holds no text, told by its name and its first bytes, and what to do with it.
+"""Inputs that hold no text: what they are, by their name and first bytes, and what to do with them.
 
     name, first bytes --> what_it_is (this file) --> inputs.py
 

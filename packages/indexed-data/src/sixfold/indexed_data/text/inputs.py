@@ -62,7 +62,7 @@ class Source:
 
     @classmethod
     def of(cls, path: AnyPath) -> Source:
-        """The input ``path``; IndexedDataError for what is no file of text, with what it is and what to do."""
+        """The input ``path``; IndexedDataError for anything but a file of text. It says what it is and what to do."""
         name = local_path("an input", path)
         try:
             status = os.stat(name)

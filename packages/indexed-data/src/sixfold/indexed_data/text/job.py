@@ -1,4 +1,4 @@
-"""What a build's processes are told: all that decides its bytes, but the inputs.
+"""All that decides the bytes of a build, besides its inputs. Each process of a build gets it.
 
 options, tokenizer --> Job (this file) --> plan.json, parts.py
 """

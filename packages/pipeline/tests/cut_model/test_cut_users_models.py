@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from pipeline_helpers import square_loss
+from thread_helpers import on_threads, values_or_raise
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -15,6 +16,7 @@ from sixfold.pipeline import (
     PipelineRunner,
     ScheduleError,
     Stage,
+    interleaved,
     one_f_one_b,
     pipedream_2bw,
     stages_of_causal_lm,
@@ -117,3 +119,35 @@ def test_lazy_layers_are_refused_where_shapes_are_needed_until_the_model_has_run
     norm(x)
     with pytest.warns(UserWarning, match="buffers were put back"):
         runner_of_norm.evaluate(x, x)
+
+
+def train_and_keep_own_parameters(transport, model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """Three steps of AdamW; the trained parameters of this rank under the names of the whole model."""
+    program = interleaved(2, M, chunks=2)
+    stages = stages_of_causal_lm(model[transport.rank], program.stages, check=False)
+    mine = [stages[index] for index in program.stages_of(transport.rank)]
+    optimizer = torch.optim.AdamW([p for stage in mine for p in stage.parameters()], lr=1e-2)
+    runner = PipelineRunner(program, mine, transport, lm_loss)
+    for _ in range(3):
+        runner.step(ids, ids)
+        optimizer.step()
+        optimizer.zero_grad()
+    own = {id(p) for stage in mine for p in stage.parameters()}
+    return {name: p.detach() for name, p in model[transport.rank].named_parameters() if id(p) in own}
+
+
+def test_the_ranks_parts_by_the_models_names_are_the_checkpoint_of_a_tied_model_trained_whole():
+    transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
+    torch.manual_seed(3)
+    whole = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)).train()
+    ids = torch.randint(1, WORDS, (2 * M, LENGTH), generator=torch.Generator().manual_seed(5))
+    models = [copy.deepcopy(whole) for _ in range(2)]
+    first, second = values_or_raise(on_threads(2, train_and_keep_own_parameters, models, ids))
+    optimizer = torch.optim.AdamW(whole.parameters(), lr=1e-2)
+    for _ in range(3):
+        for x in ids.chunk(M):
+            (lm_loss(whole(x).logits, x) / M).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert not set(first) & set(second)
+    torch.testing.assert_close({**first, **second}, dict(whole.named_parameters()), atol=1e-5, rtol=1e-4)

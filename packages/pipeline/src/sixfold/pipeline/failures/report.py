@@ -224,4 +224,8 @@ def time_out_line(
     for other, name in enumerate(names) if heard else ():
         if other != rank:
             parts.append(f"rank {name} at {others[other].place}" if other in others else f"rank {name} silent")
-    return "; ".join((*parts, "the store does not answer") if deaf else parts)
+    if deaf:
+        parts.append("the store does not answer")
+    if heard and len(others) < len(names) - 1:
+        parts[-1] += ". A silent rank ended, hangs or runs other code: read its log first"
+    return "; ".join(parts)

@@ -344,3 +344,16 @@ def test_states_of_stages_are_saved_in_one_under_their_stages_places_as_the_read
     assert len(saved) == len(model.state_dict())
     for name, value in model.state_dict().items():
         assert torch.equal(other.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_whose_layers_get_the_embeddings_too_is_refused_where_rounding_hides_it_in_the_logits(dtype):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "vocab_size": WORDS}
+    kinds = ["mamba", "hybrid", "mamba", "hybrid"]
+    config = transformers.ZambaConfig(
+        **sizes, num_attention_heads=4, num_key_value_heads=4, n_mamba_heads=2, layers_block_type=kinds
+    )
+    torch.manual_seed(3)
+    model = transformers.ZambaForCausalLM(config).to(dtype)
+    with pytest.raises(ScheduleError, match=r"call layer [23] with other arguments.*: argument 1 is .* apart"):
+        stages_of_causal_lm(model, 2)

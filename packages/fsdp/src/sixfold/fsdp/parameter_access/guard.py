@@ -347,12 +347,13 @@ class UnitGuard:
     def begin_call(self, *, learns: bool) -> None:
         """The unit's call begins, gathered; ``learns``: it is of the first step."""
         self.reveal()
-        self._views.begin(learns)
+        if learns or self._views.began or not torch.is_grad_enabled():
+            self._views.begin(learns)
 
     def end_call(self) -> None:
         """Its call that began last is over."""
         self.hide()
-        left = self._views.end()
+        left = self._views.end() if self._views.began else ()
         if left:
             lend(left, self.guards)
 

@@ -329,29 +329,36 @@ def own_outputs(unit: Unit, output: Any) -> Any:
 
 
 class EscapedViews:
-    """Of one unit's calls. [Note: views left behind]"""
+    """Of one unit's calls. [Note: views left behind]
+
+    Attributes:
+        began: counts of calls that run, the innermost last (None: it is not looked at); empty: no call is of interest.
+    """
 
     def __init__(self, unit: Unit, saved: SavedViews) -> None:
         self._unit = unit
         self._saved = saved
         self._left = _CALLS
-        self._began: list[dict[int, int] | None] = []  # of calls that run
+        self.began: list[dict[int, int] | None] = []
 
     @uncompiled
     def begin(self, learns: bool) -> None:
-        """A call begins, its unit is gathered; ``learns``: it is of the first step."""
+        """A call begins, its unit is gathered; ``learns``: it is of the first step.
+
+        Not asked of a call with a graph after the first step, unless it is inside one that is looked at.
+        """
         if not self._unit.shares:
             return
         wanted = learns
         if not torch.is_grad_enabled():
             wanted = self._left > 0
             self._left -= wanted
-        self._began.append(self._counts() if wanted and self._saved.scans else None)
+        self.began.append(self._counts() if wanted and self._saved.scans else None)
 
     @uncompiled
     def end(self) -> Sequence[Tensor]:
         """It ended; returns the views that it left."""
-        before = self._began.pop() if self._began else None
+        before = self.began.pop()
         if before is None or not any(now > before.get(at, now) for at, now in self._counts().items()):
             return ()
         found = self._find()
@@ -361,7 +368,7 @@ class EscapedViews:
     @uncompiled
     def clear(self) -> None:
         """Calls were interrupted."""
-        self._began.clear()
+        self.began.clear()
 
     def _storages(self) -> set[int]:
         return {stream.weights.gathered.untyped_storage()._cdata for stream in self._unit.streams}

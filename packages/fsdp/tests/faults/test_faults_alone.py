@@ -14,7 +14,7 @@ from torch.distributed import HashStore
 from sixfold.fsdp import FsdpError, FullyShardedDataParallel, fully_shard_optimizer
 from sixfold.fsdp.buffers.digest import tensor_digest
 from sixfold.fsdp.collectives.comm import Launches
-from sixfold.fsdp.engine.order_check import OrderDigest
+from sixfold.fsdp.engine.rank_agreement import OrderDigest
 from sixfold.fsdp.faults import deadlines as faults
 from sixfold.fsdp.faults import survivors as meeting
 from sixfold.fsdp.faults.deadlines import Faults

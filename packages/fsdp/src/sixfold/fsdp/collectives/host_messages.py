@@ -1,6 +1,6 @@
 """Small messages between the ranks of the main mesh, on the host.
 
-    rows of integers, texts --> Control (this file) --> order_check.py, start_values.py, load_full_state.py
+    rows of integers, texts --> Control (this file) --> rank_agreement.py, start_values.py, load_full_state.py
 
 [Note: two channels] Data moves on communicators of the given group; this moves through the store that the group was
 made from: no group is made for it, no descriptor opened. Never an object collective, never a device tensor.

@@ -1,5 +1,5 @@
 """The events of a step: gather, compute, reduce, free.
 
-From outside: backward, engine, gather, grouped_gather, order_check, reduce, reduce_policy, reduction_paths,
+From outside: backward, engine, gather, grouped_gather, rank_agreement, reduce, reduce_policy, reduction_paths,
 used_parameters.
 """

@@ -23,7 +23,7 @@ from sixfold.fsdp.collectives.host_messages import Control
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.engine.backward import Backward, CallContext, old_graph, refuse_graph
 from sixfold.fsdp.engine.gather import Gathering
-from sixfold.fsdp.engine.order_check import OrderCheck
+from sixfold.fsdp.engine.rank_agreement import OrderCheck
 from sixfold.fsdp.engine.reduce import Reduction
 from sixfold.fsdp.engine.reduce_policy import ReducePolicy, StageState
 from sixfold.fsdp.errors import FsdpError

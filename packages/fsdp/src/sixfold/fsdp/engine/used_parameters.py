@@ -1,6 +1,6 @@
 """Which parameters got a gradient: on this rank, and on any rank.
 
-    reduce.py --> UsedParameters (this file) --> order_check.py --> settle --> main.grad is None again
+    reduce.py --> UsedParameters (this file) --> rank_agreement.py --> settle --> main.grad is None again
 
 On several ranks a parameter without a gradient takes part in its unit's sum with zeros: another rank may have one. Had
 no rank one, it is to have None, as in one process: zeros would be decayed, and would advance an optimizer's state.

@@ -1,6 +1,6 @@
 """Do the ranks agree? Who is about to do something else, and what to say of it.
 
-    rows of integers --> odd_ranks (this file) --> engine/order_check.py, setup/start_values.py
+    rows of integers --> odd_ranks (this file) --> engine/rank_agreement.py, setup/start_values.py
 
 Pure: the exchange itself is collectives/host_messages.py's.
 """

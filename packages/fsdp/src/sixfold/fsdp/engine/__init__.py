@@ -1,5 +1,4 @@
 """The events of a step: gather, compute, reduce, free.
 
-From outside: backward, engine, gather, grouped_gather, rank_agreement, reduce, reduce_policy, reduction_paths,
-used_parameters.
+From outside: backward, engine, gather, grouped_gather, rank_agreement, reduce, reduction_paths.
 """

@@ -24,8 +24,7 @@ from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.engine.backward import Backward, CallContext, old_graph, refuse_graph
 from sixfold.fsdp.engine.gather import Gathering
 from sixfold.fsdp.engine.rank_agreement import OrderCheck
-from sixfold.fsdp.engine.reduce import Reduction
-from sixfold.fsdp.engine.reduce_policy import ReducePolicy, StageState
+from sixfold.fsdp.engine.reduce import ReducePolicy, Reduction, StageState
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.deadlines import Faults
 from sixfold.fsdp.parameter_access.guard import UnitGuard, guard_of, written_in_place

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.engine.backward import CallContext
 from sixfold.fsdp.engine.engine import Engine
-from sixfold.fsdp.engine.reduce_policy import StageState
+from sixfold.fsdp.engine.reduce import StageState
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.parameter_access.guard import MARK, GuardedParameter
 from sixfold.fsdp.parameter_access.saved_weights import own_outputs, tensors_in

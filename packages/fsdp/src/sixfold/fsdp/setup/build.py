@@ -29,10 +29,9 @@ from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.engine.gather import Gathering
 from sixfold.fsdp.engine.grouped_gather import grouped_gathers
-from sixfold.fsdp.engine.rank_agreement import OrderCheck
+from sixfold.fsdp.engine.rank_agreement import OrderCheck, UsedParameters
 from sixfold.fsdp.engine.reduce import Reduction
 from sixfold.fsdp.engine.reduction_paths import ReductionPaths, bucket_bytes_of
-from sixfold.fsdp.engine.used_parameters import UsedParameters
 from sixfold.fsdp.faults.deadlines import Faults
 from sixfold.fsdp.faults.heartbeat import Launched
 from sixfold.fsdp.faults.local_processes import LocalProcesses, this_process

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sixfold.fsdp.buffers.unit_buffer import Granularity
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
-from sixfold.fsdp.engine.reduce_policy import StageState
+from sixfold.fsdp.engine.reduce import StageState
 from sixfold.fsdp.errors import FsdpError, MissingError
 from sixfold.fsdp.hooks import forward_backward, global_hooks, state_dict_hooks
 from sixfold.fsdp.optimizers import gradient_norms, initial_state, sharded_optimizer

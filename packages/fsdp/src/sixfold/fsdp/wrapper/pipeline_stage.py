@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from sixfold.fsdp.engine.engine import Engine
-from sixfold.fsdp.engine.reduce_policy import StageState
+from sixfold.fsdp.engine.reduce import StageState
 
 
 class StageHandle:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from sixfold.fsdp import FsdpError
+from sixfold.fsdp.buffers.temporary_memory import Arena
 from sixfold.fsdp.placement.address_assignment import assign_addresses
-from sixfold.fsdp.placement.arena import Arena
 from sixfold.fsdp.residency import plan, solve
 
 

@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
+from sixfold.fsdp.buffers.temporary_memory import Arena
 from sixfold.fsdp.placement.address_assignment import assign_addresses
-from sixfold.fsdp.placement.arena import Arena
 from sixfold.fsdp.placement.parking import Parking, simulate
 from sixfold.fsdp.placement.residency import NEVER, solve
 

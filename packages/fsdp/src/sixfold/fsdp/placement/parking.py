@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from sixfold.fsdp.placement.arena import Arena
+from sixfold.fsdp.buffers.temporary_memory import Arena
 from sixfold.fsdp.placement.residency import NEVER
 
 _COPIES = 64  # that cost as much as a gather: memory of 3.3 TB/s, read and written, beside a link of 25 GB/s

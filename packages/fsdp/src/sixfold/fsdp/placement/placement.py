@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from sixfold.fsdp.buffers.stored_bytes import turn_ranges
+from sixfold.fsdp.buffers.temporary_memory import Arena
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.placement.address_assignment import AddressAssignment, assign_addresses
-from sixfold.fsdp.placement.arena import Arena
 from sixfold.fsdp.placement.parking import Simulated, simulate
 from sixfold.fsdp.placement.residency import Solution, solve
 

@@ -12,7 +12,7 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.strategy import ShardingStrategy
 
 if TYPE_CHECKING:
-    from sixfold.fsdp.buffers.slots import TemporaryBucketAllocator
+    from sixfold.fsdp.buffers.temporary_memory import TemporaryBucketAllocator
     from sixfold.fsdp.buffers.unit_buffer import DataParallelBuffer, ParamAndGradBuffer
     from sixfold.fsdp.config import BufferConfig, MixedPrecision
     from sixfold.fsdp.engine.gather import AllGatherPipeline
@@ -49,7 +49,7 @@ _NEED_TORCH = {
     "ParamAndGradBuffer": "buffers.unit_buffer",
     "StageHandle": "wrapper.pipeline_stage",
     "StateRecord": "state.records",
-    "TemporaryBucketAllocator": "buffers.slots",
+    "TemporaryBucketAllocator": "buffers.temporary_memory",
     "fully_shard": "wrapper.fully_sharded",
     "fully_shard_optimizer": "wrapper.fully_sharded",
 }

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sixfold.fsdp.buffers.slots import NAN_BYTE
+from sixfold.fsdp.buffers.temporary_memory import NAN_BYTE
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.weights import Weights

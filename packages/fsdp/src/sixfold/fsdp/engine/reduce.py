@@ -24,8 +24,8 @@ from torch import Tensor
 from sixfold.fsdp.buffers.flat_buffer import ParamRecord
 from sixfold.fsdp.buffers.gradients import Gradients, Taken
 from sixfold.fsdp.buffers.reduction_sizes import ReductionPath, State
-from sixfold.fsdp.buffers.slots import TemporaryBucketAllocator
 from sixfold.fsdp.buffers.stored_bytes import MIXED_NUMEL, NORM_BYTES
+from sixfold.fsdp.buffers.temporary_memory import TemporaryBucketAllocator
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.gradient_sums import Finish, RankOrderSum

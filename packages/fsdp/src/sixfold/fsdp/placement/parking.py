@@ -1,6 +1,6 @@
 """Units that wait elsewhere: under a byte budget, bytes in the way of another unit are copied to a gap of the arena.
 
-    engine/gather.py --> Parking (this file) --> alloc.Arena
+    engine/gather.py --> Parking (this file) --> buffers/temporary_memory.py
 
 Decides who is freed, who is moved and where; starts no gather. [Note: parked] A unit is used in its own range only, so
 saved views stay right; between its uses its bytes may wait in any gap, and come back by a copy, which is far cheaper

@@ -56,3 +56,27 @@ def test_the_sum_is_that_of_a_models_report_and_of_its_optimizer(strategy):
     )
     assert state == 2 * 4 * (sum(root) + 3 * sum(layer))
     assert found.total == sum(model.report()["bytes"].values())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "trained", "fp32"),
+    [
+        ("no_shard", 18, 16),
+        ("optim", 6 + 12 / 8, 8 + 8 / 8),
+        ("optim_grads", 2 + 16 / 8, 4 + 12 / 8),
+        ("optim_grads_params", 18 / 8, 16 / 8),
+    ],
+)
+def test_eight_ranks_with_adam_keep_the_bytes_per_parameter_that_the_guide_names(strategy, trained, fp32):
+    for compute, expected in ((2, trained), (4, fp32)):
+        formats = BufferFormats(strategy=ShardingStrategy(strategy), compute=compute, main=4, grad=4, reduce=4)
+        streams = [
+            (None, [StreamSizes((8 * 4096,), formats, 8)]),
+            *[("Layer", [StreamSizes((65536,), formats, 8)])] * 4,
+        ]
+        numel = 8 * 4096 + 4 * 65536
+        adam = 2 * 4 * numel // (1 if strategy == "no_shard" else 8)
+        found = stored_bytes(
+            streams, formats, per_microbatch=strategy in ("optim_grads", "optim_grads_params"), state_bytes=adam
+        )
+        assert found.parameters + found.gradients + found.optimizer == expected * numel

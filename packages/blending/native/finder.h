@@ -21,8 +21,8 @@ typedef struct {
     View before, block;
 } Epoch;
 
-/* A sequence length from one of the dataset's samples on (chunk_grid.py). It reads the string first: what the grid before
-   left over. For each stretch it has its tokens' place in the string and where the stretch begins on the line. */
+/* A sequence length from one of the dataset's samples on (chunk_grid.py). It reads the string first: what the grid
+   before left over. For each stretch it has its tokens' place in the string, and where they begin on the line. */
 typedef struct {
     int64_t first_sample, number, sequence_length, origin, left_over_samples;
     View string;

@@ -2,7 +2,7 @@
 
     CONFIG.json --> builder --> why(POSITION), locate(positions) --> text or JSON (this file)
 
-``why CONFIG.json POSITION`` tells which documents and bytes one sample is made of, ``draw CONFIG.json`` which dataset
+``why CONFIG.json POSITION`` prints the documents and bytes of one sample. ``draw CONFIG.json`` prints which dataset
 gives which position of training. The file has the fields of ``GPTDatasetConfig`` with ``sizes``, and ``tokenizer``
 as an object of ids. Exit codes: 0 done; 1 one line on stderr says what does not fit; 2 a wrong command line.
 """

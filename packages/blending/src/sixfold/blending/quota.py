@@ -1,4 +1,4 @@
-"""The quota tree, by the path that pages have named (this file); ``order.py`` has it too, and is the one to import."""
+"""The quota tree under its older path (this file). New code imports it from ``order.py``."""
 
 from sixfold.blending.blend.quota_tree import QuotaTree
 

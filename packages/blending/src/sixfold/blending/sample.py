@@ -1,4 +1,4 @@
-"""What a dataset of one's own makes arrays of, by the path that examples name (this file)."""
+"""Public path of what a dataset class of your own works with: rows of ids and batches (this file)."""
 
 from sixfold.blending.batches.gpt_arrays import Batch, SampleLayout, TokenRows
 

@@ -1,4 +1,4 @@
-"""Documents of a user, by the path that pages name: ``DocumentSource``, and lists in memory for trials (this file)."""
+"""Public path of sources of documents: ``DocumentSource``, and lists in memory for trials (this file)."""
 
 from sixfold.blending.documents.source import DocumentSource, ListSource
 

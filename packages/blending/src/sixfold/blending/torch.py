@@ -1,4 +1,4 @@
-"""What a ``torch.utils.data.DataLoader`` is given, by the path that pages name (this file): a dataset, a sampler."""
+"""Public path of what a ``torch.utils.data.DataLoader`` needs: a dataset and a sampler (this file)."""
 
 from sixfold.blending.dataset.position_sampler import LoaderDataset, PositionSampler, Steps
 

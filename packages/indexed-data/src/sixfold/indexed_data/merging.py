@@ -2,7 +2,7 @@
 
     pairs --> merge (this file) --> writer.py
 
-Order is kept; pointers and document ends are computed anew; the .bin files are copied by the kernel.
+The order of the pairs is kept. Pointers and document ends are computed again. The kernel copies the .bin files.
 """
 
 from __future__ import annotations

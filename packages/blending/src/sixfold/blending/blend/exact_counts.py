@@ -4,8 +4,7 @@
 
 The running sums of the counts give sample i of the unshuffled blend ("repeat, plus running numbers"). Position p is its
 sample ``shuffle(p)``, and the permutation runs backwards too. So a position and its inverse are computed alone. Only
-the arrays wait for the table. Source: the reference note on fast dataset building. D counts
-datasets, N positions.
+the arrays wait for the table. D counts datasets, N positions.
 """
 
 from functools import cached_property
@@ -91,7 +90,7 @@ class ApportionedBlend:
         return self._shuffle.back(number)
 
     def counts(self, n: int) -> I64:
-        """Samples of each dataset among the first ``n`` positions, (D,) int64. Cost: O(n), but for all of them."""
+        """Samples of each dataset among the first ``n`` positions, (D,) int64. Cost: O(n); O(D) for n = N."""
         if n == self.end:
             return self._counts_D.copy()
         counts_D = np.zeros_like(self._counts_D)

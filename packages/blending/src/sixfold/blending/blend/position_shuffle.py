@@ -1,4 +1,4 @@
-"""A permutation of N positions by a key, one by one at once, or as a table that a thread makes meanwhile.
+"""A permutation of N positions by a key: one position at a time, or as a table that a thread makes.
 
     seed, N --> Shuffle (this file) --> exact_counts.py
 

@@ -95,7 +95,7 @@ class MegatronDataset(Samples):
             num_samples: None for one epoch, else the length of an endless stream; with indices the least
                 number of samples to build.
         Raises:
-            BlendingError: samples are asked of a part without tokens, or a number of them that is none.
+            BlendingError: ``num_samples`` is not a count, or samples are asked of a part without tokens.
         """
         if num_samples is not None:
             num_samples = whole_number("num_samples", num_samples, 0)
@@ -376,7 +376,7 @@ class MegatronDataset(Samples):
         return tuple(found)
 
     def state_dict(self, position: int) -> State:
-        """What a checkpoint keeps to go on at ``position``; see ``checkpoint_state.py``."""
+        """What a checkpoint keeps to continue at ``position``; see ``checkpoint_state.py``."""
         return self._state(position, STATE_VERSION)
 
     def _state(self, position: int, version: int) -> State:

@@ -200,7 +200,7 @@ class PositionSampler(Sampler[list[int]]):
         return {"position": self.begin if self._next is None else self._next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iterator begins at the position of a state; those behind it at ``begin`` again.
+        """The next iterator begins at the position of a state. Later ones begin at ``begin`` again.
 
         Raises:
             BlendingError: the state has no position.
@@ -239,7 +239,7 @@ class Steps(Iterator[list[int]]):
         return {"position": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on at the position of a state; BlendingError if it has none, or too few samples behind it."""
+        """Continue at the position of a state; BlendingError if it has none, or too few samples follow it."""
         self._begin_at(_position_of(state))
 
 

@@ -218,7 +218,7 @@ class Part:
 
     @cached_property
     def fingerprint_of_lengths(self) -> dict[str, Any]:
-        """The same but for the ids: what an index is built from."""
+        """The same without the ids: what an index is built from."""
         return self.fingerprint_of_state_2 | {"members": self._members_fingerprint()}
 
     @cached_property

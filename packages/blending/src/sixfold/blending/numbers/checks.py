@@ -55,7 +55,7 @@ def checked_positions(positions: Any, end: int | None) -> npt.NDArray[np.int64]:
 
     Raises:
         BlendingError: not whole numbers in one dimension.
-        IndexError: one that is negative or behind the end (None: ``FARTHEST``).
+        IndexError: one is negative, or not below the end (None: ``FARTHEST``).
     """
     end = FARTHEST if end is None else end
     if isinstance(positions, range):

@@ -202,7 +202,7 @@ class SampleOrder:
         """The stretches of ``samples``, all of one sequence length; rows count through ``samples``.
 
         Raises:
-            BlendingError: a sample behind the one epoch that the dataset was made for.
+            BlendingError: a sample after the one epoch that the dataset was made for.
         """
         if self.chunks is not None and samples.size and int(samples.max()) >= self.chunks:
             raise BlendingError(

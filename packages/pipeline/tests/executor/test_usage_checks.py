@@ -86,3 +86,25 @@ def test_gradients_in_double_precision_are_clipped_by_their_norm_in_it():
     torch.testing.assert_close(runner.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(copies, 0.1))
     for copy, parameter in zip(copies, parameters, strict=True):
         torch.testing.assert_close(parameter.grad, copy.grad, rtol=1e-12, atol=0.0)
+
+
+def test_an_evaluation_leaves_the_buffers_of_a_loss_in_training_mode_as_they_were():
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, output, target):
+            self.seen += 1
+            return square_loss(output, target)
+
+    loss = Counted()
+    runner = PipelineRunner(gpipe(2, 2), [Stage(nn.Linear(8, 8), i) for i in range(2)], None, loss)
+    x, y = batch(8)
+    runner.step(x, y)
+    with pytest.warns(UserWarning, match="seen of loss_fn moved"):
+        runner.evaluate(x, y)
+    assert loss.seen == 2
+    loss.eval()
+    runner.evaluate(x, y)
+    assert loss.seen == 4

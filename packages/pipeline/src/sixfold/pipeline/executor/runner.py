@@ -288,7 +288,7 @@ class PipelineRunner:
         A tensor needs m rows at least. If m does not divide them, the mean of the losses is not the mean over rows.
         """
         goal = Goal(train=False, loss_fn=self._loss_fn, scale=self._scale, autocast=_autocast())
-        with torch.no_grad(), self._guard.around(self._stages.values(), "evaluate"):
+        with torch.no_grad(), self._guard.around(self._stages.values(), "evaluate", self._loss_fn):
             return self._run(program, "evaluate", goal, inputs, targets, kwargs, keep_outputs, profile=profile)
 
     def forward(

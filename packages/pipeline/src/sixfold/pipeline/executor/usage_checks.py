@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sixfold.pipeline.stage.stage import Stage, check_made
 
@@ -42,24 +42,25 @@ class BufferGuard:
         self._told = False
 
     @contextmanager
-    def around(self, stages: Iterable[Stage], call: str) -> Iterator[None]:
+    def around(self, stages: Iterable[Stage], call: str, loss_fn: object = None) -> Iterator[None]:
         """Around an ``evaluate`` or ``forward``."""
-        held: list[tuple[int, str, dict[str, Tensor | None], str, Tensor, Tensor]] = []
-        for stage in stages:
-            for path, module in stage.module.named_modules() if stage.module is not None else ():
+        held: list[tuple[str, str, dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        tops = [(f"stage {stage.index}", stage.module) for stage in stages]
+        for what, top in (*tops, ("loss_fn", loss_fn if isinstance(loss_fn, nn.Module) else None)):
+            for path, module in top.named_modules() if top is not None else ():
                 for name, buffer in module._buffers.items() if module.training else ():
                     if buffer is not None:
-                        check_made(module, f"stage {stage.index}")
+                        check_made(module, what)
                         where = f"{path}.{name}" if path else name
-                        held.append((stage.index, where, module._buffers, name, buffer, buffer.detach().clone()))
+                        held.append((what, where, module._buffers, name, buffer, buffer.detach().clone()))
         try:
             yield
         finally:
             moved = ""
-            for index, where, buffers, name, buffer, was in held:
+            for what, where, buffers, name, buffer, was in held:
                 # A batch norm's kernel moves its statistics without a new version: only the values tell.
                 if buffers.get(name) is not buffer or not torch.equal(buffer, was):
-                    moved = moved or f"{where} of stage {index}"
+                    moved = moved or f"{where} of {what}"
                     buffers[name] = buffer
                     with torch.no_grad():
                         buffer.copy_(was)
@@ -67,7 +68,7 @@ class BufferGuard:
             self._told = True
             warnings.warn(
                 f"{call} ran with modules in training mode, and {moved} moved; buffers were put back. Call eval() on "
-                "the stages' modules before it, and train() behind it",
+                "the stages' modules and loss_fn before it, and train() behind it",
                 stacklevel=4,
             )
 

@@ -1,6 +1,6 @@
 """Every wait ends: the other side is stopped (SIGSTOP: no socket closes), and the survivor says so in time.
 
-One test for each row of the table in docs/design/2026-11-22-fsdp-waits.md. Deadlines are shortened after the wrap, so
+One test for each row of the table in docs/design/fsdp/waits.md. Deadlines are shortened after the wrap, so
 that a busy machine does not miss them while the ranks set up.
 """
 

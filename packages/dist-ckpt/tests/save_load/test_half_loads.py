@@ -137,6 +137,51 @@ def test_a_plain_tensor_that_is_not_stored_is_an_error_as_a_sharded_one_is(tmp_p
     assert state["m"]["new"].tolist() == [5, 5]
 
 
+def _plain(model):
+    return {"model": model.state_dict()}
+
+
+def _sharded(model):
+    records = {
+        name: dist_ckpt.ShardedTensor.from_rank_offsets(f"model.{name}", tensor)
+        for name, tensor in model.state_dict().items()
+    }
+    return {"model": records}
+
+
+@pytest.mark.parametrize("state", [_plain, _sharded])
+@pytest.mark.parametrize("wrapped_first", [True, False])
+def test_names_that_differ_by_a_wrapper_are_named_together_and_both_remedies_work(tmp_path, state, wrapped_first):
+    inside = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    both = [torch.compile(inside), torch.nn.Sequential(torch.nn.Linear(2, 2))]
+    saved, loaded = both if wrapped_first else both[::-1]
+    weight = saved.state_dict()["_orig_mod.0.weight" if wrapped_first else "0.weight"].clone()
+    dist_ckpt.save({**state(saved), "step": 7}, tmp_path / "c")
+    with pytest.raises(MismatchError, match=r"weight: stored is model\..*weight") as raised:
+        dist_ckpt.load(state(loaded), tmp_path / "c")
+    assert "Rename the keys" in str(raised.value)
+    asked = _renamed(state(loaded), wrapped_first)
+    assert dist_ckpt.load(asked, tmp_path / "c")["step"] == 7
+    assert torch.equal(next(iter(loaded.parameters())), weight)
+    dist_ckpt.save(state(getattr(saved, "_orig_mod", saved)), tmp_path / "d")
+    dist_ckpt.load(state(getattr(loaded, "_orig_mod", loaded)), tmp_path / "d")
+
+
+def _renamed(asked, to_wrapped):
+    found = {}
+    for name, value in asked["model"].items():
+        new = f"_orig_mod.{name}" if to_wrapped else name.removeprefix("_orig_mod.")
+        sharded = isinstance(value, dist_ckpt.ShardedTensor)
+        found[new] = dist_ckpt.ShardedTensor.from_rank_offsets(f"model.{new}", value.data) if sharded else value
+    return {"model": found}
+
+
+def test_keys_that_no_wrapper_explains_are_listed_as_before(tmp_path):
+    dist_ckpt.save({"model": {"a": torch.ones(2)}}, tmp_path / "c")
+    with pytest.raises(MismatchError, match="asked for, not in the checkpoint"):
+        dist_ckpt.load({"model": {"a": torch.zeros(2), "module.b": torch.zeros(2)}}, tmp_path / "c")
+
+
 def test_a_buffer_that_a_model_has_gained_is_an_error_and_its_remedy_works(tmp_path):
     model = torch.nn.BatchNorm1d(3)
     dist_ckpt.save({"model": model}, tmp_path / "c")

@@ -95,6 +95,7 @@ class _Report(NamedTuple):
     owners: frozenset[str]  # see requested_keys.py
     local: frozenset[str]
     plain_missing: set[str]
+    other_wrappers: Mapping[str, str]
     has_slices: bool  # see collectives/mesh_slices.py
 
 
@@ -360,6 +361,10 @@ def _report(
     empty = factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
     below = tuple(f"{name}." for name in empty)
     unexpected |= empty | {name for name in plain_unexpected if not name.startswith(below)}
+    others = dict[str, str]()
+    if unexpected and strict.raises_unexpected:
+        plain = (tree.key_text(path) for path, leaf in tree.leaves(wanted.common) if isinstance(leaf, torch.Tensor))
+        others = requested_keys.other_wrappers(unexpected, [*manifest.tensors, *plain])
     frames = {manifest.objects[record.unique_key] for record in objects if record.unique_key in manifest.objects}
     frames |= rank_load.reads.frames() | set(checkpoint.unread)
     return _Report(
@@ -379,6 +384,7 @@ def _report(
         else frozenset(),
         requested_keys.local_names(wanted.parts),
         plain_missing,
+        others,
         any(record.is_on_slice for record in wanted.tensors),
     )
 
@@ -424,6 +430,7 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
     counts = strict.minds_missing or bool(owners)
     stored = checkpoint.manifest
     missing = {key for keys in (stored.tensors, stored.objects) for key in keys} - asked if counts else set[str]()
+    requested_keys.check_wrappers({key: other for report in reports for key, other in report.other_wrappers.items()})
     if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
         requested_keys.check_whole(missing, owners, frozenset[str]().union(*(report.local for report in reports)))
     missing |= set[str]().union(*(report.plain_missing for report in reports))

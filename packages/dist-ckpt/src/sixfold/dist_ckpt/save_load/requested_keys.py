@@ -23,6 +23,7 @@ from sixfold.dist_ckpt.state.in_place import Leaves
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
 
 _MOST_SHOWN = 4
+_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 
 
 class StrictHandling(Enum):
@@ -82,6 +83,30 @@ def check_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Itera
         what = "1 key does not match" if len(lines) == 1 else f"{len(lines)} keys do not match"
         remedy = "correct them, or leave them out by strict='log_unexpected'" if wrong else "ask for them too"
         raise MismatchError(listed(f"{', '.join(kinds)}: {what} (strict={strict.value!r}); {remedy}", lines))
+
+
+def other_wrappers(unexpected: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
+    """Keys that are asked for, with the stored ones from which they differ by the prefix of a wrapper alone."""
+    inner = {_unwrapped(key): key for key in stored}
+    return {key: inner[_unwrapped(key)] for key in sorted(unexpected) if _unwrapped(key) in inner}
+
+
+def _unwrapped(key: str) -> str:
+    """The key without what DDP, FSDP, torch.compile and checkpointing put before the names of the model inside."""
+    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+
+
+def check_wrappers(others: Mapping[str, str]) -> None:
+    """MismatchError if there are such keys; it comes before ``check_whole``, whose keys these may be too."""
+    if others:
+        lines = [f"{key}: stored is {stored}" for key, stored in [*others.items()][:_MOST_SHOWN]]
+        lines += [f"and {len(others) - _MOST_SHOWN} more"] * (len(others) > _MOST_SHOWN)
+        title = (
+            "names differ from the stored ones by the prefix of a wrapper, such as DDP's 'module.' or torch.compile's "
+            "'_orig_mod.'. Rename the keys of the state dict to the stored ones, or save the state dict of the model "
+            "inside (model.module, model._orig_mod)"
+        )
+        raise MismatchError(listed(title, lines))
 
 
 def owners(state: Mapping[Any, Any], merges: Sequence[Merge], parts: tree.Split, common: Any) -> frozenset[str]:

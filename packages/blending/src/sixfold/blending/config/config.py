@@ -386,7 +386,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
     def _check_eod(self) -> None:
         for option in self.options_of_eod:
             if special_token(self.tokenizer, "eod") is None:
-                raise BlendingError(f"{option} needs to know the end-of-document token; give a tokenizer with eod")
+                raise BlendingError(
+                    f"{option} needs to know the end-of-document token; give a tokenizer with eod, such as "
+                    "types.SimpleNamespace(eod=50256) with the id of your data"
+                )
 
 
 def _refuse_max_epochs(max_epochs: Any) -> None:

@@ -84,7 +84,7 @@ def typed(action: Callable[[], _Value]) -> _Value:
             raise
         raise CheckpointError(
             f"no thread can be started ({error}): call this before the interpreter ends, not in an atexit handler or "
-            "in a thread that outlives the main one; or raise the limit of threads (ulimit -u)"
+            "in a thread that outlives the main one. Or raise the limit of threads (ulimit -u)"
         ) from error
     except OSError as error:
         name = f": {error.filename}" if error.filename else ""

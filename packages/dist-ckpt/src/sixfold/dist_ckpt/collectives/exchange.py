@@ -276,8 +276,8 @@ def _unpickled(data: Any, who: str) -> Any:
         return pickle.loads(data)
     except Exception as error:  # whatever a class of another version does
         raise CheckpointError(
-            f"{who} sent what cannot be read here ({type(error).__name__}: {error}); all ranks of a job run the same "
-            "code, in the same versions, and can import what its state dict and strategies are made of"
+            f"{who} sent what cannot be read here ({type(error).__name__}: {error}). All ranks of a job run the same "
+            "code, in the same versions. Each can import what the state dict and the strategies are made of"
         ) from error
 
 

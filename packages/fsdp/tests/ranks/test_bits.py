@@ -58,6 +58,32 @@ def test_two_ranks_equal_the_emulation_for_every_kind_of_model(strategy: str) ->
             assert same(expected, results[rank][at]) == [], f"{name} on rank {rank}"
 
 
+def train_without_sync(rank: int, ranks: int) -> list[dict[str, Tensor]]:
+    """Two updates of two microbatches, the first of them under ``no_sync``, by each strategy."""
+    found = []
+    for strategy in STRATEGIES:
+        net = make_net()
+        model = FullyShardedDataParallel(
+            net, process_group=dist.group.WORLD, strategy=strategy, fsdp_unit_modules=[Block]
+        )
+        optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
+        for step in range(2):
+            first, last = batch(step, 0, rank), batch(step, 1, rank)
+            with model.no_sync():
+                loss_of(model(first), first).backward()
+            loss_of(model(last), last).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(model.full_state_dict())
+    return found
+
+
+@pytest.mark.slow
+def test_strategies_have_equal_bits_if_all_but_the_last_microbatch_run_without_sync() -> None:
+    whole, *sharded = run_ranks(train_without_sync, 2)[0]
+    assert [same(whole, one) for one in sharded] == [[], [], []]
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.slow

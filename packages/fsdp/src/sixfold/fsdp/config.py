@@ -100,8 +100,9 @@ class BufferConfig:
             more gathers. None gathers ahead where (nearly) the fewest gathers allow it.
         reduce_buffers: local gradient buffers that units share when gradients are sharded, >= 1.
         align_bytes: every tensor starts at a multiple of it (NCCL user buffers need 128-byte starts).
-        user_buffers: whether weights, gather sources and local sums lie in memory that NCCL uses without a copy:
-            ``"off"``, ``"auto"`` (where that is possible; ``report()`` says which path, or why none) or ``"require"``.
+        user_buffers: whether weights, gather sources and local sums lie in memory that NCCL uses without a copy.
+            ``"off"``: no. ``"auto"``: where possible; ``report()`` says which path, or why none. ``"require"``: yes,
+            else an error.
         bucket_bytes: a unit with larger local sums is reduced in pieces of this size, in bytes of main_dtype. If
             gradients are reduced in the backward that makes them, no sum of the whole unit exists then.
             None: the largest unit whose class occurs more than once, and at least a sixteenth of the largest unit.

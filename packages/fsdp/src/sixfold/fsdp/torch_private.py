@@ -108,8 +108,8 @@ in_backward: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside
 def backward_inputs() -> frozenset[int] | None:
     """``id`` of each of the ``inputs`` that the backward that runs now was given; None: it was given none.
 
-    Autograd does not tell a parameter that was left out from one that is not in the graph, so its caller is asked:
-    torch's function that enters it, on this thread or, where a device's thread runs the backward, on another.
+    Autograd does not say whether a parameter was left out or is not in the graph. So the frame of torch's function
+    that enters autograd is read. It is on this thread, or on another one where a device's thread runs the backward.
     """
     here = sys._getframe(1)
     found = _entered(here)

@@ -12,8 +12,8 @@ main gradients that of what this rank holds.
       +------ hold ----------> HELD --+                     where autograd made them, in the compute dtype
 
 ``add`` stays, ``leave_slot`` leads from SLOT to OWN, ``drop`` back to IDLE. Whether main gradients are *alive* is no
-state of ours: ``main.grad`` is the user's to set to None at any moment, so it is looked up when a reduction begins and
-when it lands.
+state here. The user may set ``main.grad`` to None at any moment. So it is looked up when a reduction begins and when
+it lands.
 """
 
 from __future__ import annotations

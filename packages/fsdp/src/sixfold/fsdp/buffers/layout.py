@@ -5,10 +5,9 @@
 Pure: no tensors, no ranks, no processes. Offsets are bytes in the gathered
 buffer, whose shard r is ``[r * shard_bytes, (r + 1) * shard_bytes)``.
 
-[Note: cuts fall on blocks] Every tensor is contiguous in the gathered buffer, so
-that layers read it in place. It may therefore cross from shard r to r + 1 only
-where its block border is the shard border: pad before it, or grow the shard.
-(veScale's RaggedShard, arXiv 2602.22437, plans the same.)
+[Note: cuts fall on blocks] Every tensor is contiguous in the gathered buffer, so that layers read it in place. It may
+therefore cross from shard r to r + 1 only where its block border is the shard border. Else padding comes before it, or
+the shard grows. (veScale's RaggedShard, arXiv 2602.22437, plans the same.)
 """
 
 from __future__ import annotations

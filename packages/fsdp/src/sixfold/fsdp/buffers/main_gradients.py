@@ -5,13 +5,13 @@
 Whether a main gradient is *alive* is no state of ours: ``main.grad`` is the user's to set to None at any moment.
 
 [Note: narrow main gradients] torch's optimizers compute with the gradient's dtype, and raise when it is not the
-parameter's. Main gradients in a narrower ``grad_dtype`` lie so between the reduction and the step; while they step,
-main parameters have copies in main_dtype: one stream after the other (optimizers/chunked_step.py), or all where the
+parameter's. Between the reduction and the step, main gradients lie in the narrower ``grad_dtype``. In the step, main
+parameters have copies in main_dtype: one stream after the other (optimizers/chunked_step.py), or all where the
 optimizer needs all. What a step does to the copies (GradScaler's unscaling) is gone after it.
 
-[Note: gradients that are held] ``g = main.grad``, kept over ``zero_grad()``, is the user's, as in plain torch: where
-somebody has such a tensor, or one on its storage, new gradients get new memory. Asked once per reduction; both counts
-are those of CPython and of torch's storage.
+[Note: gradients that are held] A tensor ``g = main.grad`` that is kept over ``zero_grad()`` is the user's, as in plain
+torch. If somebody has such a tensor, or one on its storage, new gradients get new memory. It is asked once per
+reduction, by the counts of CPython and of torch's storage.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     elements of tensors, BufferFormats --> StreamSizes, stored_bytes (this file) --> cost_model.py --> a plan of a run
 
-No torch, no tensors, no ranks. What a reduction takes (reduction_sizes.py) and how units take turns (``turn_ranges``)
-are the rules by which a model is made; where tensors lie is packing.py's and layout.py's answer in closed form.
+No torch, no tensors, no ranks. A model is made by the same rules: reduction_sizes.py and ``turn_ranges``. Where
+tensors lie is the answer of packing.py and layout.py in closed form.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class BufferFormats:
 class StreamSizes:
     """A stream in equal shards of positions, with the padding that alignment takes.
 
-    Where matrices travel as fp8, a position may be a byte, and an element of another tensor takes as many as it has
-    bytes; or it is as wide as the others, and fp8 travels widened: whichever moves fewer bytes.
+    Where matrices travel as fp8, a position is either a byte or as wide as the other tensors. In the first case an
+    element of another tensor takes several positions; in the second, fp8 travels widened. The one that moves fewer
+    bytes is taken.
 
     Attributes:
         tensors: elements of each, in the order of the module.

@@ -85,10 +85,10 @@ class Arena:
     Attributes:
         holders: who holds its range.
 
-    [Note: one range per unit] F.linear saves the view ``weight.t()`` for its backward, so a unit gathered again must
-    come back to the same address as long as a graph may point at it: two micro-batches in flight share it, and no
-    other place is taken silently. (Megatron-FSDP takes another one, with an INFO log.) Ranges change between steps
-    only, when graphs are refused anyway, and in "double" never.
+    [Note: one range per unit] F.linear saves the view ``weight.t()`` for its backward. So a unit that is gathered
+    again comes back to the same address while a graph may point at it. Two microbatches in flight share that address.
+    (Megatron-FSDP takes another one, with an INFO log.) Ranges change between steps only, when graphs are refused
+    anyway, and in "double" never.
     """
 
     def __init__(

@@ -4,9 +4,9 @@
 
 Knows memory and dtypes; starts no collective and installs no hook.
 
-[Note: views made once] A parameter's ``.data`` becomes a view of gathered memory when the model is wrapped and
-never moves again. Gathers write into that memory beneath autograd's version counters (each ``.data`` keeps its
-own), so backward accepts weights that were gathered twice, and no step makes a view.
+[Note: views made once] A parameter's ``.data`` becomes a view of gathered memory when the model is wrapped and never
+moves again. Gathers write into that memory beneath autograd's version counters, because each ``.data`` keeps its own.
+So backward accepts weights that were gathered twice, and no step makes a view.
 """
 
 from __future__ import annotations

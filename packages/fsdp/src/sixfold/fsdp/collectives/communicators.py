@@ -2,9 +2,9 @@
 
     groups, model_store.py --> Communicators (this file) --> comm.py
 
-They are made from a store by the ranks of the group alone (``torch.distributed.new_group`` is a collective of the
-world, or names groups by how many a process made), are not registered with ``torch.distributed``, and end with the
-model: a fault aborts them and leaves the given group as it was.
+The ranks of the group make them alone, from a store. ``torch.distributed.new_group`` is a collective of all ranks, or
+names groups by how many a process made. The communicators are not registered with ``torch.distributed`` and end with
+the model. A fault aborts them and leaves the given group as it was.
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     rows of integers, texts --> Control (this file) --> rank_agreement.py, start_values.py, load_full_state.py
 
-[Note: two channels] Data moves on communicators of the given group; this moves through the store that the group was
-made from: no group is made for it, no descriptor opened. Never an object collective, never a device tensor.
+[Note: two channels] Data moves on communicators of the given group. These messages move through the store that the
+group was made from. No group is made for them, and no descriptor is opened. Never an object collective, never a device
+tensor.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     mesh_for --> Meshes (this file) --> setup/wrappable.py, setup/start_values.py; setup/build.py connects them
 
-Such a mesh is 1-D, lies inside the main mesh and shards what is on it; on the ranks outside its parameters are other
-ones (expert-parallel peers). Sends nothing: what ranks say of their meshes is compared in setup/start_values.py.
+Such a mesh is 1-D, lies inside the main mesh and shards what is on it. Ranks outside it hold other parameters
+(expert-parallel peers). Sends nothing: what ranks say of their meshes is compared in setup/start_values.py.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
 What is true of one backward lies here and nowhere else, so the next one finds nothing of it, also when it raised.
 Events of a backward inside it (a reentrant checkpoint's) are its own: autograd ends the outermost one last.
 
-[Note: when a unit's backward is done] Autograd runs ready nodes latest-forward-first, so when the gradient of another
-unit's output arrives, every node of the units after it has run. That moment is the same on all ranks, also where one
-rank leaves a parameter unused, so it orders the collectives; counting delivered gradients would not. Units around the
-new one or inside it (which may have returned the same tensor), and units called again earlier in the same forward, stay
-open. What is left closes when backward ends, and ``finish_grad_sync`` relies on neither.
+[Note: when a unit's backward is done] Autograd runs ready nodes with the latest forward first. So when the gradient of
+another unit's output arrives, every node of the units after it has run. That moment is the same on all ranks, also
+where one rank leaves a parameter unused, so it orders the collectives; counting delivered gradients would not. Units
+around the new one or inside it (which may have returned the same tensor), and units called again earlier in the same
+forward, stay open. What is left closes when backward ends, and ``finish_grad_sync`` relies on neither.
 """
 
 from __future__ import annotations

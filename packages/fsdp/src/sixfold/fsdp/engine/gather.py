@@ -4,8 +4,8 @@
 
 A unit is gathered at its use and, along the order that is expected (placement/use_order.py), ahead of it. It stays
 until a unit is gathered whose range overlaps, so a unit whose backward follows its forward is not gathered twice.
-Where units lie is placement/placement.py's; under a byte budget, bytes that are in the way wait elsewhere
-(placement/parking.py) and come back by a copy in place of a gather.
+placement/placement.py says where units lie. Under a byte budget, bytes that are in the way wait elsewhere
+(placement/parking.py). They come back by a copy in place of a gather.
 """
 
 from __future__ import annotations

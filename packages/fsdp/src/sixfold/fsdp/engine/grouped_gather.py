@@ -6,7 +6,7 @@ A unit is gathered, freed and gathered again as ever; its second gather is a cop
 order in which units take turns in the arena, do not depend on who shares a message. Starts no gather by itself.
 
 [Note: one gather for several] A group's message goes with the first gather of any of its units after main weights
-changed: those of all ranks change together, and all ranks use units in one order, so all send it at one place.
+changed. Main weights of all ranks change together, and all ranks use units in one order. So all send it at one place.
 """
 
 from __future__ import annotations

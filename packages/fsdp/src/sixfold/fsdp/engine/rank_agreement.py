@@ -10,9 +10,9 @@ On several ranks a parameter without a gradient takes part in its unit's sum wit
 no rank one, it is to have None, as in one process: zeros would be decayed, and would advance an optimizer's state.
 
 [Note: who had a gradient] Each rank sets a bit for each parameter of which a reduction took a gradient. The bits go
-beside the digest of the order, in one exchange for a backward. A rank that sent zeros alone for a parameter, and finds
-it without a gradient from before, is unsure of it until it has read all ranks' bits: at the end of the backward, or in
-``finish_grad_sync``. A rank that is unsure of none waits for nothing.
+beside the digest of the order, in one exchange for a backward. A rank may have sent zeros alone for a parameter that
+has no gradient from before. It is then unsure of it until it has read all ranks' bits: at the end of the backward, or
+in ``finish_grad_sync``. A rank that is unsure of none waits for nothing.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
 
 Reduction owns the pool of slots; buffers/gradients.py and reduction_paths.py say what lies where.
 
-[Note: order of a sum] Autograd's gradient is added to a local sum in main_dtype; the sum is cast to reduce_dtype,
-added over the shard ranks, in main_dtype over the replicas, divided once (a true division), and only then
-added to ``main.grad``.
+[Note: order of a sum] Autograd's gradient is added to a local sum in main_dtype. The sum is cast to reduce_dtype and
+added over the shard ranks, then in main_dtype over the replicas. It is divided once, by a true division. Only then it
+is added to ``main.grad``.
 """
 
 from __future__ import annotations

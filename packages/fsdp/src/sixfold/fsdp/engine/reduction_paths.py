@@ -1,6 +1,6 @@
 """How a stream's local gradients get to their reduction, and what memory that takes beside them.
 
-    streams, dtypes, bucket_bytes --> ReductionPath, Pool (this file) --> reduce.py
+    streams, dtypes, bucket_bytes --> ReductionPaths, Sections (this file) --> reduce.py
 
 Decided once, when the model is wrapped. A slot of the pool holds what one reduction in flight needs, side by side:
 

@@ -5,9 +5,9 @@
 The heartbeat finds faults while this rank waits (heartbeat.py), and survivors agree on who is to blame (survivors.py).
 Ranks are positions in the main mesh.
 
-[Note: flag before abort] Where only a stream waits for a Work, its wait() returns at once, and after an abort it
-returns normally although nothing was received. So a failure is noted first (``failed``), then told, then the
-communicators are aborted, and ``check()`` stands before every use of a result.
+[Note: flag before abort] Where only a stream waits for a Work, its wait() returns at once. After an abort it returns
+normally, although nothing was received. So a failure is noted first (``failed``), then told, then the communicators
+are aborted, and ``check()`` stands before every use of a result.
 """
 
 from __future__ import annotations

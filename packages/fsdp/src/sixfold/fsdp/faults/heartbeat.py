@@ -2,12 +2,12 @@
 
     deadlines.py --> Heartbeat (this file) --> the model's store --> the heartbeats of other ranks
 
-Nothing is written while nobody waits: a rank that waits asks, every heartbeat that sees a new question answers with a
-*beat* (where its rank is, what it launched), and the asker reads the beat of the next rank. So a rank costs one small
+Nothing is written while nobody waits. A rank that waits asks. Every heartbeat that sees a new question answers with a
+*beat*: where its rank is, and what it launched. The asker reads the beat of the next rank. So a rank costs one small
 read per beat, whatever the number of ranks, and what one finds it tells all by a key. A rank that waits looks more
 often, at the store and at the processes of its machine; a step without such waits costs none of it. A rank that lives
-and does not wait is *busy*: others wait for it longer than for one that gives no sign. Going round from a rank that
-waits, the first that does not is next to one that does, which looks at it, so all learn of a busy rank by one key.
+and does not wait is *busy*: others wait for it longer than for one that gives no sign. Each rank looks at the next
+one. So a busy rank is seen by the rank beside it that waits, and all learn of it by one key.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     store of the given group, fault_store --> open_model_store (this file) --> deadlines.py, heartbeat.py, collectives/
 
 A store is shared by all that a job does. Keys here begin with the ranks of the model and with how many models these
-ranks had before, so models never read each other's; the last rank that drops the model deletes them.
+ranks had before. So models never read each other's keys. The last rank that drops the model deletes them.
 """
 
 from __future__ import annotations

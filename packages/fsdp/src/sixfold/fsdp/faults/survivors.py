@@ -2,9 +2,9 @@
 
     deadlines.py --> Meeting.judge (this file) --> model_store.py, heartbeat.py, local_processes.py
 
-Each signs with the place where it waits. A rank that gives neither a sign nor a beat is lost; one that gives beats and
-no sign lives and did not come; where all have signed, who waits elsewhere than most disagrees. What the first to know
-says is in the store, and the others take it from there, so that all ranks name the same.
+Each signs with the place where it waits. A rank that gives neither a sign nor a beat is lost. One that gives beats and
+no sign lives and did not come. Where all have signed, the rank that waits elsewhere than most is at fault. What the
+first to know says is in the store, and the others take it from there, so that all ranks name the same.
 """
 
 from __future__ import annotations

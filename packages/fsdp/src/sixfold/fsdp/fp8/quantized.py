@@ -2,14 +2,14 @@
 
     main weights --> Fp8Scales, QuantizedTensor (this file) --> buffers/weights.py --> engine/gather.py
 
-Knows no unit's state and no module. For each tensor ``amax`` is max |main| over all ranks, ``scale = amax / 448`` in
-fp32 (1 where that is 0), ``q = clamp(main / scale, +-448)`` as float8_e4m3fn, and the weight is ``q * scale``,
-multiplied in fp32. The scale is the whole tensor's, so no bit depends on the number of ranks. A NaN or an infinity in a
-main weight makes its whole tensor NaN, on all ranks.
+Knows no unit's state and no module. For each tensor ``amax`` is max |main| over all ranks. ``scale = amax / 448`` in
+fp32, or 1 where that is 0. ``q = clamp(main / scale, +-448)`` as float8_e4m3fn. The weight is ``q * scale``,
+multiplied in fp32. The scale is the whole tensor's, so no bit depends on the number of ranks. A NaN or an infinity in
+a main weight makes its whole tensor NaN, on all ranks.
 
-[Note: scales before the first gather] Scales are computed when the first gather after a change of main weights begins:
-that is after ``optimizer.step()``, which sends nothing for them, and at the same place in the order of collectives on
-all ranks, because gathers are. Parameters that are frozen have theirs from the first gather on.
+[Note: scales before the first gather] Scales are computed when the first gather after a change of main weights begins.
+So ``optimizer.step()`` sends nothing for them. The place is the same on all ranks, because gathers have one order.
+Frozen parameters have their scales from the first gather on.
 """
 
 from __future__ import annotations

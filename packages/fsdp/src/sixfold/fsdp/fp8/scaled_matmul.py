@@ -2,15 +2,15 @@
 
     F.linear(x, weight) --> ScaledWeight --> _ScaledLinear (this file) --> torch._scaled_mm
 
-Knows one tensor's bytes and scale; gathers nothing. Activations (float8_e4m3fn) and gradients are scaled by what is in
-them at that moment: by tensor, gradients as float8_e5m2, or by row, both as float8_e4m3fn, which is what torch's
-kernels for scales by row take. The weight's own gradient uses no fp8: it is the product of gradient and activation as
-they came.
+Knows one tensor's bytes and scale; gathers nothing. Activations and gradients are scaled by what is in them at that
+moment. By tensor, activations are float8_e4m3fn and gradients float8_e5m2. By row both are float8_e4m3fn, as torch's
+kernels for scales by row take them. The weight's own gradient uses no fp8: it is the product of gradient and
+activation as they came.
 
-[Note: a transposed copy for backward] CUDA's kernel wants its second matrix in columns: the forward's is the weight as
-it lies, the backward's needs it transposed. ``Transposes`` makes that copy when a unit's weights are there for its
-backward, in memory that units of one depth take turns in, and drops it when the unit is freed or a forward begins. What
-looks for a copy that is not there makes one for itself, so a copy dropped too early costs time, never a bit.
+[Note: a transposed copy for backward] CUDA's kernel wants its second matrix in columns. In the forward that is the
+weight as it lies; the backward needs it transposed. ``Transposes`` makes that copy when a unit's weights are there for
+its backward. Units of one depth take turns in its memory. It is dropped when the unit is freed or a forward begins.
+What looks for a copy that is not there makes one for itself, so a copy dropped too early costs time, never a bit.
 """
 
 from __future__ import annotations

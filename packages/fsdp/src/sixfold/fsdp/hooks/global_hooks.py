@@ -6,8 +6,8 @@ A model's hooks on its modules hold the engine, so a module wrapped by ``fully_s
 it weakly.
 
 [Note: hooks that stay] A model that is collected must not take its hooks out of torch's tables. The garbage collector
-runs at any moment, also while torch walks such a table, and what the user does then (another model is made, another
-optimizer steps) would end in "OrderedDict mutated during iteration". So what is looked up are weak sets of our own.
+runs at any moment, also while torch walks such a table. Making another model, or a step of another optimizer, would
+then end in "OrderedDict mutated during iteration". So what is looked up are weak sets of our own.
 """
 
 from __future__ import annotations

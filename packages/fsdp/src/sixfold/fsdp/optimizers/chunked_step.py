@@ -4,8 +4,8 @@
 
 A chunk is what an optimizer holds of one stream of a unit. Knows parameter groups; moves nothing itself.
 
-[Note: chunks step alone] torch's optimizers treat each parameter by itself (LBFGS does not), so that a step over some
-parameters and then over the others gives the bits of one step. Of other optimizers nobody knows.
+[Note: chunks step alone] torch's optimizers treat each parameter by itself, except LBFGS. So a step over some
+parameters and then over the others gives the bits of one step. Nothing is known of other optimizers.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     parts of buffers/layout.py --> spread_owners, plan_groups (pure) --> PieceMuon --> sharded_optimizer.py
 
 torch.optim.Muon needs whole matrices in one place only: the iteration. Momentum, weight decay and the update itself
-are elementwise and stay with the shards. So every matrix has an owner, chosen over all matrices of the optimizer so
-that each rank has as much to do; pieces of the update travel to owners and back by one all-to-all each way for all
-matrices of a shape. [Note: bf16 on the wire] torch rounds to bfloat16 before the first product and returns bfloat16,
-so what travels is rounded already and no bit is lost.
+are elementwise and stay with the shards. So every matrix has an owner. Owners are chosen over all matrices of the
+optimizer, so that ranks have about equal work. Pieces of the update travel to owners and back, by one all-to-all each
+way for all matrices of a shape. [Note: bf16 on the wire] torch rounds to bfloat16 before the first product and returns
+bfloat16. So bfloat16 travels and no bit is lost.
 
 Knows no unit and no hook.
 """

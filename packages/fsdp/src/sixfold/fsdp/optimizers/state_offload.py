@@ -2,7 +2,7 @@
 
     chunked_step.py --> HostState (this file): copy in, copy out --> optimizer.state
 
-Two slots of device memory, each as large as the largest chunk's state, take turns, so that the copy of the next chunk
+Two slots of device memory take turns. Each is as large as the largest chunk's state. So the copy of the next chunk
 runs beside the step of this one. Host tensors are made once and keep their addresses: ``state_records`` are aliases of
 them. Nothing else moves, neither main weights nor gradients.
 """

@@ -3,14 +3,14 @@
     engine/engine.py begins and ends calls --> UnitGuard, Guard (this file) --> FsdpError in the user's line
 
 A parameter's memory is its unit's for the length of a call and may hold another unit's weights after it.
-[Note: classes say who may read] Between calls the Parameter objects carry a class whose ``__torch_function__`` asks
-first; while their unit runs they carry one that asks nobody, so a layer pays nothing. Assigning ``__class__`` costs
+[Note: classes say who may read] Between calls the Parameter objects have a class whose ``__torch_function__`` asks
+first. While their unit runs they have one that asks nobody, so a layer pays nothing. Assigning ``__class__`` costs
 50 ns, and torch itself does so for lazy parameters. Knows no collective and no hook.
 
 [Note: offsets in a storage] ``as_strided`` counts an explicit offset from the start of the storage, and a parameter
-lies anywhere in its unit's. So such a call is refused wherever the parameter lies: as a method always, as a function
-(``torch.as_strided(p, ...)``) between calls and in units whose classes name it (setup/parameter_guards.py), where the
-class asks.
+lies anywhere in its unit's. So such a call is refused wherever the parameter lies. The method is refused always. The
+function ``torch.as_strided(p, ...)`` is refused between calls, and in units whose classes name it
+(setup/parameter_guards.py).
 
 [Note: .data in a call] A write through ``.data`` moves no version. So in its unit's call a parameter knows that its
 ``.data`` is taken: a digest is kept, and compared when the call ends. Who does not take it pays nothing.

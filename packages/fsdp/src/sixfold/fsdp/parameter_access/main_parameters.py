@@ -2,9 +2,9 @@
 
     EMA swaps, SAM, schedule-free optimizers --> MainParameter, MainParameters (this file) --> engine.py gathers anew
 
-Writes in place are told by versions, ``.data = ...`` by addresses. A write through ``.data`` changes neither: who takes
-``.data`` leaves a digest of the value, which is compared at the next look (reading it costs that digest, and a program
-that never takes ``.data`` pays nothing). Knows no gather and no rank.
+Writes in place are told by versions, ``.data = ...`` by addresses. A write through ``.data`` changes neither. So
+taking ``.data`` leaves a digest of the value, which is compared at the next look. A program that never takes ``.data``
+pays nothing. Knows no gather and no rank.
 """
 
 from __future__ import annotations

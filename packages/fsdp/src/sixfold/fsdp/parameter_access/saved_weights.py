@@ -8,19 +8,20 @@ A unit's memory is another unit's after its call, while its address stays. [Note
 
 [Note: versions say what is here] Autograd refuses a saved tensor whose version changed since it was saved. So the
 parameters of a unit have another version while their weights are elsewhere, and a new one after each change of main
-weights: what was saved is right, or torch raises ("modified by an inplace operation"). Views share the version of their
-parameter. A backward that comes through a unit's outputs finds it gathered, so it never meets this.
+weights. Then a saved weight is right, or torch raises "modified by an inplace operation". Views share the version of
+their parameter. A backward that comes through a unit's outputs finds it gathered, so it never meets this.
 
-[Note: ways out] A gradient may enter a unit at a tensor that left it otherwise (a forward hook, an attribute, an object
-that pytree cannot take apart). In the first step every saved tensor of a call goes through ``SavedWeights``, which
-gathers such a unit again and remembers it; later only those of units that were found so, and of units with forward
-hooks inside. Without a hook a saved tensor costs nothing, with one about 5 us. What opens later is torch's error.
+[Note: ways out] A gradient may enter a unit at a tensor that is not one of its outputs. Such a tensor left by a
+forward hook, an attribute or an object that pytree cannot take apart. In the first step every saved tensor of a call
+goes through ``SavedWeights``. It gathers such a unit again and remembers it. Later only tensors of such units, and of
+units with forward hooks inside, go through it. Without a hook a saved tensor costs nothing, with one about 5 us. What
+opens later is torch's error.
 
-[Note: views left behind] A view of a parameter is a plain tensor: nobody asks it whose weights it shows, and after the
-call they may be another unit's. Every tensor object counts in its storage. So in a unit's first calls, with a graph and
-without, more counts at the end than at the beginning, and than autograd saved, tell that views were left. Then all
-tensors of the process are looked at once (0.1 s), and those become ``LentView``. A usual model leaves none, and pays
-two numbers per call.
+[Note: views left behind] A view of a parameter is a plain tensor, and torch asks it nothing. After the call it may
+show weights of another unit. Every tensor object counts in its storage. So views were left if a unit's call ends with
+more of them than it began with and autograd saved. That is checked in the first calls, with a graph and without. Then
+all tensors of the process are looked at once (0.1 s), and those become ``LentView``. A usual model leaves none, and
+pays two numbers per call.
 """
 
 from __future__ import annotations

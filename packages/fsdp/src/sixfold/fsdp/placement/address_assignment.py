@@ -1,13 +1,13 @@
 """A range of bytes in one arena for every unit, for life: the addresses of a plan.
 
-    order of uses + bytes + arena --> assign_addresses (this file) --> placement.py --> arena.py
+    order of uses + bytes + arena --> assign_addresses (this file) --> placement.py --> Arena
 
 Pure: names, bytes and an order; the same answer on every rank.
 
-[Note: a range for life] A saved ``weight.t()`` points at an address, so a unit comes back to its range as long as a
-graph may live. A unit stays in its range until one whose range overlaps is used; then it is gone. So what an
-order costs depends only on who overlaps whom: between two uses of a unit it is gathered again exactly if an overlapping
-unit was used between them.
+[Note: a range for life] A saved ``weight.t()`` points at an address. So a unit comes back to its range as long as a
+graph may live. A unit stays in its range until one whose range overlaps is used; then it is gone. So what an order
+costs depends only on who overlaps whom. Between two uses a unit is gathered again exactly if an overlapping unit was
+used.
 """
 
 from __future__ import annotations

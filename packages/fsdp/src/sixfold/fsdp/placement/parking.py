@@ -3,7 +3,7 @@
     engine/gather.py --> Parking (this file) --> buffers/temporary_memory.py
 
 Decides who is freed, who is moved and where; starts no gather. [Note: parked] A unit is used in its own range only, so
-saved views stay right; between its uses its bytes may wait in any gap, and come back by a copy, which is far cheaper
+saved views stay right. Between its uses its bytes may wait in any gap. They come back by a copy, which is far cheaper
 than a gather. For units of one size the gathers are then the fewest that bytes allow.
 """
 

@@ -76,8 +76,8 @@ class UseOrder:
 class Successors:
     """Evaluation: which unit came after which, the last time. What it never saw it takes from the recorded step.
 
-    Calls come in any number and mix with steps, so there is no order to be at a place in; the training order is read
-    and never written.
+    Calls come in any number and mix with steps, so no order is followed. The order of training is read and never
+    written.
     """
 
     def __init__(self, training: UseOrder) -> None:

@@ -1,6 +1,6 @@
 """A rank's memory over a step as SVG: bytes by purpose, stacked, and below them what each unit holds.
 
-    memory.Timeline --> SVG text (this file)
+    memory_timeline.py's Timeline --> SVG text (this file)
 
 One column per moment. What is held is drawn to scale; of the temporary memory in it the parts in use are dark.
 """

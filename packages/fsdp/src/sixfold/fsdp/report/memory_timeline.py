@@ -2,8 +2,8 @@
 
     moves of gathers and reductions --> Recorder --> Timeline (this file) --> text here, SVG in memory_picture.py
 
-A moment is a move of a unit's weights or gradients: a gather that starts, is done or is given up, a reduction that
-starts or is done. Between moves nothing of ours changes.
+A moment is a move of a unit's weights or gradients. A gather starts, is done or is given up; a reduction starts or is
+done. Between moves nothing of ours changes.
 
 [Note: what is ours] Main weights, what gathers send and where they arrive, local sums, main gradients, and the
 optimizer's state if the optimizer is given. Activations, the gradients that autograd makes before they are added,

@@ -2,8 +2,9 @@
 
     start_values.py --> Meta (this file) --> start_values.py keeps each rank's part
 
-One module at a time (attention together with its output projection), in the order of ``named_modules``, so that with
-the seed of ``Net()`` the generator gives every module the numbers it gave there. Knows no rank and no buffer of ours.
+One module is made real at a time, in the order of ``named_modules``; attention comes together with its output
+projection. So with the seed of ``Net()`` the generator gives every module the numbers that it gave there. Knows no
+rank and no buffer of ours.
 
 [Note: what a tied layer drew] ``head.weight = embedding.weight`` comes after the head drew a weight of its own, and
 what was drawn after it depends on that. So a module that shares a parameter with an earlier one draws it too, into

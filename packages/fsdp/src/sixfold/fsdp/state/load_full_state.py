@@ -6,7 +6,7 @@ Beyond the shards a rank holds one tensor. Optimizer state is not touched, and n
 safetensors gives an iterator of its tensors.
 
 [Note: told on all ranks] A rank that finds something wrong says so in the next message, and every rank raises the same
-error: nobody waits for a collective that will not come.
+error. So nobody waits for a collective that will not come.
 """
 
 from __future__ import annotations

@@ -191,7 +191,11 @@ class FullyShardedDataParallel(nn.Module):
 
     @contextmanager
     def microbatch(self, *, last: bool) -> Iterator[None]:
-        """A hint around forward and backward: ``last=False`` postpones the reduction of ``no_shard`` and ``optim``."""
+        """A hint around forward and backward: ``last=False`` postpones the reduction of ``no_shard`` and ``optim``.
+
+        ``optim_grads`` and ``optim_grads_params`` reduce each microbatch. So they add in another order than those two,
+        and last bits differ. Under ``no_sync`` all four add in one order.
+        """
         engine = self._engine
         before, engine.reduce_policy.last_microbatch = engine.reduce_policy.last_microbatch, last
         try:
@@ -291,8 +295,8 @@ class FullyShardedDataParallel(nn.Module):
     def refresh(self) -> None:
         """Gather main weights anew in the next call, because they were written from outside.
 
-        It is needed where only some ranks wrote. Where every rank wrote, the next call sees it by itself, except for
-        writes through numpy or through a ``.data`` that was taken before the last call.
+        It is needed where only some ranks wrote. Where every rank wrote, the next call sees it by itself. Two kinds of
+        writes are not seen: through numpy, and through a ``.data`` that was taken before the last call.
         """
         self._engine.faults.check()
         self._engine.main_parameters.adopt()

@@ -17,7 +17,7 @@ from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.background.arena import Arena
-from sixfold.dist_ckpt.save_load import reader, writer
+from sixfold.dist_ckpt.save_load import dtype_conversion, reader, writer
 from sixfold.dist_ckpt.tools import commands as tools
 from sixfold.dist_ckpt.tools import stored_values
 
@@ -76,7 +76,7 @@ def measured(rank, ranks, folder):
     """All peaks, in MiB by name, of one fresh process; nothing here needs a disk."""
     warnings.simplefilter("ignore")
     os.fsync = lambda handle: None
-    writer.COPY_BYTES = reader.PART_BYTES = int(PART_MIB * 2**20)
+    writer.COPY_BYTES = dtype_conversion.PART_BYTES = int(PART_MIB * 2**20)
     warm_up = {"w": one("w", torch.ones(4))}
     dist_ckpt.save(warm_up, folder / "warm", check_finite=True)
     dist_ckpt.load(warm_up, folder / "warm")

@@ -19,7 +19,7 @@ from sixfold.dist_ckpt import (
     ShardedTensorFactory,
     ShardingError,
 )
-from sixfold.dist_ckpt.save_load.reader import copy_values
+from sixfold.dist_ckpt.save_load.dtype_conversion import copy_values
 
 SHAPES = [(1,), (12,), (6, 4), (4, 1, 6), (2, 3, 4, 2)]
 

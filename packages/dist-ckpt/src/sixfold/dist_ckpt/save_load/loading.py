@@ -40,8 +40,9 @@ from sixfold.dist_ckpt.plans.shard_table import (
 )
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.save_load import requested_keys
+from sixfold.dist_ckpt.save_load.dtype_conversion import copy_values
 from sixfold.dist_ckpt.save_load.host_view import HostView, Shares, open_host_view
-from sixfold.dist_ckpt.save_load.reader import WINDOW_BYTES, Reader, copy_values
+from sixfold.dist_ckpt.save_load.reader import WINDOW_BYTES, Reader
 from sixfold.dist_ckpt.save_load.requested_keys import StrictHandling
 from sixfold.dist_ckpt.state import dcp_names, factory, in_place, tree
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor, check_data

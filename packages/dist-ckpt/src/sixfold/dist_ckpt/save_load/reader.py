@@ -10,7 +10,7 @@ So each byte is read once, whoever wants it.
 [Note: windows] Files are walked in windows, by all ranks in the same order. A rank first reads and hashes its own
 blocks of a window. Then it copies out of the window before what others have read and hashed. So reading and copying
 overlap across ranks, and a checkpoint larger than memory is still read once. Pages that were mapped for a window are
-given back after it. Values that are converted pass in parts of ``PART_BYTES``, some four of them for each thread.
+given back after it. dtype_conversion.py converts values in parts of ``PART_BYTES``, some four of them for each thread.
 glibc may keep thrice as much: memory of tensors is aligned, and pieces that come and go fragment its heap.
 
 [Note: taken for ours] Where bytes arrive while they are read, planning must not wait for the head of each frame. It
@@ -36,20 +36,20 @@ from typing import Any, NamedTuple
 import torch
 
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint
-from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, at
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, at
 from sixfold.dist_ckpt.formats import frame as frames
 from sixfold.dist_ckpt.formats import weights_only
 from sixfold.dist_ckpt.formats.integrity import Block, Hasher, spans_of
-from sixfold.dist_ckpt.geometry.box import Box, cuts, describe
+from sixfold.dist_ckpt.geometry.box import Box, describe
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, StoredChunk
 from sixfold.dist_ckpt.interpreter import Pool, collection_paused
 from sixfold.dist_ckpt.plans.plan import LoadPlan, Read
+from sixfold.dist_ckpt.save_load.dtype_conversion import copy_values
 from sixfold.dist_ckpt.state.dcp_names import is_plain as is_plain_object
 from sixfold.dist_ckpt.state.records import ShardedTensor
-from sixfold.dist_ckpt.state.tensor_memory import comparable, is_plain
+from sixfold.dist_ckpt.state.tensor_memory import is_plain
 
 WINDOW_BYTES = 1 << 28
-PART_BYTES = 1 << 22  # of a tensor that is converted or goes to a device: the copies between take a few of these
 _MOST_KEYS = 8  # in the text of an error
 _DIRECT_BYTES = 1 << 16  # shorter runs are read together and copied apart
 
@@ -487,48 +487,3 @@ def _region(tensor: torch.Tensor, part: Box, box: Box) -> torch.Tensor:
         return tensor
     axes = zip(part.offset, part.size, box.offset, strict=True)
     return tensor[tuple(slice(at - start, at - start + length) for at, length, start in axes)]
-
-
-def copy_values(key: str, source: torch.Tensor, target: torch.Tensor, dtype_policy: str) -> None:
-    """Copy, in parts where dtype or device differ.
-
-    Raises:
-        MismatchError: a value does not survive the conversion, and ``dtype_policy`` is "exact".
-    """
-    if target.dtype == source.dtype and target.is_cpu:
-        target.copy_(source)
-        return
-    for cut in cuts(source.shape, PART_BYTES // max(source.element_size(), target.element_size())):
-        if target.dtype != source.dtype and dtype_policy == "exact":
-            _check_exact(key, source[cut], target.dtype)
-        target[cut].copy_(source[cut])
-
-
-def _check_exact(key: str, source: torch.Tensor, dtype: torch.dtype) -> None:
-    """-0.0 is 0.0 where the asked dtype has no other, and a NaN is any NaN."""
-    there = source.to(dtype)
-    back, values = comparable(there.to(source.dtype)), comparable(source)
-    if values.is_complex():  # a NaN in one part says nothing of the other
-        back, values = torch.view_as_real(back), torch.view_as_real(values)
-    lost = (back != values) & ~((back != back) & (values != values))
-    if source.dtype.is_complex:
-        lost = lost.any(-1)
-    for numbers, integers in ((source, there), (there, source)):
-        if (outside := _outside(numbers, integers.dtype)) is not None:
-            lost |= outside
-    if bool(lost.any()):
-        first = source[tuple(torch.nonzero(lost)[0].tolist())].item()
-        raise MismatchError(
-            f"{key}: asked for {dtype}, stored is {source.dtype}, and the value {first} does not survive the way "
-            "there and back; ask for the stored dtype, or pass dtype_policy='cast'"
-        )
-
-
-def _outside(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Which numbers are none of an integer dtype: some come back from it all the same, as they have wrapped around."""
-    if dtype.is_floating_point or dtype.is_complex or dtype is torch.bool or numbers.dtype is torch.bool:
-        return None
-    if numbers.is_floating_point() or numbers.is_complex():  # another imaginary part does not come back
-        limits, wide = torch.iinfo(dtype), (numbers.real if numbers.is_complex() else numbers).double()
-        return (wide < limits.min) | (wide >= float(limits.max) + 1)
-    return numbers < 0 if numbers.dtype.is_signed and not dtype.is_signed else None

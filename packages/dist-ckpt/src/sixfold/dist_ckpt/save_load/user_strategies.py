@@ -26,9 +26,9 @@ from sixfold.dist_ckpt.geometry.box import whole
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.save_load import loading
+from sixfold.dist_ckpt.save_load.dtype_conversion import copy_values
 from sixfold.dist_ckpt.save_load.host_view import HostView
 from sixfold.dist_ckpt.save_load.loading import LoadRequest
-from sixfold.dist_ckpt.save_load.reader import copy_values
 from sixfold.dist_ckpt.save_load.saving import Agreed, SaveRequest, agree_on
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor

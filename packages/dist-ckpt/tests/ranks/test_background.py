@@ -269,7 +269,9 @@ def lose_a_rank(rank, ranks, folder, victim, start_worker=Forked):
         os.kill(worker, signal.SIGSTOP)  # so that its share is not written before it dies
     handle = dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=60)
     if rank == victim:
-        handle._heartbeat.beat(0)  # its last heartbeat is from now, however late this machine made the one before
+        handle._worker_watch._heartbeat.beat(
+            0
+        )  # its last heartbeat is from now, however late this machine made the one before
         (folder / "worker").write_text(str(worker))
         # With its trainer: the kernel wakes a stopped process whose parent dies, and a hang-up ends no worker.
         os.kill(worker, signal.SIGKILL)
@@ -394,7 +396,9 @@ def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
     saved = {"w": ShardedTensor.from_rank_offsets("w", w, (0, rank, ranks)), "it": 2}
     handle = saver.save(saved, folder / "c", TorchDistSaveShardedStrategy(thread_count=1))
     if rank == 0:  # until a second after the other gave up, when its worker has decided
-        until(lambda: handle._counter.moves != handle._idle_moves)  # it has its job, which a thread hands over
+        until(
+            lambda: handle._worker_watch._counter.moves != handle._worker_watch._idle_moves
+        )  # it has its job, which a thread hands over
         rouse = f"while [ ! -e '{given_up}' ]; do sleep 0.1; done; sleep 1; kill -CONT {os.getpid()}"
         subprocess.Popen(["sh", "-c", rouse], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)

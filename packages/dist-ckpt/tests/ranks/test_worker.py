@@ -21,8 +21,7 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardingError, StorageError
-from sixfold.dist_ckpt.background import handle as handles
-from sixfold.dist_ckpt.background import lost_workers, status_and_heartbeats, worker_process
+from sixfold.dist_ckpt.background import lost_workers, status_and_heartbeats, worker_process, worker_watch
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 
@@ -157,7 +156,7 @@ def test_a_progress_that_ends_its_thread_fails_the_save_and_ends_the_worker(
     saver, stopped, tmp_path, monkeypatch, ending, midway
 ):
     """Python drops these two in silence on a thread; the worker, slow as it is, still reads the arena."""
-    monkeypatch.setattr(handles, "_GLANCE_S", 0.02)
+    monkeypatch.setattr(worker_watch, "_GLANCE_S", 0.02)
 
     def bar(done, total):
         if done or not midway:
@@ -185,7 +184,7 @@ def test_a_progress_that_ends_its_thread_after_the_commit_is_told_as_that(saver,
     assert loaded_value(tmp_path / "c") == 2
 
 
-@pytest.mark.parametrize("place", [(handles.AsyncSave, "_moves_on"), (lost_workers, "report_dead_worker")])
+@pytest.mark.parametrize("place", [(worker_watch.WorkerWatch, "_moves_on"), (lost_workers, "report_dead_worker")])
 def test_a_watching_thread_without_an_outcome_is_an_error(saver, stopped, tmp_path, monkeypatch, place):
     def end(*arguments):
         raise SystemExit(3)
@@ -194,7 +193,7 @@ def test_a_watching_thread_without_an_outcome_is_an_error(saver, stopped, tmp_pa
         raise LookupError("my bar broke")
 
     with monkeypatch.context() as patch:
-        patch.setattr(handles, "_GLANCE_S", 0.02)
+        patch.setattr(worker_watch, "_GLANCE_S", 0.02)
         patch.setattr(*place, end)
         handle = saver.save(state(2), tmp_path / "c", progress=bar if place[0] is lost_workers else None)
         with pytest.raises(CheckpointError, match="the thread that watches a background save: SystemExit: 3"):
@@ -211,14 +210,14 @@ def test_a_watching_thread_that_cannot_tidy_up_lets_wait_return(saver, tmp_path,
         raise SystemExit(3)
 
     with monkeypatch.context() as patch:
-        patch.setattr(handles.AsyncSave, "_acknowledge", end)
+        patch.setattr(worker_watch.WorkerWatch, "acknowledge", end)
         saver.save(state(2), tmp_path / "c").wait(10)
     assert loaded_value(tmp_path / "c") == 2
 
 
 def test_a_worker_that_cannot_read_its_job_ends_at_once(saver, tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(handles, "pickle", types.SimpleNamespace(dumps=lambda *_, **__: b"cos\n_no_such_name\n."))
+        patch.setattr(worker_watch, "pickle", types.SimpleNamespace(dumps=lambda *_, **__: b"cos\n_no_such_name\n."))
         handle = saver.save(state(2), tmp_path / "c")
         with pytest.raises(LostPeerError, match=r"died \(exit code 1\)"):
             handle.wait(10)

@@ -1,7 +1,7 @@
 """Background saves: the trainer stops for a copy of its tensors, a process of its own writes them.
 
 saver.py: agree, copy into arena.py --> Job --> _worker.py --> files
-trainer and worker: worker_process.py; worker and worker: lost_workers.py
+trainer and worker: worker_process.py, watched by worker_watch.py; worker and worker: lost_workers.py
 
 From outside: arena, lost_workers, status_and_heartbeats, saver.
 """

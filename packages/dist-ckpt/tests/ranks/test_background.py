@@ -269,9 +269,7 @@ def lose_a_rank(rank, ranks, folder, victim, start_worker=Forked):
         os.kill(worker, signal.SIGSTOP)  # so that its share is not written before it dies
     handle = dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=60)
     if rank == victim:
-        handle._worker_watch._heartbeat.beat(
-            0
-        )  # its last heartbeat is from now, however late this machine made the one before
+        handle._watch._heartbeat.beat(0)  # its last one is from now, however late this machine made the one before
         (folder / "worker").write_text(str(worker))
         # With its trainer: the kernel wakes a stopped process whose parent dies, and a hang-up ends no worker.
         os.kill(worker, signal.SIGKILL)
@@ -396,9 +394,8 @@ def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
     saved = {"w": ShardedTensor.from_rank_offsets("w", w, (0, rank, ranks)), "it": 2}
     handle = saver.save(saved, folder / "c", TorchDistSaveShardedStrategy(thread_count=1))
     if rank == 0:  # until a second after the other gave up, when its worker has decided
-        until(
-            lambda: handle._worker_watch._counter.moves != handle._worker_watch._idle_moves
-        )  # it has its job, which a thread hands over
+        watch = handle._watch
+        until(lambda: watch._counter.moves != watch._idle_moves)  # it has its job, which a thread hands over
         rouse = f"while [ ! -e '{given_up}' ]; do sleep 0.1; done; sleep 1; kill -CONT {os.getpid()}"
         subprocess.Popen(["sh", "-c", rouse], start_new_session=True)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -549,7 +546,7 @@ def operations_of_a_wait(rank, ranks, folder):
         handle = saver.save(state(rank, ranks, 2), folder / "c")
         dist.barrier()
         time.sleep(0.5)  # all is written
-        job, start = saver._flight._job, time.monotonic()
+        job, start = saver._flight._watch._job, time.monotonic()
         time.sleep(3.0)
         stop = time.monotonic()
         dist.barrier()

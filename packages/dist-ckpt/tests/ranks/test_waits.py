@@ -157,7 +157,8 @@ def test_a_worker_that_starts_slowly_is_waited_for_and_one_that_is_stopped_at_it
         handle = saver.save({"it": 1}, tmp_path / "c")
         time.sleep(1.4)
         assert not handle.done(), "its deadline has passed, and it still starts"
-        saver._flight._job = replace(saver._flight._job, timeout_s=60.0)  # a busy disk may stand still for seconds
+        watch = saver._flight._watch
+        watch._job = replace(watch._job, timeout_s=60.0)  # a busy disk may stand still for seconds
         handle.wait(60)
     with background.AsyncSaver(group=None, timeout_s=1.0) as saver:
         handle = saver.save({"it": 2}, tmp_path / "c")

@@ -45,7 +45,7 @@ class AsyncSave:
         self.checkpoint_dir: Path | str = job.content.store.local_folder or job.ticket.save.target
         self.worker_pid = worker.process.pid
         self._saver: object | None = saver
-        self._worker, self._worker_watch = worker, WorkerWatch(worker, job, heartbeat, progress)
+        self._worker, self._watch = worker, WorkerWatch(worker, job, heartbeat, progress)
         self._started, self._pid = started, os.getpid()
         self.blocked_s = time.monotonic() - started
         self._ended = threading.Event()
@@ -57,7 +57,7 @@ class AsyncSave:
         self._is_told = False
         self._mine = threading.Lock()  # of who begins the flight, or gives it up before it begins
         # No daemon: at its end Python from 3.12 on begins threads, as this one does, until those have ended.
-        self._thread = threading.Thread(target=self._watch, name="sixfold-async-save", daemon=False)
+        self._thread = threading.Thread(target=self._await_outcome, name="sixfold-async-save", daemon=False)
 
     def done(self) -> bool:
         """Whether the save has ended, well or not. Never blocks, no collective."""
@@ -73,7 +73,7 @@ class AsyncSave:
 
         1.0 when the save has ended, well or not, and not before: at the end it waits for the disk and the other ranks.
         """
-        return 1.0 if self.done() else min(_NEARLY, self._worker_watch.written_share())
+        return 1.0 if self.done() else min(_NEARLY, self._watch.written_share())
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the checkpoint is committed. May be called again, also after an error.
@@ -104,11 +104,11 @@ class AsyncSave:
         self._ended.set()
         return True
 
-    def _watch(self) -> None:
+    def _await_outcome(self) -> None:
         if not self._mine.acquire(blocking=False):
             return
         try:
-            self._error = self._worker_watch.outcome().error
+            self._error = self._watch.outcome().error
         except BaseException as error:  # whatever it is, the trainer must hear of it
             self._worker.kill()  # the next call fills the arena anew
             self._error = error_of_thread(error)
@@ -119,7 +119,7 @@ class AsyncSave:
             tidied = threading.Timer(_TIDY_S if isinstance(self.checkpoint_dir, Path) else 0.0, self._ended.set)
             try:
                 tidied.start()
-                self._worker_watch.acknowledge()
+                self._watch.acknowledge()
             finally:
                 tidied.cancel()
                 self._ended.set()

@@ -34,7 +34,7 @@ if kind == "counts":
     note_operations(what)
     _worker.main()
 if kind == "held":
-    path, decide = what, _worker.lost_workers.decide
+    path, decide = what, _worker.lost_ranks.decide
     kind, what = "slow", "0.4"
 
     def held(*arguments):
@@ -42,7 +42,7 @@ if kind == "held":
             time.sleep(0.01)
         return decide(*arguments)
 
-    _worker.lost_workers.decide = held
+    _worker.lost_ranks.decide = held
 if kind == "moving":
     publish, trainer, path = LocalStore.publish, os.getppid(), what
     kind, what, _worker._LOOK_S = "slow", "0", 2.0

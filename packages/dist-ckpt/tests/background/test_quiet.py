@@ -9,9 +9,9 @@ import pytest
 from counted import LISTING, counting
 
 from sixfold.dist_ckpt import LostPeerError
-from sixfold.dist_ckpt.background import folder_watch, lost_workers, status_and_heartbeats
+from sixfold.dist_ckpt.background import folder_watch, lost_ranks, status_and_heartbeats
 from sixfold.dist_ckpt.background.arena import Arena, ProgressCounter
-from sixfold.dist_ckpt.background.lost_workers import Job, Wait
+from sixfold.dist_ckpt.background.lost_ranks import Job, Wait
 from sixfold.dist_ckpt.background.status_and_heartbeats import FolderStatus
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.save_load.saving import Ticket
@@ -33,11 +33,11 @@ class Ranks:
         fields = {"ranks": count, "content": content, "ticket": ticket, "check_finite": False, "places": {}}
         fields |= {"key": b"k" * 32, "locks_work": locks_work, "timeout_s": 600.0, "stale_s": 9.0}
         self.jobs = [Job(rank=rank, **fields) for rank in range(count)]
-        self.status = lost_workers.status_of(self.jobs[0])
+        self.status = lost_ranks.status_of(self.jobs[0])
         self.status.make()
         self.heartbeats = [self.status.heartbeat(rank) for rank in range(count)]
         patch.setattr(fcntl, "lockf", self._lockf)
-        self.waits = [Wait(job, lost_workers.status_of(job), self.counter, "share 0") for job in self.jobs]
+        self.waits = [Wait(job, lost_ranks.status_of(job), self.counter, "share 0") for job in self.jobs]
 
     def _lockf(self, handle, how):
         name = readlink(f"/proc/self/fd/{handle}")
@@ -53,7 +53,7 @@ class Ranks:
         outcome = self.waits[rank].turn()
         if rank or outcome is None or outcome.error is None:
             return outcome
-        return lost_workers.fail(self.jobs[0], outcome.error, self.counter)
+        return lost_ranks.fail(self.jobs[0], outcome.error, self.counter)
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ class StoreRanks:
         fields |= {"ticket": Ticket(Save(save_id="01", target="a store")), "check_finite": False, "places": {}}
         fields |= {"timeout_s": timeout_s, "stale_s": 9.0}
         self.jobs = [Job(rank=rank, **fields) for rank in range(count)]
-        self.statuses = [lost_workers.status_of(job) for job in self.jobs]
+        self.statuses = [lost_ranks.status_of(job) for job in self.jobs]
         self.statuses[0].make()
         self.heartbeats = [made.heartbeat(rank) for rank, made in enumerate(self.statuses)]
         self.waits = [
@@ -240,12 +240,12 @@ def test_a_rank_without_a_look_at_a_lost_board_ends(ranks):
 
 def test_a_verdict_whose_maker_died_before_it_said_why_is_taken_over(ranks, monkeypatch):
     all_ranks = ranks(3)
-    all_ranks.status.verdict(f"{lost_workers.GIVE_UP}-2")
+    all_ranks.status.verdict(f"{lost_ranks.GIVE_UP}-2")
     all_ranks.dead.add(2)
-    monkeypatch.setattr(lost_workers, "_WORD_S", -7.0)
+    monkeypatch.setattr(lost_ranks, "_WORD_S", -7.0)
     ended = [all_ranks.turn(0) or all_ranks.turn(0), all_ranks.turn(1)]
     assert {str(outcome.error) for outcome in ended} == {
-        f"rank 2 of 3 died during a background save; {lost_workers._ADVICE}"
+        f"rank 2 of 3 died during a background save; {lost_ranks._ADVICE}"
     }
     assert isinstance(all_ranks.status, FolderStatus)
 
@@ -259,7 +259,7 @@ def test_a_board_at_a_store_stays_until_a_rank_that_has_not_yet_shown_itself_has
         return set()
 
     monkeypatch.setattr(folder_watch.FolderWatch, "wait", wait)
-    lost_workers.remove(ranks.jobs[0], lost_workers.status_of(ranks.jobs[0]))
+    lost_ranks.remove(ranks.jobs[0], lost_ranks.status_of(ranks.jobs[0]))
     assert next(steps, None) is None, "the status went before the rank had left"
     assert not ranks.things.data
     ranks.heartbeats[0].close()  # late, when the status is gone

@@ -19,7 +19,7 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, ShardedTensor
-from sixfold.dist_ckpt.background import lost_workers, status_and_heartbeats, worker_process
+from sixfold.dist_ckpt.background import lost_ranks, status_and_heartbeats, worker_process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.stores import LocalStore
 from sixfold.dist_ckpt.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
@@ -374,7 +374,7 @@ def test_a_slow_rank_keeps_a_save_alive_and_a_stopped_one_ends_it(tmp_path):
         assert seen["after"] == (2, ["c"])
         assert seen["stopped"][0] == "LostPeerError"
         assert "rank 1" in seen["stopped"][1] or "ranks [1]" in seen["stopped"][1]
-    assert results[0]["stopped"][2] < 1.6 + lost_workers._ACKNOWLEDGED_S
+    assert results[0]["stopped"][2] < 1.6 + lost_ranks._ACKNOWLEDGED_S
 
 
 def a_first_rank_that_is_stopped_while_its_worker_goes_on(rank, ranks, folder):
@@ -461,7 +461,7 @@ def a_first_rank_that_is_lost_at(rank, ranks, folder, where):
     ("where", "kind", "said"),
     [
         ("save_load.saving.commit", "LostPeerError", "it may still do so"),
-        ("background.lost_workers.publish", "committed", ""),
+        ("background.lost_ranks.publish", "committed", ""),
     ],
 )
 def test_a_first_rank_that_dies_after_the_verdict_is_told_of_soon(tmp_path, where, kind, said):
@@ -557,7 +557,7 @@ def operations_of_a_wait(rank, ranks, folder):
         seen = [line.split() for lines in notes for line in lines]
         # In 3 s one turn more may begin than there is time for, and one beat.
         operations = [name for at, name in seen if start < float(at) < stop]
-        found[victim] = operations, 2 * (stop - start) * lost_workers._LOOK_S / job.look_s + 5 + 2
+        found[victim] = operations, 2 * (stop - start) * lost_ranks._LOOK_S / job.look_s + 5 + 2
     return found
 
 
@@ -572,10 +572,10 @@ def test_waiting_ranks_look_at_the_file_system_twice_a_second_or_less(tmp_path):
 def test_the_first_verdict_holds_for_all(tmp_path):
     ours, theirs = (status_and_heartbeats.FolderStatus(tmp_path / "c", "01", b"k" * 32) for _ in range(2))
     with pytest.raises(FileNotFoundError):
-        ours.verdict(lost_workers.COMMIT)
+        ours.verdict(lost_ranks.COMMIT)
     ours.make()
     assert [
-        theirs.verdict(lost_workers.GIVE_UP),
-        ours.verdict(lost_workers.COMMIT),
-        theirs.verdict(lost_workers.GIVE_UP),
-    ] == [lost_workers.GIVE_UP] * 3
+        theirs.verdict(lost_ranks.GIVE_UP),
+        ours.verdict(lost_ranks.COMMIT),
+        theirs.verdict(lost_ranks.GIVE_UP),
+    ] == [lost_ranks.GIVE_UP] * 3

@@ -16,7 +16,7 @@ from s3_server import Fault, S3Server
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardedTensor
-from sixfold.dist_ckpt.background import lost_workers, worker_process
+from sixfold.dist_ckpt.background import lost_ranks, worker_process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.background.saver import AsyncSaver
 from sixfold.dist_ckpt.save_load import saving
@@ -230,7 +230,7 @@ def test_a_rank_that_dies_with_its_worker_is_told_within_the_deadline(s3, url, v
     kind, text, seconds, value = results[1 - victim]
     assert (kind, value) == ("LostPeerError", 1)
     assert f"rank {victim}" in text or f"[{victim}]" in text
-    assert seconds < 6.0 + lost_workers._ACKNOWLEDGED_S + 1
+    assert seconds < 6.0 + lost_ranks._ACKNOWLEDGED_S + 1
 
 
 def asked(s3):

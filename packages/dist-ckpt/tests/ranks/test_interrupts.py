@@ -19,7 +19,7 @@ from forked_worker import Forked
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import LostPeerError, ShardedTensor
-from sixfold.dist_ckpt.background import lost_workers, status_and_heartbeats, worker_process
+from sixfold.dist_ckpt.background import lost_ranks, status_and_heartbeats, worker_process
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.save_load import saving, writer
 from sixfold.dist_ckpt.save_load.reader import Reader
@@ -381,7 +381,7 @@ def test_a_control_folder_that_a_stopped_rank_never_leaves_goes_all_the_same(tmp
     heartbeat = left.heartbeat(1)
     job = type("Job", (), {"ranks": 2, "look_s": 0.1})()
     start = time.monotonic()
-    lost_workers.remove(job, left)
-    assert 1 < time.monotonic() - start < lost_workers._ACKNOWLEDGED_S + 1
+    lost_ranks.remove(job, left)
+    assert 1 < time.monotonic() - start < lost_ranks._ACKNOWLEDGED_S + 1
     assert not left.path.exists()
     heartbeat.close()

@@ -21,7 +21,7 @@ from forked_worker import Forked
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, LostPeerError, ShardingError, StorageError
-from sixfold.dist_ckpt.background import lost_workers, status_and_heartbeats, worker_process, worker_watch
+from sixfold.dist_ckpt.background import lost_ranks, status_and_heartbeats, worker_process, worker_watch
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 
@@ -184,7 +184,7 @@ def test_a_progress_that_ends_its_thread_after_the_commit_is_told_as_that(saver,
     assert loaded_value(tmp_path / "c") == 2
 
 
-@pytest.mark.parametrize("place", [(worker_watch.WorkerWatch, "_moves_on"), (lost_workers, "report_dead_worker")])
+@pytest.mark.parametrize("place", [(worker_watch.WorkerWatch, "_moves_on"), (lost_ranks, "report_dead_worker")])
 def test_a_watching_thread_without_an_outcome_is_an_error(saver, stopped, tmp_path, monkeypatch, place):
     def end(*arguments):
         raise SystemExit(3)
@@ -195,7 +195,7 @@ def test_a_watching_thread_without_an_outcome_is_an_error(saver, stopped, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(worker_watch, "_GLANCE_S", 0.02)
         patch.setattr(*place, end)
-        handle = saver.save(state(2), tmp_path / "c", progress=bar if place[0] is lost_workers else None)
+        handle = saver.save(state(2), tmp_path / "c", progress=bar if place[0] is lost_ranks else None)
         with pytest.raises(CheckpointError, match="the thread that watches a background save: SystemExit: 3"):
             handle.wait(60)
     assert not is_running(stopped)

@@ -20,9 +20,9 @@ from pathlib import Path
 
 import torch
 
-from sixfold.dist_ckpt.background import lost_workers
+from sixfold.dist_ckpt.background import lost_ranks
 from sixfold.dist_ckpt.background.arena import MappedArena, ProgressCounter
-from sixfold.dist_ckpt.background.lost_workers import Job
+from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import StorageError, typed
 from sixfold.dist_ckpt.save_load import writer
@@ -38,14 +38,14 @@ def run(job: Job, arena: MappedArena, counter: ProgressCounter) -> Outcome:
         for file in () if not job.ticket.save.staging else Path(job.ticket.save.staging).glob(f"__{job.rank}_*"):
             with suppress(OSError):
                 file.unlink()
-        return lost_workers.fail(job, share.error, counter)
+        return lost_ranks.fail(job, share.error, counter)
     if job.rank == 0:
-        return lost_workers.decide(job, share.value, counter)
+        return lost_ranks.decide(job, share.value, counter)
     try:
-        lost_workers.status_of(job).put(f"rank-{job.rank}", share)
+        lost_ranks.status_of(job).put(f"rank-{job.rank}", share)
     except OSError as error:
-        return lost_workers.fail(job, StorageError(str(error), error.errno), counter)
-    return lost_workers.await_outcome(job, counter)
+        return lost_ranks.fail(job, StorageError(str(error), error.errno), counter)
+    return lost_ranks.await_outcome(job, counter)
 
 
 def _write(job: Job, arena: MappedArena, counter: ProgressCounter) -> object:
@@ -64,7 +64,7 @@ def _end_with(trainer: int, jobs: list[Job]) -> None:
         time.sleep(_LOOK_S)
     threading.Timer(_LAST_WORD_S, os._exit, (0,)).start()  # whatever a store that does not answer does
     for job in jobs:
-        lost_workers.report_dead_trainer(job)
+        lost_ranks.report_dead_trainer(job)
     os._exit(0)
 
 

@@ -1,9 +1,9 @@
 """Background saves: the trainer stops for a copy of its tensors, a process of its own writes them.
 
 saver.py: agree, copy into arena.py --> Job --> _worker.py --> files
-trainer and worker: worker_process.py, watched by worker_watch.py; worker and worker: lost_workers.py
+trainer and worker: worker_process.py, watched by worker_watch.py; worker and worker: lost_ranks.py
 
-From outside: arena, lost_workers, status_and_heartbeats, saver.
+From outside: arena, lost_ranks, status_and_heartbeats, saver.
 """
 
 from sixfold.dist_ckpt.background.saver import AsyncSave, AsyncSaver, async_save

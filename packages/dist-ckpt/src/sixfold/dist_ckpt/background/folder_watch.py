@@ -1,6 +1,6 @@
 """A wait that ends early when a name appears or goes in a folder of this host: no look at the folder is needed.
 
-    another process of this host --> inotify --> FolderWatch.wait (this file) --> the turns of lost_workers.py
+    another process of this host --> inotify --> FolderWatch.wait (this file) --> the turns of lost_ranks.py
 
 The kernel tells of what its own processes do, and of nothing that other hosts do to a shared folder: those are found by
 looking, seldom. Where no instance of inotify is left, the wait is a pause.

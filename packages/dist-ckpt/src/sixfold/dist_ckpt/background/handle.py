@@ -10,7 +10,7 @@ import threading
 import time
 from pathlib import Path
 
-from sixfold.dist_ckpt.background.lost_workers import Job
+from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.background.status_and_heartbeats import Heartbeat
 from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.background.worker_watch import WorkerWatch, error_of_thread

@@ -5,7 +5,7 @@
     AsyncSave <-- watching thread <----------- outcome --------+
 
 What is collective (agreeing on the plan, trying the shared folder) happens in the call, on the given group; after it
-no rank needs the group. The worker is ``_worker.py``, what trainers and workers tell each other is ``lost_workers.py``.
+no rank needs the group. The worker is ``_worker.py``, what trainers and workers tell each other is ``lost_ranks.py``.
 
 [Note: the end of the trainer] An interpreter that ends in order, also by an exception, first waits for its saves in
 flight. It waits for each until that ends or has stood still for its timeout_s. So a last ``async_save`` without
@@ -38,10 +38,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
-from sixfold.dist_ckpt.background import lost_workers, status_and_heartbeats
+from sixfold.dist_ckpt.background import lost_ranks, status_and_heartbeats
 from sixfold.dist_ckpt.background.arena import Arena, Place
 from sixfold.dist_ckpt.background.handle import AsyncSave
-from sixfold.dist_ckpt.background.lost_workers import Job
+from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.background.status_and_heartbeats import Heartbeat, RankState
 from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
@@ -197,7 +197,7 @@ class AsyncSaver:
         )
 
         def heartbeat() -> Heartbeat:
-            made = lost_workers.status_of(job).heartbeat(job.rank)
+            made = lost_ranks.status_of(job).heartbeat(job.rank)
             undo.callback(made.close)
             return made
 
@@ -206,7 +206,7 @@ class AsyncSaver:
         def opened() -> saving.Ticket:
             begun = ticket if agreed.begin is None else ticket._replace(save=agreed.begin())
             if job.ranks > 1:
-                status = lost_workers.status_of(replace(job, ticket=begun))
+                status = lost_ranks.status_of(replace(job, ticket=begun))
                 made.callback(status.remove)
                 status.make()
             return begun
@@ -223,9 +223,7 @@ class AsyncSaver:
 
         def meet() -> tuple[Heartbeat, bool]:
             store.join(ticket.save)
-            return mine or heartbeat(), job.rank == 0 or lost_workers.status_of(job).liveness(
-                0
-            ).state is RankState.LIVES
+            return mine or heartbeat(), job.rank == 0 or lost_ranks.status_of(job).liveness(0).state is RankState.LIVES
 
         (content, places, mine), (key, begun) = exchange.all_reduce(copy, lambda tickets: (job.key, tickets[0]))
         job = replace(job, content=content, places=places, key=key, ticket=begun)

@@ -4,7 +4,7 @@
                                                |
                                                +--> heartbeat in the status, progress of the caller
 
-It runs in the thread of handle.py. What became of other ranks is lost_workers.py.
+It runs in the thread of handle.py. What became of other ranks is lost_ranks.py.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from __future__ import annotations
 import pickle
 import time
 
-from sixfold.dist_ckpt.background import lost_workers
-from sixfold.dist_ckpt.background.lost_workers import Job
+from sixfold.dist_ckpt.background import lost_ranks
+from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.background.status_and_heartbeats import Heartbeat, StallTimer
 from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Outcome
@@ -61,14 +61,10 @@ class WorkerWatch:
         except BaseException as error:  # of the caller's progress, or else this thread's own
             worker.kill()
             known = error_of_thread(error)
-            outcome = lost_workers.report_dead_worker(
-                self._job, f"rank {rank}: {known}", self._counter, CheckpointError
-            )
+            outcome = lost_ranks.report_dead_worker(self._job, f"rank {rank}: {known}", self._counter, CheckpointError)
             return Outcome(error=outcome.error or CheckpointError(f"{known}. The checkpoint is committed all the same"))
         ending = worker.kill()
-        return lost_workers.report_dead_worker(
-            self._job, f"the worker of rank {rank} {reason} ({ending})", self._counter
-        )
+        return lost_ranks.report_dead_worker(self._job, f"the worker of rank {rank} {reason} ({ending})", self._counter)
 
     def _moves_on(self) -> bool:
         """Whether the worker has moved lately; shows its count, and that this rank lives, to the other ranks."""
@@ -80,20 +76,20 @@ class WorkerWatch:
             self._heartbeat.beat(moves)
         self._meter.reach(self._counter.written)
         still_s, job = self._stall.seconds(moves), self._job
-        if still_s < job.patience_s(lost_workers.OWN_WORKER):
+        if still_s < job.patience_s(lost_ranks.OWN_WORKER):
             return True
         # The worker of another rank than the first that has done its share waits for the outcome.
-        is_written = job.rank > 0 and lost_workers.status_of(job).has(f"rank-{job.rank}")
-        return is_written and still_s < job.patience_s(lost_workers.END)
+        is_written = job.rank > 0 and lost_ranks.status_of(job).has(f"rank-{job.rank}")
+        return is_written and still_s < job.patience_s(lost_ranks.END)
 
     def acknowledge(self) -> None:
         """This rank has the outcome: the other ranks need not wait for it, and the first one removes the status."""
         if self._heartbeat is None:
             return
         self._heartbeat.close()
-        status = lost_workers.status_of(self._job)
+        status = lost_ranks.status_of(self._job)
         if self._job.rank == 0:
-            lost_workers.remove(self._job, status)
+            lost_ranks.remove(self._job, status)
         else:
             status.leave(self._job.rank)
 

@@ -42,10 +42,9 @@ from sixfold.fsdp.placement.placement import placement_of
 from sixfold.fsdp.setup.options import Options
 from sixfold.fsdp.setup.parameter_guards import guard_parameters
 from sixfold.fsdp.setup.start_values import agree, agree_on_meshes, set_start_values, warn_of_statistics
+from sixfold.fsdp.setup.trainable_and_frozen import _units
 from sixfold.fsdp.setup.unit_selection import UnitSpec
 from sixfold.fsdp.setup.wrappable import fp8_names_of, look_at
-
-Owned = dict[tuple[Ranks, bool], list[int]]  # by mesh and trainable: bytes of whole tensors that each rank owns
 
 
 @dataclass(frozen=True)
@@ -324,50 +323,6 @@ def _used(
                 at += len(stream.records)
             count += told[place]
     return UsedParameters(first, count)
-
-
-def _units(
-    specs: Sequence[UnitSpec], ranks_of: Callable[[str], Ranks], options: Options, device: torch.device
-) -> list[Unit]:
-    units: list[Unit] = []
-    by_name: dict[str, Unit] = {}
-    held: Owned = {}
-    for spec in sorted(specs, key=lambda one: bool(one.name) or bool(one.around)):  # the root unit first
-        around = tuple(by_name[name] for name in sorted(spec.around) if name and name in by_name)
-        streams = _streams(spec, ranks_of, options, device, held)
-        unit = Unit(spec.name, len(units), spec.module, around, streams, device, large=spec.large, beside=spec.beside)
-        by_name[spec.name] = unit
-        units.append(unit)
-    return units
-
-
-def _streams(
-    spec: UnitSpec, ranks_of: Callable[[str], Ranks], options: Options, device: torch.device, held: Owned
-) -> tuple[ParamAndGradBuffer, ...]:
-    """A stream for each mesh of the unit's parameters and for trainable and frozen ones; ``held`` grows."""
-    chosen: dict[tuple[Ranks, bool], list[tuple[str, nn.Parameter]]] = {}
-    for trainable in (True, False):
-        for name, parameter in spec.parameters:
-            if parameter.requires_grad is trainable:
-                chosen.setdefault((ranks_of(name), trainable), []).append((name, parameter))
-    streams = []
-    for (mesh, trainable), parameters in chosen.items():
-        owned = held.setdefault((mesh, trainable), [0] * mesh.shard.size)
-        stream = ParamAndGradBuffer(
-            spec.name,
-            parameters,
-            ranks=mesh,
-            strategy=options.sharding,
-            precision=options.mixed_precision,
-            align_bytes=options.buffers.align_bytes,
-            device=device,
-            granularity=options.granularity,
-            held=owned,
-        )
-        if stream.cut.parts > 1:
-            held[mesh, trainable] = [a + b for a, b in zip(owned, stream.cut.layout.whole_bytes(), strict=True)]
-        streams.append(stream)
-    return tuple(streams)
 
 
 def end_with(module: nn.Module, engine: Engine, handles: Sequence[Any]) -> None:

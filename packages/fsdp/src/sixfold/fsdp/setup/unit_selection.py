@@ -1,6 +1,6 @@
 """Which parameters are gathered and freed together.
 
-    module + selectors --> find_units, UnitSpec (this file) --> wrappable.py, build.py, which makes a Unit of each
+    module + selectors --> find_units, UnitSpec (this file) --> wrappable.py; a Unit of each: trainable_and_frozen.py
 
 Reads the module tree and nothing else.
 """

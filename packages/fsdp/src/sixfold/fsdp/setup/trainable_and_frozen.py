@@ -1,0 +1,66 @@
+"""The parameters of a unit in groups, trainable and frozen ones apart: each group is a flat buffer.
+
+    UnitSpec --> groups by mesh and requires_grad (this file) --> ParamAndGradBuffer of each --> Unit
+
+``requires_grad`` decides, as it is when the model is wrapped; one that is frozen later stays in its group. The head of
+buffers/unit_buffer.py says why the two do not mix. The buffer of a group is a *stream* of its unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from sixfold.fsdp.buffers.unit import Unit
+from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
+from sixfold.fsdp.collectives.comm import Ranks
+from sixfold.fsdp.setup.options import Options
+from sixfold.fsdp.setup.unit_selection import UnitSpec
+
+Owned = dict[tuple[Ranks, bool], list[int]]  # by mesh and trainable: bytes of whole tensors that each rank owns
+
+
+def _units(
+    specs: Sequence[UnitSpec], ranks_of: Callable[[str], Ranks], options: Options, device: torch.device
+) -> list[Unit]:
+    units: list[Unit] = []
+    by_name: dict[str, Unit] = {}
+    held: Owned = {}
+    for spec in sorted(specs, key=lambda one: bool(one.name) or bool(one.around)):  # the root unit first
+        around = tuple(by_name[name] for name in sorted(spec.around) if name and name in by_name)
+        streams = _streams(spec, ranks_of, options, device, held)
+        unit = Unit(spec.name, len(units), spec.module, around, streams, device, large=spec.large, beside=spec.beside)
+        by_name[spec.name] = unit
+        units.append(unit)
+    return units
+
+
+def _streams(
+    spec: UnitSpec, ranks_of: Callable[[str], Ranks], options: Options, device: torch.device, held: Owned
+) -> tuple[ParamAndGradBuffer, ...]:
+    """A stream for each mesh of the unit's parameters and for trainable and frozen ones; ``held`` grows."""
+    chosen: dict[tuple[Ranks, bool], list[tuple[str, nn.Parameter]]] = {}
+    for trainable in (True, False):
+        for name, parameter in spec.parameters:
+            if parameter.requires_grad is trainable:
+                chosen.setdefault((ranks_of(name), trainable), []).append((name, parameter))
+    streams = []
+    for (mesh, trainable), parameters in chosen.items():
+        owned = held.setdefault((mesh, trainable), [0] * mesh.shard.size)
+        stream = ParamAndGradBuffer(
+            spec.name,
+            parameters,
+            ranks=mesh,
+            strategy=options.sharding,
+            precision=options.mixed_precision,
+            align_bytes=options.buffers.align_bytes,
+            device=device,
+            granularity=options.granularity,
+            held=owned,
+        )
+        if stream.cut.parts > 1:
+            held[mesh, trainable] = [a + b for a, b in zip(owned, stream.cut.layout.whole_bytes(), strict=True)]
+        streams.append(stream)
+    return tuple(streams)

@@ -42,7 +42,7 @@ from sixfold.fsdp.placement.placement import placement_of
 from sixfold.fsdp.setup.options import Options
 from sixfold.fsdp.setup.parameter_guards import guard_parameters
 from sixfold.fsdp.setup.start_values import agree, agree_on_meshes, set_start_values, warn_of_statistics
-from sixfold.fsdp.setup.trainable_and_frozen import _units
+from sixfold.fsdp.setup.trainable_and_frozen import make_units
 from sixfold.fsdp.setup.unit_selection import UnitSpec
 from sixfold.fsdp.setup.wrappable import fp8_names_of, look_at
 
@@ -99,7 +99,7 @@ def build(module: nn.Module, options: Options) -> Built:
         own = meshes.connect(communicators.comm)
         buffers, memory = options.buffers, communicators.user_buffers()
         with memory.memory():
-            units = _units(specs, lambda name: own.get(name, ranks), options, device)
+            units = make_units(specs, lambda name: own.get(name, ranks), options, device)
             bucket_bytes = bucket_bytes_of(units) if buffers.bucket_bytes is None else buffers.bucket_bytes
             if own_meshes:
                 bucket_bytes = _plan_alike(units, bucket_bytes, control, wait)

@@ -22,34 +22,35 @@ from sixfold.fsdp.setup.unit_selection import UnitSpec
 Owned = dict[tuple[Ranks, bool], list[int]]  # by mesh and trainable: bytes of whole tensors that each rank owns
 
 
-def _units(
+def make_units(
     specs: Sequence[UnitSpec], ranks_of: Callable[[str], Ranks], options: Options, device: torch.device
 ) -> list[Unit]:
+    """The units in order, the root first, each with its buffers."""
     units: list[Unit] = []
     by_name: dict[str, Unit] = {}
     held: Owned = {}
     for spec in sorted(specs, key=lambda one: bool(one.name) or bool(one.around)):  # the root unit first
         around = tuple(by_name[name] for name in sorted(spec.around) if name and name in by_name)
-        streams = _streams(spec, ranks_of, options, device, held)
-        unit = Unit(spec.name, len(units), spec.module, around, streams, device, large=spec.large, beside=spec.beside)
+        buffers = _group_buffers(spec, ranks_of, options, device, held)
+        unit = Unit(spec.name, len(units), spec.module, around, buffers, device, large=spec.large, beside=spec.beside)
         by_name[spec.name] = unit
         units.append(unit)
     return units
 
 
-def _streams(
+def _group_buffers(
     spec: UnitSpec, ranks_of: Callable[[str], Ranks], options: Options, device: torch.device, held: Owned
 ) -> tuple[ParamAndGradBuffer, ...]:
-    """A stream for each mesh of the unit's parameters and for trainable and frozen ones; ``held`` grows."""
-    chosen: dict[tuple[Ranks, bool], list[tuple[str, nn.Parameter]]] = {}
+    """A buffer for each group of the unit's parameters: of one mesh, all trainable or all frozen. ``held`` grows."""
+    groups: dict[tuple[Ranks, bool], list[tuple[str, nn.Parameter]]] = {}
     for trainable in (True, False):
         for name, parameter in spec.parameters:
             if parameter.requires_grad is trainable:
-                chosen.setdefault((ranks_of(name), trainable), []).append((name, parameter))
-    streams = []
-    for (mesh, trainable), parameters in chosen.items():
+                groups.setdefault((ranks_of(name), trainable), []).append((name, parameter))
+    buffers = []
+    for (mesh, trainable), parameters in groups.items():
         owned = held.setdefault((mesh, trainable), [0] * mesh.shard.size)
-        stream = ParamAndGradBuffer(
+        buffer = ParamAndGradBuffer(
             spec.name,
             parameters,
             ranks=mesh,
@@ -60,7 +61,7 @@ def _streams(
             granularity=options.granularity,
             held=owned,
         )
-        if stream.cut.parts > 1:
-            held[mesh, trainable] = [a + b for a, b in zip(owned, stream.cut.layout.whole_bytes(), strict=True)]
-        streams.append(stream)
-    return tuple(streams)
+        if buffer.cut.parts > 1:
+            held[mesh, trainable] = [a + b for a, b in zip(owned, buffer.cut.layout.whole_bytes(), strict=True)]
+        buffers.append(buffer)
+    return tuple(buffers)

@@ -5,12 +5,12 @@
 Torch-free. A time is the median of its samples, so that a first microbatch or a burst of other load moves
 nothing. What a timeline does not show is not guessed: ``Fit.unknown`` says it, in sentences.
 
-[Note: when a message shows its time] The k-th input of a stage arrives one hop after its maker ended. An action
-that found its rank idle began at that moment, so the time between is the hop; one that did not only shows that
-the message took no longer. A rank is idle between two actions for the interpreter's sake too, longer in front of
-one that takes a message: idle time below a tenth of a usual action, or below twice what is usual in front of actions
-whose inputs are all the rank's own, is taken for no wait. A rank's first action counts only where nothing else shows
-the hop: the rank may have come late to the step.
+[Note: when a message shows its time] The k-th input of a stage arrives one hop after its maker ended. An action that
+found its rank idle began at that moment, so the time between is the hop. Any other action only shows that the message
+took no longer. A rank is also idle between two actions for the interpreter's sake, longer in front of one that takes a
+message. Idle time is no wait if it is below a tenth of a usual action. Nor is it if it is below twice what is usual in
+front of actions whose inputs are all the rank's own. A rank's first action counts only where nothing else shows the
+hop: the rank may have come late to the step.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     schedule's name or CSV, PipelineStage objects --> TorchSchedule (this file) --> PipelineRunner
 
 [Note: torch's division] torch sums the gradients of a step undivided and divides ``.grad`` by the number of
-microbatches at its end. So does this class, that gradients have torch's bits for any number of microbatches; but
-gradients from before the step are set aside meanwhile, which torch divides once more at every step. A stage with
+microbatches at its end. So does this class: gradients then have torch's bits for any number of microbatches. Gradients
+from before the step are set aside meanwhile, which torch divides once more at every step. A stage with
 ``data_parallel`` has its gradients elsewhere; there each loss is divided before its backward.
 """
 

@@ -106,9 +106,9 @@ def merge_backward(program: Program) -> Program:
 def unshard(program: Program, max_active: int = 3) -> Program:
     """Add UNSHARD and RESHARD, so that each stage's weights are there when it computes.
 
-    Before an action its rank has gathered the stages of the next ``max_active`` different stages that it computes, and
-    has let go of all others, and of each before its STEP. The result equals what PyTorch's runtime adds to a
-    compute-only file.
+    Before an action its rank has gathered the stages that it computes next: ``max_active`` different ones. All others
+    are resharded, and each stage before its STEP. The result equals what PyTorch's runtime adds to a compute-only
+    file.
 
     Args:
         max_active: stages of a rank that are gathered at once, >= 1; an overlap takes as many as it needs.
@@ -194,11 +194,11 @@ def optimizer_step(program: Program, *, when: str = "flush", steps: int = 1) -> 
     """Add the optimizer's STEPs to each stage.
 
     Args:
-        when: "flush", at the end of each rank's list, for an optimizer that waits for all gradients (their norm) and so
-            for all ranks; "post_validated", as soon as the stage's own gradients are complete, for an optimizer that
-            checks the norm afterwards and takes a step back if it must (arXiv 2401.10241, section 4); "pipedream" and
-            "2bw", behind the last backward of each batch of ``microbatches / steps``, which makes a weight version per
-            batch; the program's ``weights`` then say so (arXiv 1806.03377, 2006.09503).
+        when: where they stand. "flush": at the end of each rank's list, for an optimizer that needs all gradients
+            first, such as for their norm. "post_validated": as soon as the stage's own gradients are complete. Such an
+            optimizer checks the norm afterwards and takes a step back if it must (arXiv 2401.10241, section 4).
+            "pipedream" and "2bw": after the last backward of each batch of ``microbatches / steps``. Each batch then
+            makes a weight version, as the program's ``weights`` say (arXiv 1806.03377, 2006.09503).
         steps: batches in the program; more than one with "pipedream" and "2bw" only.
     Raises:
         ScheduleError: ``when`` is unknown, ``steps`` does not divide the microbatches or does not go with ``when``, or

@@ -2,9 +2,10 @@
 
     Endless, stages, links --> a ring of slots, calls of each piece (this file) --> runner
 
-The same wiring as of a program that ends. Batch b has ring b modulo the batches that are ever in flight; a piece of
-the program (a first, second, ... and every later step; a tail) is bound once per ring in which it can begin. Between
-two steps only what is in flight is held: inputs, graphs, gradients that were asked for, versions of weights.
+The same wiring as of a program that ends. Batch b has ring b modulo the batches that are ever in flight. The program
+has a piece for the first, second, ... and every later step, and a tail. Each piece is bound once per ring in which it
+can begin. Between two steps only what is in flight is held: inputs, graphs, gradients that were asked for, versions of
+weights.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     F: inputs copied in, a replay, outputs copied out (this file) --> a node of autograd --> I: a replay --> W: a replay
 
-A slot's first steps run as ever, which warms up what must not be captured; then its three graphs are captured, once
+A slot's first steps run as always, which warms up what must not be captured. Then its three graphs are captured, once
 for each set of shapes, and from there on replayed. Messages, the loss, additions into ``.grad`` and optimizers stay
-outside: what a graph makes lies where the next replay writes, so all that leaves it is copied or added.
+outside. What a graph makes lies where the next replay writes, so all that leaves it is copied or added.
 
 [Note: one pool for a slot] Graphs that share memory must be replayed in the order in which they were captured. F, I and
 W of a slot are; two slots are not. So each slot has its own, and holds its activations for good.

@@ -34,8 +34,8 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
     the value of another microbatch. Return such a value, in a tuple.
 
     Raises:
-        ScheduleError: it is no nn.Sequential; it has a forward or hooks of its own; a layer has no shapes yet (a lazy
-            one); or it has fewer layers than stages.
+        ScheduleError: it is no nn.Sequential, or has a forward or hooks of its own. A layer has no shapes yet (a lazy
+            one). Or it has fewer layers than stages.
     """
     if not isinstance(model, nn.Sequential):
         raise ScheduleError(f"the model is a {type(model).__name__}; stages_of_sequential cuts an nn.Sequential")
@@ -112,9 +112,9 @@ def stages_of_causal_lm(model: Any, stages: int, *, check: bool = True) -> list[
             It is left out for parameters on meta or sharded ones (DTensor, FSDP, ZeRO-3), for flex attention, and for
             flash attention on CPUs. If the model fails on token ids and a mask, it is cut with a warning.
     Raises:
-        ScheduleError: the model has another form; no stage or several would hold a parameter; a ``forward`` or a
-            forward pre-hook was set on it; it has a loss of its routers (``output_router_logits``), random layer drop,
-            or fewer layers than stages; or its stages give other logits.
+        ScheduleError: the model has another form, fewer layers than stages, random layer drop or a loss of its routers
+            (``output_router_logits``). No stage, or several, would hold a parameter. A ``forward`` or a forward
+            pre-hook was set on it. Or its stages give other logits.
     """
     if callable(getattr(model, "get_base_model", None)):
         raise ScheduleError(

@@ -34,7 +34,7 @@ def draw(
 
     Args:
         format: "text": a line per rank. A timeline is drawn to scale, with a dot for idle time. "svg": a picture to
-            scale, without messages and slots. "trace": for Perfetto, one event per action, in microseconds. For svg and
+            scale of what keeps a rank busy. "trace": one event per action in microseconds, for Perfetto. For svg and
             trace a program is simulated with F, I and W of 1 per rank.
         beside: drawn below the first. The first is then called simulated, this one measured.
         unit: of the times, such as "s": an SVG then has an axis with it.

@@ -2,10 +2,10 @@
 
     step begins: which parameters have a gradient --> it fails --> dropped, or marked (this file) --> the next step
 
-[Note: partial sums] A gradient that was not there before the step is dropped. One that was there is added to in place,
-since a copy of all gradients for each step would be their memory once more; what it holds behind a failure is neither
-the old sum nor the new one. It is marked, and a step of any runner that finds the mark is refused until the gradient
-was zeroed or dropped.
+[Note: partial sums] A gradient that was not there before the step is dropped. One that was there is added to in place:
+a copy of all gradients for each step would be their memory once more. After a failure it holds neither the old sum nor
+the new one. It is marked, and a step of any runner that finds the mark is refused until the gradient was zeroed or
+dropped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The executor: runs any program of forwards, backwards, messages and slots, whoever made it.
+"""The executor: runs any program, whoever made it.
 
     Program, Stages, group --> compiler --> calls, in order (this file) --> gradients, losses
 
@@ -67,8 +67,8 @@ class PipelineRunner:
         group: rank r of the program is group rank r. It may be a mesh of one dimension. None runs all stages in this
             process. Errors number ranks as the job does.
         loss_fn: ``loss_fn(output, target)`` -> scalar; needed on the rank of the last stage.
-        scale: "mean" divides each loss by m before its backward. "sum" does not. "token" takes (sum, count) from
-            ``loss_fn`` and divides the step's gradients once by the total count.
+        scale: "mean" divides each loss by m before its backward. "sum" does not. With "token" ``loss_fn`` returns
+            (sum, count), and the step's gradients are divided once by the total count.
         timeout_s: deadline of every wait for another rank.
         store: ranks write there where they stand after a failure; None takes the group's.
         lookahead: a receive is posted so many compute actions before its place.
@@ -88,8 +88,8 @@ class PipelineRunner:
         deferred: after a step with I and W: for each stage of this rank, the share of its trainable numbers whose
             gradients W made. I made the others. See ``Costs.deferring``.
     Raises:
-        ScheduleError: the stages are not those of the program; ranks have different programs; ``verify`` refuses the
-            program; or a stage lacks what an action needs, such as an optimizer for STEP.
+        ScheduleError: the stages are not those of the program, or ranks have different programs. Or ``verify`` refuses
+            the program, or a stage lacks what an action needs, such as an optimizer for STEP.
         PipelineTimeout: a rank of the group did not make its runner in time, or cannot be reached.
     """
 
@@ -196,9 +196,9 @@ class PipelineRunner:
         Autocast around this call holds for forwards and recomputes. Backwards run without it.
 
         Args:
-            inputs: on the rank of stage 0: a tensor, or a tuple for several inputs, cut along dim 0; or a list of m
-                tensors or tuples. With scale="mean" m must divide the rows of a tensor; those of a list may differ. If
-                a tensor comes out of a graph of yours (an embedding), that graph's backward runs once, at the end.
+            inputs: on the rank of stage 0: a tensor, or a tuple of several, cut along dim 0. Or a list of m tensors or
+                tuples. With scale="mean" m must divide the rows of a tensor; those of a list may differ. If a tensor
+                comes out of a graph of yours (an embedding), that graph's backward runs once, at the end.
             targets: on the rank of the last stage: likewise, or a dict of tensors; None gives ``loss_fn`` None.
             kwargs: for the modules of this rank's stages, never sent: a dict, whose tensors are cut along dim 0, or a
                 list of m dicts.
@@ -306,7 +306,7 @@ class PipelineRunner:
         This call sends nothing. If the host has read a value of the step (a loss, a norm), nothing is left to wait for.
 
         Raises:
-            ScheduleError, PipelineTimeout: the runner has failed; a message of its steps did not come in time; or
+            ScheduleError, PipelineTimeout: the runner has failed, or a message of its steps did not come in time. Or
                 another rank of this host is known to have failed.
         """
         self._not_broken()

@@ -2,10 +2,10 @@
 
     runner between two steps --> tensors, numbers, texts, lists, dicts (this file) --> another runner
 
-Of a program that ends with its batch nothing is in flight, and the state is the stages' optimizers and the random
-numbers. Of one whose batches overlap it is also where it stands, every version of the weights (the newest ones too, and
-what is not trained), the gradients that gather, and of each microbatch in flight the inputs of its stage, whose forward
-runs again at the load under the random numbers of its first time.
+A program that ends with its batch has nothing in flight: the state is the stages' optimizers and the random numbers.
+For a program whose batches overlap it is also its position, every version of the weights with what is not trained, and
+the gradients that gather. Of each microbatch in flight it is the inputs of its stage. Their forwards run again at the
+load, under the random numbers of the first time.
 
 [Note: messages at the cut] At the end of a step a rank has asked for everything that was sent to it (``periods``). Here
 it waits for that, and what came is part of its own state: no message is under way between two states of one cut.

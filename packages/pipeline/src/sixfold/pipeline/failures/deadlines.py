@@ -2,10 +2,9 @@
 
     work --> HostWait, StreamWait (this file) --> PeerLost, or the report of a watchdog thread
 
-Waiting for gloo blocks the host, so the wait itself has the deadline. (gloo's
-``is_completed`` stays False until ``wait``, so there is nothing to poll.) Waiting
-for NCCL only orders streams; there a thread looks at the works in the order in
-which they were waited for, and ends the communicators when one is overdue.
+Waiting for gloo blocks the host, so the wait itself has the deadline. (gloo's ``is_completed`` stays False until
+``wait``, so there is nothing to poll.) Waiting for NCCL only orders streams. There a thread looks at the works in the
+order in which they were waited for. It ends the communicators when one is overdue.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ class PeerLost(Exception):
 def within(seconds: float, call: Callable[[], Result]) -> Result:
     """``call()`` on a thread of its own, which is left behind when it has not ended after ``seconds``.
 
-    For calls that have no deadline of their own or do not keep it: a store whose host is stopped answers nothing, and
+    For calls that have no deadline of their own, or do not keep it. A store whose host is stopped answers nothing, and
     its client waits for ever (torch 2.13, whatever its timeout). The thread does not keep the interpreter alive, and
-    what it gets later is dropped. If the call ends in the moment in which the interpreter ends, the process aborts
-    (exit status 134): Python then ends the thread on its way back from C++.
+    what it gets later is dropped. If the call ends while the interpreter ends, the process aborts (exit status 134):
+    Python then ends the thread on its way back from C++.
 
     Raises:
         TimeoutError: it has not ended; and whatever ``call`` raises.

@@ -2,9 +2,9 @@
 
     JobShop of few microbatches --> patterns, better and better --> orders of all microbatches (this file) --> search
 
-Torch-free. What a step of many microbatches takes is its steady state, and a few show that: so each pattern is tried
-on about two microbatches per rank and judged by the makespan that its last third promises for all. The best
-so far is changed a little, or a new one drawn, again and again; only what promises more than the best is run in full.
+Torch-free. What a step of many microbatches takes is its steady state, and a few show that. So each pattern is tried
+on about two microbatches per rank. It is judged by the makespan that its last third promises for all. The best so far
+is changed a little, or a new one drawn, again and again; only what promises more than the best is run in full.
 """
 
 from __future__ import annotations

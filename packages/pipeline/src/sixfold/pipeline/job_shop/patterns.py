@@ -2,12 +2,11 @@
 
     JobShop, random numbers --> pattern --> its order (this file) --> dispatch_rules, tabu_search
 
-Torch-free. [Note: patterns] In the steady state every microbatch runs like the one before it, one period
-later. So the operations of one microbatch are laid into a table of one period per rank, first the chain
-of its F's and I's, then each W where it fits first; how long a stage's F to W takes, counted in periods,
-is the memory that it holds (Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362,
-where the patterns are regular and the costs equal; here they are random and the costs any).
-Compilers call this modulo scheduling.
+Torch-free. [Note: patterns] In the steady state every microbatch runs like the one before it, one period later. So the
+operations of one microbatch are laid into a table of one period per rank. The chain of its F's and I's comes first,
+then each W where it fits first. The time from a stage's F to its W, counted in periods, is the memory that it holds.
+Qi et al., "Pipeline Parallelism with Controllable Memory", arXiv 2405.15362, use regular patterns and equal costs.
+Here patterns are random and costs are any. Compilers call this modulo scheduling.
 """
 
 from __future__ import annotations

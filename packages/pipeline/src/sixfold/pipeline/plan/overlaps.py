@@ -2,10 +2,10 @@
 
     Program, Costs.overlap < 1 --> pairs joined and parted while that helps (this file) --> plan
 
-Torch-free. A pair is a forward and a backward (B, I or W) of another microbatch or stage that stand next to each other.
-Joining them saves time on their rank, but both begin when the inputs of both are there and hand on their results at the
-end of both; so each change is simulated, and kept if the makespan is no longer. What hangs is not kept. The order of
-the parts stays, and with it what a rank holds.
+Torch-free. A pair is a forward and a backward (B, I or W) of another microbatch or stage that stand next to each
+other. Joining them saves time on their rank. But both begin when the inputs of both are there, and hand on their
+results at the end of both. So each change is simulated, and kept if the makespan is no longer. What hangs is not kept.
+The order of the parts stays, and with it what a rank holds.
 """
 
 from __future__ import annotations

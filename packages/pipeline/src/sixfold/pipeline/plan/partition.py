@@ -21,8 +21,8 @@ def partition(
 ) -> tuple[int, ...]:
     """Cut layers into ``stages`` contiguous pieces so that the most expensive piece is as cheap as possible.
 
-    Among the cuts with that largest piece, the one with the smallest sum of squared costs, so that the others
-    are even too; among those, the one with more layers in earlier stages.
+    Among the cuts with that largest piece it takes the one with the smallest sum of squared costs: the others are even
+    too. Among those it takes the one with more layers in earlier stages.
 
     Args:
         layer_costs: (L,) cost of each layer, finite, >= 0; any unit.

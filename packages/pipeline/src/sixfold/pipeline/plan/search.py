@@ -2,10 +2,11 @@
 
     Costs, ranks, m, cap --> placements --> many orders --> the best few improved (this file) --> Plan
 
-Torch-free. [Note: search] Four makers of orders (known schedules, random repeated patterns, patterns found on few
-microbatches, random list scheduling) share the first part of the time; the best ones then run a knock-out of tabu
-searches: half of the time for all, half of the rest for the better half, and so on. No single maker is good everywhere:
-patterns win under tight caps, list scheduling with memory to spare, the known schedules when the search is large.
+Torch-free. [Note: search] Four makers of orders share the first part of the time: known schedules, random repeated
+patterns, patterns found on few microbatches, random list scheduling. The best orders then run a knock-out of tabu
+searches: half of the time for all, half of the rest for the better half, and so on. No single maker is good
+everywhere: patterns win under tight caps, list scheduling with memory to spare, the known schedules when the search is
+large.
 
 [Note: deadline] The time that writing and simulating the result will take is kept back, measured by that of making the
 shops. What is made is given up when the time for it is over. Nothing is left out because it might take too long: on a

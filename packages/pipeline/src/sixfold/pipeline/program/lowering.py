@@ -30,10 +30,9 @@ _RECEIVES = (Kind.RECV_F, Kind.RECV_B)
 def lower(program: Program) -> Program:
     """Add the messages between ranks, and a REDUCE_GRAD to each stage that has none.
 
-    A SEND stands directly after the action that made its tensor. The RECV goes into
-    its rank's list at the moment at which the peer sends, so both ends of an edge
-    name their messages in one order; its place is where the receive is *posted*,
-    and its consumer waits for it. The result equals torch 2.13's lowering.
+    A SEND stands directly after the action that made its tensor. The RECV goes into its rank's list when the peer
+    sends, so both ends of an edge name their messages in one order. There the receive is *posted*. Its consumer waits
+    for it. The result equals torch 2.13's lowering.
 
     Raises:
         ScheduleError: the program has messages already or lacks forwards, or its order does not let every rank through.

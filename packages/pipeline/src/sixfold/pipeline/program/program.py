@@ -25,8 +25,8 @@ _WEIGHTS = re.compile(r"\s*weights\s*:(.*)")
 class Weights(StrEnum):
     """Which version of a stage's weights a microbatch reads, where a program has STEPs; the value is its text.
 
-    Batch t is the microbatches between STEP t - 1 and STEP t of a stage; W(0) is what a program begins with and STEP t
-    makes W(t + 1).
+    Batch t is the microbatches between STEP t - 1 and STEP t of a stage. A program begins with W(0), and STEP t makes
+    W(t + 1).
     """
 
     FLUSHED = "flushed"  # batch t reads W(t): its forwards come after STEP t - 1, and one version is enough
@@ -145,9 +145,9 @@ class Program:
         """PyTorch's form of this program: "compute_only" of one with compute actions alone, else "compute_comms".
 
         Raises:
-            ScheduleError: the program holds RECOMPUTE or STEP, which torch has no word for, or its weights are not
-                flushed; it has slots but no messages, which is neither form; or it has messages but not exactly
-                one REDUCE_GRAD per stage, at which alone torch divides that stage's gradients by m.
+            ScheduleError: the program holds RECOMPUTE or STEP, or its weights are not flushed: torch has no word for
+                these. It has UNSHARD or REDUCE_GRAD but no messages, which is neither form. Or it has messages but not
+                exactly one REDUCE_GRAD per stage, where torch divides by m.
         """
         reduced = [0] * self.stages
         slot = None

@@ -2,15 +2,14 @@
 
     Program of S batches --> verify --> Endless: the lists of every further batch (this file) --> compiler
 
-Torch-free. [Note: steps] Where weights are kept in versions a batch begins before the one before it has ended. A rank's
-list is cut in front of its first F of each batch: what stands between two cuts is what it does when the caller brings a
-batch. From some batch on (the second of 2BW, the p-th of PipeDream) the pieces repeat, and the last one is what a
-program of S batches says of all that follow; what is left behind it, when no batch comes any more, is the tail.
+Torch-free. [Note: steps] Where weights are kept in versions a batch begins before the one before it has ended. A
+rank's list is cut in front of its first F of each batch. What stands between two cuts is what the rank does when the
+caller brings a batch. From some batch on (the second of 2BW, the p-th of PipeDream) the pieces repeat. The last piece
+of a program of S batches stands for all that follow. What is left after it, when no batch comes any more, is the tail.
 
-Three things are proved of the repeated program, else it is refused: that it is right and gets through (``verify``),
-wherever it ends; that a step runs the forwards of its own batch and of no other, whose inputs are not there; and that
-no rank waits in one step for what another rank does in a later one, since between two steps the caller may do what
-it likes, such as a collective.
+Three things are proved of the repeated program, else it is refused. It is right and gets through (``verify``),
+wherever it ends. A step runs only forwards of its own batch, because the inputs of others are not there. And no rank
+waits in one step for what another does in a later step: between two steps the caller may run a collective.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The rules of slots: where a stage's weights are gathered, its gradients reduced, its optimizer stepped.
+"""Where a stage's weights are gathered, its gradients reduced, its optimizer stepped.
 
     Program, positions of its actions --> rules (this file) --> verify
 

@@ -69,8 +69,8 @@ def _search(
 def hanayo(ranks: int, microbatches: int, waves: int = 1, memory_cap: float | None = None) -> Program:
     """Of several list schedules of ``2 * waves`` chunks, the least memory within 10 % of work of the shortest.
 
-    They differ in what a rank begins first, deepest forward or shallowest backward, and in how much it may hold: from
-    half of p to three times p microbatches, and where these are more than p fewer than all.
+    They differ in what a rank begins first: the deepest forward or the shallowest backward. They also differ in how
+    much a rank may hold: from p / 2 to 3 p microbatches, but fewer than all if it is more than p.
 
     Args:
         memory_cap: microbatches that a rank may hold; the shortest within it is taken, and m allows all. What more

@@ -32,9 +32,8 @@ __all__ = ["interleaved", "near_equal"]
 def interleaved(ranks: int, microbatches: int, chunks: int = 2, group: int | None = None) -> Program:
     """Interleaved 1F1B of ``chunks`` stages per rank; stage s on rank ``s % ranks``.
 
-    Any m is taken. A short last group would double the bubble (m=6, p=4, v=2), so
-    the microbatches are shared among ``max(1, m // group)`` groups of near-equal
-    size, larger first, and the warm-up counts with the largest.
+    Any m is taken. A short last group would double the bubble (m=6, p=4, v=2). So the microbatches are shared among
+    ``max(1, m // group)`` groups of about equal size, larger ones first. The warm-up counts with the largest.
 
     Args:
         group: microbatches that pass a chunk before the next chunk's turn; None means ``ranks``.

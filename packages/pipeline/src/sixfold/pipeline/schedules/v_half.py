@@ -7,14 +7,13 @@ Two ranks, three microbatches:
     0: 0F0 0F1 3F0 3I0 3F1 3W0 0F2 3I1 0I0 0W0 3F2 3I2 0I1 3W1 0I2 0W1 3W2 0W2
     1: 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
-Every rank holds at most p / 2 + 1 microbatches. The bubble has no closed form here: five patterns of one
-microbatch are repeated (``list_scheduling``), and the best is taken: the shortest at F = I = W, of equally
-short ones the shortest at 1 : 1.6 : 0.6 with hops of 0.1. At F = I = W the steady state has no bubble, and
-what warm-up and drain leave is (3 p - 7) / (6 m) at the p from 4 on that 4 divides, m >= 2 p: 0.104 at (p, m) =
-(4, 8), which is the optimum, and 0.107 at (16, 64). One order cannot serve all ratios of costs: at 1 : 1.6 : 0.6
-each microbatch takes up to a sixth longer than the work (0.356 at (16, 64)); ``plan`` makes orders
-for given costs. The patterns were chosen at p = 4 to 32.
-Messages are 4 m (p - 1).
+Every rank holds at most p / 2 + 1 microbatches. The bubble has no closed form here. Five patterns of one microbatch
+are repeated (``list_scheduling``), and the best is taken: the shortest at F = I = W, of equally short ones the
+shortest at 1 : 1.6 : 0.6 with hops of 0.1. At F = I = W the steady state has no bubble. What warm-up and drain leave
+is (3 p - 7) / (6 m) if 4 divides p and m >= 2 p. That is 0.104 at (p, m) = (4, 8), the optimum, and 0.107 at (16, 64).
+One order cannot serve all ratios of costs: at 1 : 1.6 : 0.6 each microbatch takes up to a sixth longer than the work
+(0.356 at (16, 64)); ``plan`` makes orders for given costs. The patterns were chosen at p = 4 to 32. Messages are 4 m
+(p - 1).
 """
 
 from __future__ import annotations

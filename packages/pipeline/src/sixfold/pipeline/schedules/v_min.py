@@ -7,15 +7,14 @@ Two ranks, three microbatches:
     0: 0F0 0F1 3F0 3I0 3F1 3W0 0F2 3I1 0I0 0W0 3F2 3I2 0I1 3W1 0I2 0W1 3W2 0W2
     1: 1F0 2F0 1F1 2F1 2I0 1I0 2W0 1F2 1W0 2F2 2I1 1I1 2I2 1I2 2W1 1W1 2W2 1W2
 
-Every rank holds at most (p + 4) // 3 microbatches. The bubble has no closed form here: five patterns of one
-microbatch are repeated (``list_scheduling``), and the best is taken: the shortest at F = I = W, of equally
-short ones the shortest at 1 : 1.6 : 0.6 with hops of 0.1. At F = I = W the steady state has no bubble; 0.229 at
-(p, m) = (4, 8) is the optimum in two microbatches, and (16, 64) has 0.154. A microbatch's operations follow each other
-without slack, so that at other ratios all ranks go at the pace of the longest operation: at 1 : 1.6 : 0.6 each
-microbatch takes two thirds longer than the work, and ``plan`` finds better orders.
-With more memory (``memory_cap``) patterns do not use it as well as it could be, 0.188 at (4, 8) in 2.5 microbatches;
-there the optimum, 0.167, is written down (``optima``), and elsewhere ``plan`` finds better orders. The
-patterns were chosen at p = 4 to 32. Messages are 4 m (p - 1).
+Every rank holds at most (p + 4) // 3 microbatches. The bubble has no closed form here. Five patterns of one microbatch
+are repeated (``list_scheduling``), and the best is taken: the shortest at F = I = W, of equally short ones the
+shortest at 1 : 1.6 : 0.6 with hops of 0.1. At F = I = W the steady state has no bubble; 0.229 at (p, m) = (4, 8) is
+the optimum in two microbatches, and (16, 64) has 0.154. A microbatch's operations follow each other without slack. At
+other ratios all ranks go at the pace of the longest operation: at 1 : 1.6 : 0.6 each microbatch takes two thirds
+longer than the work. ``plan`` finds better orders. With more memory (``memory_cap``) patterns do not use it as well as
+it could be, 0.188 at (4, 8) in 2.5 microbatches; there the optimum, 0.167, is written down (``optima``), and elsewhere
+``plan`` finds better orders. The patterns were chosen at p = 4 to 32. Messages are 4 m (p - 1).
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ Two ranks of two chunks, three microbatches:
     0: 0F0 0F1 0F2 2F0 2F1 2I0 2W0 2F2 2I1 2W1 2I2 2W2 0I0 0W0 0I1 0W1 0I2 0W2
     1: 1F0 1F1 1F2 3F0 3I0 3F1 3I1 3W0 3F2 3I2 3W1 1I0 3W2 1I1 1W0 1I2 1W1 1W2
 
-What ZB-H1 is to 1F1B (with one chunk they are one), with one forward of warm-up less
-per rank than interleaved 1F1B, since a neighbour waits for I only. bubble_over_ideal is
-(p - 1) / (3 v m) at F = I = W and m >= p, a third of interleaved's, in less memory: at most
-p microbatches on any rank if p divides m. Messages are 2 m (p v - 1).
+It relates to interleaved 1F1B as ZB-H1 to 1F1B; with one chunk it is ZB-H1. A rank warms up with one forward less than
+in interleaved 1F1B, since a neighbour waits for I only. bubble_over_ideal is (p - 1) / (3 v m) at F = I = W and m >=
+p, a third of interleaved's, in less memory: at most p microbatches on any rank if p divides m. Messages are 2 m (p v -
+1).
 """
 
 from __future__ import annotations

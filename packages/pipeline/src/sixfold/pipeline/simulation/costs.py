@@ -151,8 +151,8 @@ class Costs:
             assume: for what no timeline shows. Of stages of which only B was measured it gives the proportion of I and
                 W; and all sizes are its. Without it a hop that no message showed is the usual one.
         Raises:
-            ScheduleError: I and W are not known apart and nothing is assumed; ``assume`` is for another number of
-                stages; or a stage lacks its forward or backward.
+            ScheduleError: I and W are not known apart and nothing is assumed. ``assume`` is for another number of
+                stages. Or a stage lacks its forward or backward.
         """
         found = fit(timelines)
         stages = len(found.placement)

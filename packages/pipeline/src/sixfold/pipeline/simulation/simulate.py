@@ -3,10 +3,9 @@
     Program, Costs --> Timeline (this file) --> draw, plan
     measured events --> Timeline (this file) --> draw(beside=...)
 
-Torch-free. A rank runs its list in order; an action starts when the rank is free
-and its inputs are there; a tensor from another rank arrives a hop after its
-maker ended; sending costs the rank nothing. Messages in the lists change nothing,
-so a program and its lowered form have one timeline, but for slots that have a price.
+Torch-free. A rank runs its list in order. An action starts when the rank is free and its inputs are there. A tensor
+from another rank arrives a hop after its maker ended. Sending costs the rank nothing. Messages in the lists change
+nothing, so a program and its lowered form have one timeline. Only UNSHARD and REDUCE_GRAD with a price change it.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ class Timeline:
 
     Attributes:
         makespan: end of the last event, which in a measured timeline may be a message.
-        ideal: time for which the busiest rank works: computes, recomputes or steps. Messages and slots (UNSHARD,
-            RESHARD, REDUCE_GRAD) are no work, and work on two streams at once counts once.
+        ideal: time for which the busiest rank works: computes, recomputes or steps. Messages, UNSHARD, RESHARD and
+            REDUCE_GRAD are no work, and work on two streams at once counts once.
         bubble_over_ideal: (makespan - ideal) / ideal (Megatron's bubble).
         bubble_over_total: 1 - sum of work / (ranks * makespan) (zero-bubble's "bubble rate").
         span_over_ideal: (longest time from the start of a rank's first work to the end of its last - ideal) / ideal.
@@ -95,14 +94,15 @@ def simulate(program: Program, costs: Costs) -> Timeline:
 def measured(events: Iterable[Event], weights: Weights = Weights.FLUSHED) -> Timeline:
     """A timeline of what happened: events of any order, from a trace or a clock, times from 0 on.
 
-    Activations count 1/v per stage, in the order in which the actions began. Messages and slots may run beside work.
+    Activations count 1/v per stage, in the order in which the actions began. Messages and the actions of sharded
+    stages may run beside work.
 
     Args:
         weights: of the program that ran.
     Raises:
-        ScheduleError: times that are not finite or negative, or an end before its start; an action with a microbatch
-            that is there more than once, as in events of several steps; a rank below the highest, or a stage below the
-            highest, without an event; or a forward that began before the STEP that makes the weights which it reads.
+        ScheduleError: a time is negative or not finite, or an end is before its start. An action with a microbatch is
+            there more than once, as in events of several steps. A rank or a stage below the highest has no event. Or a
+            forward began before the STEP that makes its weights.
     """
     events = list(events)
     _check_events(events)

@@ -2,14 +2,14 @@
 
     nn.Linear, nn.Embedding of a stage --> entries (this file) --> weight_gradients.py
 
-A deferring layer runs torch's operator on detached parameters, or an autograd Function in its place with the operator's
-own formulas ([Note: two forms] in ``linear.py``), so that bits are autograd's; a test holds both against each other.
-Whatever is not plainly that case (its inputs' layout, its tensors' classes, a transform around it) runs the module as
-it is, and gets its weight gradient in I.
+A deferring layer runs torch's operator on detached parameters. Or an autograd Function with the operator's own
+formulas stands in its place ([Note: two forms] in ``linear.py``). So bits are autograd's; a test holds both against
+each other. Whatever is not plainly that case (its inputs' layout, its tensors' classes, a transform around it) runs
+the module as it is, and gets its weight gradient in I.
 
 [Note: no view] Inside of both Functions rows are multiplied or looked up as a matrix, and what comes back is a view of
-it, which an autograd Function must not return to who changes it in place (``nn.ReLU(inplace=True)``). Nobody else has
-that matrix, so ``.data`` makes its view a tensor like any other.
+it. An autograd Function must not return a view to code that changes it in place (``nn.ReLU(inplace=True)``). Nobody
+else has that matrix, so ``.data`` makes its view a tensor like any other.
 """
 
 from __future__ import annotations

@@ -2,10 +2,11 @@
 
     input --> linear (this file) --> output; in I an entry for weight_gradients.py
 
-[Note: two forms] Torch's own operator runs on detached parameters, and a hook of its node takes the output's gradient:
-4 us more than the operator, and its formulas are autograd's. Where somebody looks after saved tensors (a checkpoint,
-an offload) the input must be among them, and where neither input nor bias wants a gradient there is no node: there an
-autograd Function with the operator's formulas stands in its place, which takes 6 us more in F and 4 in I.
+[Note: two forms] Torch's own operator runs on detached parameters, and a hook of its node takes the output's gradient.
+That takes 4 us more than the operator, and its formulas are autograd's. Where somebody looks after saved tensors (a
+checkpoint, an offload) the input must be among them. Where neither input nor bias wants a gradient there is no node.
+In both cases an autograd Function with the operator's formulas stands in its place. It takes 6 us more in F and 4 in
+I.
 
 [Note: the store holds the Parameter] ``ctx.saved_tensors`` gives a detached alias of a parameter under activation
 checkpointing. What W needs to know about is therefore kept beside what is saved.

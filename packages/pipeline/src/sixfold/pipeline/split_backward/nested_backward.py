@@ -2,12 +2,13 @@
 
     a node of autograd --> the frame that entered autograd (this file) --> weight_gradients.py
 
-[Note: a pass inside of a pass] A hook, a Function's backward or a forward may run a backward of its own through layers
-whose weight gradients wait for W (an implicit layer's solver, an attack, a reentrant checkpoint). Autograd's number of
-the graph task tells it apart from I; what it was asked for only its caller knows: torch's function that enters
-autograd, on this thread or, where a device's thread runs the nodes, on the one that runs the step. A pass that was
-given ``inputs`` makes no gradient of a weight. One without accumulates into all, by itself: plain autograd adds what a
-pass made for a parameter as soon as that pass is done with it, so W keeps the sums of passes apart, in that order.
+[Note: a pass inside of a pass] A hook, a Function's backward or a forward may run a backward of its own: an implicit
+layer's solver, an attack, a reentrant checkpoint. It may go through layers whose weight gradients wait for W.
+Autograd's number of the graph task tells it apart from I. What it was asked for only its caller knows: torch's
+function that enters autograd. That stands on this thread or, where a device's thread runs the nodes, on the one that
+runs the step. A pass that was given ``inputs`` makes no gradient of a weight. One without accumulates into all. Plain
+autograd adds what a pass made for a parameter as soon as the pass is done with it. So W keeps the sums of passes
+apart, in that order.
 """
 
 from __future__ import annotations

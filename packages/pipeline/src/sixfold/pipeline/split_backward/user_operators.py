@@ -3,8 +3,8 @@
     defer_weight_grad --> entries (this file) --> weight_gradients.py
     made_again --> an input that layers need not hold (this file) --> layers.py
 
-[Note: torch's thread locals] ``defer_weight_grad`` finds the open store where torch keeps what belongs to a thread and
-goes along into the threads of its engine, which is where a checkpoint runs a forward again on a GPU.
+[Note: torch's thread locals] ``defer_weight_grad`` finds the open store where torch keeps what belongs to a thread.
+That goes along into the threads of torch's engine, where a checkpoint runs a forward again on a GPU.
 """
 
 from __future__ import annotations

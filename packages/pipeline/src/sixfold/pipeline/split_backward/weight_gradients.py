@@ -7,9 +7,9 @@ their input as autograd would, give the input's gradient in I, and leave (parame
 Nobody walks autograd's graph. While the store is closed no module is touched. ``layers.py`` has the Functions.
 
 [Note: one sum per microbatch] Autograd adds all gradients of a parameter within a backward before it accumulates them.
-W does the same, in the order in which I came by them. A gradient that reaches the parameter in I by another way (a tied
-head's ``F.linear(x, embedding.weight)``) is caught at the parameter, put in line, and from the next F on that parameter
-is not deferred: autograd adds up what autograd sees.
+W does the same, in the order in which I came by them. A gradient may reach the parameter in I by another way, such as
+a tied head's ``F.linear(x, embedding.weight)``. It is caught at the parameter and put in line. From the next F on that
+parameter is not deferred: autograd adds up what autograd sees.
 
 [Note: a ring through autograd] An entry holds an input, this its graph, a node in there the list of entries. Python
 does not see through autograd's nodes, so a list that is given up is emptied: a failed step would keep its activations.

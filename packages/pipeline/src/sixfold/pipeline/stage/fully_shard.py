@@ -8,8 +8,8 @@ A root of FSDP2 stays gathered behind a forward, for the backward that follows; 
 parameters would then be gathered copies that no optimizer knows: without gradients, and of the weights before its step.
 
 [Note: late casts] FSDP2 reduces a part's gradients when the gradient of the part's input is there. Autograd runs nodes
-that were made early late: a cast of a weight that an earlier microbatch's forward made, and autocast remembers, brings
-its gradient behind that, and the microbatch's part of it would be reduced with the next one, or never. Another object
+that were made early late. Autocast remembers the cast of a weight that an earlier microbatch's forward made, so that
+cast brings its gradient afterwards. The microbatch's part would be reduced with the next one, or never. Another object
 that shards a stage (``Stage(data_parallel=)``) may count on the same order.
 """
 

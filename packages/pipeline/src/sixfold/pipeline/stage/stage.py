@@ -64,8 +64,8 @@ class Stage:
         cuda_graphs: from the fourth step on F, I and W (or B) are replays of CUDA graphs, for one set of shapes. The
             module takes only tensors and has no hooks and no branch on values. Each microbatch keeps its activations.
     Raises:
-        ScheduleError: the module is no nn.Module, or holds a DistributedDataParallel deeper inside; a DDP reduces in
-            another way (communication hooks, mixed precision, sparse gradients); or an argument is of another type.
+        ScheduleError: the module is no nn.Module, or an argument has another type. Or a DistributedDataParallel stands
+            deeper inside, or reduces in another way (communication hooks, mixed precision, sparse gradients).
     """
 
     def __init__(

@@ -3,10 +3,10 @@
     messages of a list --> begin, sends and receives, end --> one batch on the group (this file) --> process_groups.py
 
 [Note: one communicator] What one NCCL communicator is given runs in order, so a receive that is asked for ahead of its
-place can hold up a send that its own sender waits for. Hence nothing is posted ahead here, a receive stands at its
-place though its shape must be waited for, and a program must pass ``verify`` as a rendezvous: then an order of
-all messages exists in which each is the next at both its ends. Batches of neighbours in a list keep that order
-possible, since whatever is before a message in its list is in the same batch or an earlier one.
+place can hold up a send that its own sender waits for. Hence nothing is posted ahead here: a receive stands at its
+place though its shape must be waited for. And a program must pass ``verify`` as a rendezvous. Then an order of all
+messages exists in which each is the next at both its ends. Batches of neighbours in a list keep that order possible,
+since whatever is before a message in its list is in the same batch or an earlier one.
 """
 
 from __future__ import annotations

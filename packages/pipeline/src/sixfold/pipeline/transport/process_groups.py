@@ -7,22 +7,18 @@ per directed edge, so that the two directions between neighbours never wait for
 each other (NVIDIA#750, pytorch#172668). Shapes, flags and counts move on a gloo
 communicator, whatever the group is.
 
-[Note: own communicators] They are made from the group's store, not by
-``new_group(use_local_synchronization=True)``: that names a group by its ranks and
-by how many groups this process has made, and ranks that hold different numbers
-of edges then wait for each other under different names (torch 2.13,
-``_hash_ranks_to_str``). The store is asked how many runners came before, so that
-a second runner on the same group gets its own. All of a runner's gloo communicators
-share one device, that is one thread that moves bytes.
+[Note: own communicators] They are made from the group's store, not by ``new_group(use_local_synchronization=True)``.
+That names a group by its ranks and by how many groups this process has made. Ranks that hold different numbers of
+edges then wait for each other under different names (torch 2.13, ``_hash_ranks_to_str``). The store is asked how many
+runners came before, so that a second runner on the same group gets its own. All of a runner's gloo communicators share
+one device, that is one thread that moves bytes.
 
-[Note: sends in flight] A SEND is not waited for, not even at the end of a step: a peer may ask
-for it only in its next one. A tensor is kept until it was sent. NCCL tells, and is asked at each
-SEND. gloo does not (``is_completed`` stays False until ``wait``), but a message that the peer
-makes of it does: gradients say that their output is there, and what it sends behind a backward that the
-gradients are which that backward took (``acknowledgements.py``), at the latest the next input of their slot.
-That message alone is then waited for, at once: older ones may be under way (gloo has an order per
-tag). Where nothing comes back (no gradients, an evaluation) the oldest of more than a batch in
-flight is waited for.
+[Note: sends in flight] A SEND is not waited for, not even at the end of a step: a peer may ask for it only in its next
+one. A tensor is kept until it was sent. NCCL reports it, and is asked at each SEND. gloo does not (``is_completed``
+stays False until ``wait``), but messages of the peer prove it. Gradients prove their output. What the peer sends after
+a backward proves the gradients that this backward took (``acknowledgements.py``). At the latest the next input of the
+same place does. That message alone is then waited for, at once: older ones may be under way (gloo has an order per
+tag). Where nothing comes back (no gradients, an evaluation) the oldest of more than a batch in flight is waited for.
 """
 
 from __future__ import annotations

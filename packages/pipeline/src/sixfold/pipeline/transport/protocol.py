@@ -2,11 +2,10 @@
 
     group or Transport --> join --> Links --> lane of a program (this file) --> compiler, executor
 
-A ``Transport`` is one rank's place among the ranks: given to the runner, or made
-of a process group. ``join`` gives what one runner has of it for itself, so that two
-runners never take each other's messages. A ``Lane`` is what one compiled program
-uses; its ends are bound to an action each, so that a SEND is one call and a
-RECV is two: ``post`` at its place (or ahead of it), ``wait`` at its consumer.
+A ``Transport`` is one rank's place among the ranks: given to the runner, or made of a process group. ``join`` gives
+what one runner has of it for itself, so that two runners never take each other's messages. A ``Lane`` is what one
+compiled program uses. Its ends are bound to an action each. A SEND is one call. A RECV is two: ``post`` at its place
+(or ahead of it), ``wait`` at its consumer.
 
 Back ends: ``process_groups.py`` (gloo, NCCL, and ``shared_memory.py`` for CPU tensors on one host),
 ``thread_queues.py`` (ranks that are threads), ``same_thread.py`` (all ranks in one thread).

@@ -7,8 +7,8 @@ is on its way, a module that keeps its input. Each of them holds the memory, and
 buffer is free when the ring alone holds it, and the first free one is taken: equal steps take equal buffers. On a
 device what used it was enqueued before, and a receive comes after what the compute stream holds where it is posted.
 
-[Note: free memory is NaN] With ``debug_memory`` all bytes of what is free are ones, which is NaN in every floating
-type: who reads memory that it does not hold, or before its message is there, sees no plausible old message.
+[Note: free memory is NaN] With ``debug_memory`` all bytes of free memory are ones, which is NaN in every floating
+type. Whoever reads memory that it does not hold, or before its message is there, then sees no plausible old message.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ def in_rounds(edges: Iterable[Edge]) -> list[Edge]:
 def window_of(placement: Sequence[int], microbatches: int, edge: Edge) -> int:
     """Messages that may be sent on an edge and not be asked for: those of a batch.
 
-    So a SEND waits for a peer that is a whole batch behind, and never within a flush: the runner takes programs that
-    only pass where a SEND never waits, and a receive whose shape is not agreed yet is asked for late.
+    So a SEND waits for a peer that is a whole batch behind, and never within a flush. The runner takes programs that
+    only pass where a SEND never waits. And a receive whose shape is not agreed yet is asked for late.
     """
     forward = forward_edges(placement)
     return microbatches * (forward.get(edge, 0) + forward.get((edge[1], edge[0]), 0))

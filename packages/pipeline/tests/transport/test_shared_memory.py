@@ -80,14 +80,14 @@ def test_a_slot_is_used_again_when_its_tensors_have_died_and_never_before():
         if k % 4 == 0:
             kept.append((k, got.view(10, 100)[3]))
         del got
-    assert len(source._slots) == 6  # five are kept, one goes round
+    assert len(source._blocks) == 6  # five are kept, one goes round
     assert all(bool((part == k).all()) for k, part in kept)
     kept.clear()
     gc.collect()
     assert destination._held == [0]
     for _ in range(6):
         exchange(source, destination, (torch.zeros(1000),))
-    assert len(source._slots) == 6
+    assert len(source._blocks) == 6
 
 
 def test_a_forked_process_frees_no_slot():
@@ -101,7 +101,7 @@ def test_a_forked_process_frees_no_slot():
     assert os.waitpid(child, 0)[1] == 0
     exchange(source, destination, (torch.ones(1000),))
     assert not kept[0].any()
-    assert len(source._slots) == 2
+    assert len(source._blocks) == 2
 
 
 @pytest.mark.parametrize("receives", [True, False])
@@ -175,7 +175,7 @@ def test_what_a_receiver_keeps_beyond_a_bound_is_copied(monkeypatch):
     source, destination = ends()
     kept = [exchange(source, destination, (torch.full((1024,), float(k)),))[0] for k in range(10)]
     assert [float(tensor.mean()) for tensor in kept] == [float(k) for k in range(10)]
-    assert len(source._slots) == 4
+    assert len(source._blocks) == 4
     assert destination._held == [3 * 4096]
 
 
@@ -186,8 +186,8 @@ def test_slots_of_other_sizes_are_given_back(monkeypatch):
         (got,) = exchange(source, destination, (torch.full((k * 3000,), k),))
         assert int(got.sum()) == k * k * 3000
         del got
-        assert sum(slot.size for slot in source._slots.values()) < 100_000 + 2 * k * 24_000
-        assert set(destination._slots) <= set(source._slots) | {0}
+        assert sum(block.size for block in source._blocks.values()) < 100_000 + 2 * k * 24_000
+        assert set(destination._blocks) <= set(source._blocks) | {0}
 
 
 def test_messages_may_be_taken_in_another_order_than_they_came():

@@ -113,7 +113,7 @@ def unshard(program: Program, max_active: int = 3) -> Program:
     Args:
         max_active: stages of a rank that are gathered at once, >= 1; an overlap takes as many as it needs.
     Raises:
-        ScheduleError: ``max_active`` is below one, or the program has such slots already.
+        ScheduleError: ``max_active`` is below one, or the program has such actions already.
     Cost: O(actions * stages of a rank).
     """
     at_least_one(max_active=max_active)

@@ -308,8 +308,8 @@ class Wiring:
         if action.kind is Kind.REDUCE_GRAD and tokens is not None:
             calls.append(partial(tokens.divide, run.index, self._seen.get(run.index, 0), action))
         if handle is not None:
-            slots = {Kind.UNSHARD: handle.unshard, Kind.RESHARD: handle.reshard, Kind.REDUCE_GRAD: handle.reduce_grad}
-            calls.append(slots[action.kind])
+            unit = {Kind.UNSHARD: handle.unshard, Kind.RESHARD: handle.reshard, Kind.REDUCE_GRAD: handle.reduce_grad}
+            calls.append(unit[action.kind])
         return calls
 
 

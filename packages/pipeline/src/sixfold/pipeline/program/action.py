@@ -42,7 +42,7 @@ class Kind(StrEnum):
 
 
 COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W, Kind.OVERLAP_F_B})
-WORK = COMPUTE | {Kind.RECOMPUTE, Kind.STEP}  # what keeps a rank busy; messages and slots only wait or run beside it
+WORK = COMPUTE | {Kind.RECOMPUTE, Kind.STEP}  # what keeps a rank busy; the other kinds only wait or run beside it
 MESSAGES = frozenset({Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B})
 PER_STAGE = frozenset({Kind.UNSHARD, Kind.RESHARD, Kind.REDUCE_GRAD})  # kinds without a number
 BACKWARD_ENDS = frozenset({Kind.B, Kind.W})  # after one of these a microbatch is done on its stage

@@ -150,12 +150,12 @@ class Program:
                 exactly one REDUCE_GRAD per stage, where torch divides by m.
         """
         reduced = [0] * self.stages
-        slot = None
+        sharded = None
         for rank, position, action in self.entries():
             if action.kind in (Kind.RECOMPUTE, Kind.STEP):
                 raise _not_exported(rank, position, action, f"CSV has no {action.kind}; passes.strip removes it")
             if action.kind in PER_STAGE:
-                slot = slot or (rank, position, action)
+                sharded = sharded or (rank, position, action)
                 reduced[action.stage] += action.kind is Kind.REDUCE_GRAD
         if self.weights is not Weights.FLUSHED:
             raise ScheduleError(
@@ -168,11 +168,12 @@ class Program:
                 "else, so a lowered CSV has one per stage (passes.reduce_grad adds it)",
                 rank=self.placement[stage],
             )
-        if slot is not None and not self.lowered:
+        if sharded is not None and not self.lowered:
             rule = (
-                "PyTorch's compute-only CSV has no slots and its other form needs the messages; passes.lower adds them"
+                "PyTorch's CSV with compute actions alone has none of these; its other form needs messages, "
+                "which passes.lower adds"
             )
-            raise _not_exported(*slot, rule)
+            raise _not_exported(*sharded, rule)
         return "".join(",".join(map(str, actions)) + "\r\n" for actions in self.ranks)
 
     @classmethod

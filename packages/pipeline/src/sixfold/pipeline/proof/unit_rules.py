@@ -25,7 +25,7 @@ _NEEDS_WEIGHTS = COMPUTE | {Kind.RECOMPUTE}
 def check_gathers(program: Program, rank: int) -> None:
     """A stage that is ever unsharded is so whenever it computes, since its last STEP, and is resharded as often."""
     actions = program.ranks[rank]
-    slotted = {action.stage for action in actions if action.kind is Kind.UNSHARD}
+    sharded = {action.stage for action in actions if action.kind is Kind.UNSHARD}
     gathered = dict.fromkeys(program.stages_of(rank), 0)
     old: dict[int, Action] = {}  # stages that were gathered before this STEP of theirs
     for position, entry in enumerate(actions):
@@ -40,7 +40,7 @@ def check_gathers(program: Program, rank: int) -> None:
                     old.pop(action.stage, None)
             elif action.kind is Kind.STEP and gathered[action.stage]:
                 old[action.stage] = action
-            elif action.stage in slotted and not gathered[action.stage] and action.kind in _NEEDS_WEIGHTS:
+            elif action.stage in sharded and not gathered[action.stage] and action.kind in _NEEDS_WEIGHTS:
                 raise broken(program, rank, position, action, "the stage is not unsharded at this compute action")
             elif action.stage in old and action.kind in _NEEDS_WEIGHTS:
                 rule = f"the stage was unsharded before {old[action.stage]}; its weights are those of before"
@@ -88,10 +88,10 @@ def check_steps(program: Program, starts: list[int], ends: list[int]) -> None:
                 raise broken(program, rank, position, action, rule)
 
 
-def check_one_reduction(program: Program, slots: Iterable[tuple[int, int, Action]], ends: list[int]) -> None:
+def check_one_reduction(program: Program, actions: Iterable[tuple[int, int, Action]], ends: list[int]) -> None:
     """Without STEPs: at most one REDUCE_GRAD per stage, behind its last backward; ``ends`` as in ``check_steps``."""
     m, reduced = program.microbatches, set[int]()
-    for rank, position, action in slots:
+    for rank, position, action in actions:
         if action.kind is Kind.REDUCE_GRAD:
             if action.stage in reduced:
                 raise broken(program, rank, position, action, _REDUCED_TWICE)

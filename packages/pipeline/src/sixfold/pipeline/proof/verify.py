@@ -83,7 +83,7 @@ def verify(
     found = _Found(program)
     _check_compute(found)
     _check_messages(found)
-    _check_slots(found)
+    _check_per_stage(found)
     _check_waits(found, transport)
     peaks = peak_activations(
         program,
@@ -106,7 +106,7 @@ class _Found:
         kinds: that occur.
         lowered: as ``Program.lowered``.
         starts, ends: per stage * m + microbatch the position of its B or I, and of its B or W.
-        slots: (rank, position, action) of those without a microbatch, and of the STEPs.
+        per_stage: (rank, position, action) of those without a microbatch, and of the STEPs.
         messages: per rank its messages in order, as numbers; a SEND and its RECV have one number.
     """
 
@@ -118,7 +118,7 @@ class _Found:
         numbers = program.microbatches * program.stages
         self._absent = [-1] * numbers
         self._at = {kind: self._absent.copy() for kind in self.kinds - PER_STAGE - {Kind.STEP}}
-        self.slots: list[tuple[int, int, Action]] = []
+        self.per_stage: list[tuple[int, int, Action]] = []
         self.messages: list[list[int]] = [self._read(rank) for rank in range(len(program.ranks))]
         local = all(a == b for a, b in pairwise(program.placement))
         self.lowered = bool(self.kinds & MESSAGES) or (local and Kind.REDUCE_GRAD in self.kinds)
@@ -147,7 +147,7 @@ class _Found:
             if table is None:
                 if action.kind in PER_STAGE and action.microbatch is not None:
                     raise broken(program, rank, position, action, f"{action.kind} takes no microbatch")
-                self.slots.append((rank, position, action))
+                self.per_stage.append((rank, position, action))
                 continue
             k = action.microbatch
             if k is None or not 0 <= k < m:
@@ -286,7 +286,7 @@ def _refuse_stray(found: _Found, stage: int, kind: Kind, rule: str) -> None:
             raise broken(program, program.placement[stage], position, Action(stage, kind, k), rule)
 
 
-def _check_slots(found: _Found) -> None:
+def _check_per_stage(found: _Found) -> None:
     """UNSHARD, RESHARD, REDUCE_GRAD and STEP of each stage."""
     if Kind.STEP in found.kinds:
         check_steps(found.program, found.starts, found.ends)
@@ -297,7 +297,7 @@ def _check_slots(found: _Found) -> None:
         for rank in range(len(found.program.ranks)):
             check_reductions(found.program, rank)
     else:
-        check_one_reduction(found.program, found.slots, found.ends)
+        check_one_reduction(found.program, found.per_stage, found.ends)
 
 
 def _check_waits(found: _Found, transport: str) -> None:

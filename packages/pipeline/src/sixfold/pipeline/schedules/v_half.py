@@ -12,8 +12,8 @@ are repeated (``list_scheduling``), and the best is taken: the shortest at F = I
 shortest at 1 : 1.6 : 0.6 with hops of 0.1. At F = I = W the steady state has no bubble. What warm-up and drain leave
 is (3 p - 7) / (6 m) if 4 divides p and m >= 2 p. That is 0.104 at (p, m) = (4, 8), the optimum, and 0.107 at (16, 64).
 One order cannot serve all ratios of costs: at 1 : 1.6 : 0.6 each microbatch takes up to a sixth longer than the work
-(0.356 at (16, 64)); ``plan`` makes orders for given costs. The patterns were chosen at p = 4 to 32. Messages are 4 m
-(p - 1).
+(0.356 at (16, 64)); ``plan`` makes orders for given costs. The patterns were chosen at p = 4 to 32.
+Messages are 4 m (p - 1).
 """
 
 from __future__ import annotations

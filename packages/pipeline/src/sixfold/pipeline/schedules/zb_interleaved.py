@@ -9,8 +9,8 @@ Two ranks of two chunks, three microbatches:
 
 It relates to interleaved 1F1B as ZB-H1 to 1F1B; with one chunk it is ZB-H1. A rank warms up with one forward less than
 in interleaved 1F1B, since a neighbour waits for I only. bubble_over_ideal is (p - 1) / (3 v m) at F = I = W and m >=
-p, a third of interleaved's, in less memory: at most p microbatches on any rank if p divides m. Messages are 2 m (p v -
-1).
+p, a third of interleaved's, in less memory: at most p microbatches on any rank if p divides m.
+Messages are 2 m (p v - 1).
 """
 
 from __future__ import annotations

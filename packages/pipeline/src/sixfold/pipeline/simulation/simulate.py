@@ -48,8 +48,8 @@ class Timeline:
         span_over_ideal: (longest time from the start of a rank's first work to the end of its last - ideal) / ideal.
         peak_activations: per rank.
         weight_versions: per rank.
-        events: of rank 0 in order, then rank 1, and so on. Simulated events are work and the slots that ``Costs``
-            prices. An overlap whose parts run in order with a gap stands there as its parts.
+        events: of rank 0 in order, then rank 1, and so on. Simulated events are work and what else ``Costs`` prices.
+            An overlap whose parts run in order with a gap stands there as its parts.
         peak_outputs: per rank, most stage outputs held at once. An output is held from its F, or RECOMPUTE, to its B
             or I. A recomputed one is also held from its F until it was sent.
         weights: the program's.
@@ -120,7 +120,7 @@ def _check_events(events: Sequence[Event]) -> None:
         if not 0 <= start <= end < math.inf:
             rule = "times are finite and >= 0, and the end is not before the start"
             raise ScheduleError(f"{action} of rank {rank} is at {start}..{end}; {rule}", rank=rank)
-    # Slots have no number: a stage may be gathered several times, and reduced once per STEP.
+    # UNSHARD and REDUCE_GRAD have no microbatch: a stage may be gathered several times, and reduced once per STEP.
     numbered = (part for _, action, *_ in events for part in action.each() if part.microbatch is not None)
     for action, times in Counter(numbered).most_common(1):
         if times > 1:

@@ -185,7 +185,7 @@ class GroupTransport:
             have CPU tensors and are on one host, else a communicator of two; "groups" always the latter; "one" a
             single communicator for all edges (one_communicator.py); "host" gloo's, for tensors of
             any device. [Note: over host memory]
-        debug_memory: free receive buffers and slots are NaN. [Note: free memory is NaN]
+        debug_memory: free receive buffers and shared memory are NaN. [Note: free memory is NaN]
     """
 
     def __init__(self, group: dist.ProcessGroup, edges: Edges = None, *, debug_memory: bool = False) -> None:

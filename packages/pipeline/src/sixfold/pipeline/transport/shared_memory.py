@@ -1,13 +1,13 @@
 """Edges between two processes of one host: shared memory, and a socket as its doorbell.
 
-    SEND: one copy into a slot, one packet --> socket --> RECV: a tensor over the slot (this file)
+    SEND: one copy into a block, one packet --> socket --> RECV: a tensor over the block (this file)
 
-A packet says which message it is, what is in it and in which slot; the receiver's
-tensors lie in the slot, which is free again when the last of them has died. The end of the socket tells a dead peer
+A packet says which message it is, what is in it and in which block; the receiver's
+tensors lie in the block, which is free again when the last of them has died. The end of the socket tells a dead peer
 at once. Memory is anonymous (memfd) and travels as a descriptor, so nothing has a name that could be left behind.
 
 [Note: page] One page is shared besides. The receiver writes how many messages it has asked for (a SEND waits
-while more than a window are sent and not asked for), and a byte per slot when it is free: the sender sets it, the
+while more than a window are sent and not asked for), and a byte per block when it is free: the sender sets it, the
 receiver clears it. Neither needs a system call.
 
 [Note: held] Memory of an edge is bounded: what the receiver's stage keeps beyond ``_HELD_BYTES`` it gets as a copy.
@@ -45,10 +45,10 @@ __all__ = ["SharedIncoming", "SharedOutgoing", "accept", "can_share", "connect",
 _Received = TypeVar("_Received")
 _WINDOW = 8  # messages sent and not asked for, at least
 _HELD_BYTES = 2**30  # of one edge, in tensors of its receiver
-_FREE_BYTES = 2**28  # of slots that lie free; more are given back
+_FREE_BYTES = 2**28  # of blocks that lie free; more are given back
 _ALIGN = 64
 _PAGE_BYTES = 8192
-_STATES = 64  # where the bytes of slots begin in the page
+_STATES = 64  # where the bytes of blocks begin in the page
 _SPECS_KNOWN = 1024
 _POLL_S = 0.0002
 _PACKET_BYTES = 2**16
@@ -56,9 +56,9 @@ _FAILED = ctypes.c_void_p(-1).value
 
 _MESSAGE = Struct(
     "<BQIBIiIB"
-)  # kind, program, stage, forward, microbatch, slot (-1: none), specs, whether they may change
-_SLOT = Struct("<BiQ")  # kind, slot, bytes
-_IS_MESSAGE, _IS_NEW_SLOT, _IS_DROPPED_SLOT = 1, 2, 3
+)  # kind, program, stage, forward, microbatch, block (-1: none), specs, whether they may change
+_BLOCK = Struct("<BiQ")  # kind, block, bytes
+_IS_MESSAGE, _IS_NEW_BLOCK, _IS_DROPPED_BLOCK = 1, 2, 3
 
 
 class SharedOutgoing:
@@ -79,7 +79,7 @@ class SharedOutgoing:
         self._peer = _process_of(link)
         self._sent = 0
         self.window = _WINDOW  # messages; see routes.window_of
-        self._slots: dict[int, _Slot] = {}
+        self._blocks: dict[int, _Block] = {}
         self._known: dict[Specs, _Layout] = {}
 
     def send(
@@ -100,14 +100,14 @@ class SharedOutgoing:
         if self._sent - self._asked[0] >= self.window:
             self._wait_for_peer(action)
         try:
-            slot = self._free_slot(layout.bytes, action) if layout.bytes else None
-            if slot is not None:
-                self._page[_STATES + slot.index] = 1
+            block = self._free_block(layout.bytes, action) if layout.bytes else None
+            if block is not None:
+                self._page[_STATES + block.index] = 1
                 tensors = [value for value in values if isinstance(value, Tensor)]
-                for into, tensor in zip(slot.views(layout), tensors, strict=True):
+                for into, tensor in zip(block.views(layout), tensors, strict=True):
                     if into is not None:
                         into.copy_(tensor.detach())
-            index = -1 if slot is None else slot.index
+            index = -1 if block is None else block.index
             head = _MESSAGE.pack(
                 _IS_MESSAGE, number, route.stage, route.forward, route.slot, index, layout.id, may_change
             )
@@ -123,8 +123,8 @@ class SharedOutgoing:
     def _learn(self, specs: Specs) -> _Layout:
         if len(self._known) >= _SPECS_KNOWN:
             self._known.clear()
-            for slot in self._slots.values():
-                slot.forget()
+            for block in self._blocks.values():
+                block.forget()
         layout = self._known[specs] = _Layout(specs, len(self._known))
         return layout
 
@@ -150,36 +150,36 @@ class SharedOutgoing:
         except OSError:
             return True
 
-    def _free_slot(self, size: int, action: Action) -> _Slot:
-        """A free slot of at least ``size`` bytes, and not of many times as many."""
+    def _free_block(self, size: int, action: Action) -> _Block:
+        """A free block of at least ``size`` bytes, and not of many times as many."""
         page, free = self._page, 0
-        for slot in self._slots.values():
-            if not page[_STATES + slot.index]:
-                if size <= slot.size <= 2 * size + mmap.PAGESIZE:
-                    self._slots[slot.index] = self._slots.pop(slot.index)  # the one that was used first comes first
-                    return slot
-                free += slot.size
+        for block in self._blocks.values():
+            if not page[_STATES + block.index]:
+                if size <= block.size <= 2 * size + mmap.PAGESIZE:
+                    self._blocks[block.index] = self._blocks.pop(block.index)  # the one that was used first comes first
+                    return block
+                free += block.size
         if free > _FREE_BYTES:
-            for slot in [slot for slot in self._slots.values() if not page[_STATES + slot.index]]:
-                self._socket.send(_SLOT.pack(_IS_DROPPED_SLOT, slot.index, 0))
-                del self._slots[slot.index]
-        index = next(index for index in range(len(self._slots) + 1) if index not in self._slots)
+            for block in [block for block in self._blocks.values() if not page[_STATES + block.index]]:
+                self._socket.send(_BLOCK.pack(_IS_DROPPED_BLOCK, block.index, 0))
+                del self._blocks[block.index]
+        index = next(index for index in range(len(self._blocks) + 1) if index not in self._blocks)
         if index >= _PAGE_BYTES - _STATES:
             raise ScheduleError(f"{action}: rank {self._rank} keeps {index} messages; edges='groups' has no limit")
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-        descriptor = os.memfd_create("sixfold-slot")
+        descriptor = os.memfd_create("sixfold-block")
         try:
             os.ftruncate(descriptor, size)
-            slot = self._slots[index] = _Slot(index, _Memory(descriptor, size))
-            self._socket.send(_SLOT.pack(_IS_NEW_SLOT, index, size))
-            socket.send_fds(self._socket, [b"slot"], [descriptor])
+            block = self._blocks[index] = _Block(index, _Memory(descriptor, size))
+            self._socket.send(_BLOCK.pack(_IS_NEW_BLOCK, index, size))
+            socket.send_fds(self._socket, [b"block"], [descriptor])
         finally:
             os.close(descriptor)
-        return slot
+        return block
 
 
 class SharedIncoming:
-    """The receiving end; arguments as of SharedOutgoing, and ``debug_memory``: slots that nobody holds are filled."""
+    """The receiving end; arguments as of SharedOutgoing, and ``debug_memory``: blocks that nobody holds are filled."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class SharedIncoming:
         self._page, self._asked = _Memory(descriptors[0], _PAGE_BYTES).page()
         os.close(descriptors[0])
         self._posted = 0
-        self._slots: dict[int, _Memory] = {}
+        self._blocks: dict[int, _Memory] = {}
         self._layouts: dict[int, _Layout] = {}
         self._early: dict[tuple[int, Route], deque[tuple[Any, ...]]] = {}
         self._packet = bytearray(_PACKET_BYTES)
@@ -214,7 +214,7 @@ class SharedIncoming:
         self._asked[0] = self._posted
 
     def wait(self, number: int, route: Route, action: Action) -> tuple[Any, ...]:
-        """The values of a message: tensors over its slot."""
+        """The values of a message: tensors over its block."""
         early = self._early.get((number, route))
         if early:
             return early.popleft()
@@ -244,13 +244,13 @@ class SharedIncoming:
                 raise PeerLost(action, self._rank)
             if packet[0] == _IS_MESSAGE:
                 break
-            _, index, length = _SLOT.unpack_from(packet)
-            if packet[0] == _IS_NEW_SLOT:
+            _, index, length = _BLOCK.unpack_from(packet)
+            if packet[0] == _IS_NEW_BLOCK:
                 descriptor = self._descriptor(action)
-                self._slots[index] = _Memory(descriptor, length)
+                self._blocks[index] = _Memory(descriptor, length)
                 os.close(descriptor)
             else:
-                del self._slots[index]
+                del self._blocks[index]
         _, number, stage, forward, microbatch, index, specs, self.may_change = _MESSAGE.unpack_from(packet)
         if size > _MESSAGE.size:
             self._layouts[specs] = _Layout(unpack_specs(packet[_MESSAGE.size : size]), specs)
@@ -258,7 +258,7 @@ class SharedIncoming:
         return number, Route(stage, bool(forward), microbatch), self._values(layout, index, bool(forward))
 
     def _descriptor(self, action: Action) -> int:
-        """Of a new slot: it is sent behind the packet that says so, and its sender may stand still or end between."""
+        """Of a new block: it is sent behind the packet that says so, and its sender may stand still or end between."""
 
         def receive() -> list[int]:
             return list(socket.recv_fds(self._socket, 16, 1)[1])
@@ -291,7 +291,7 @@ class SharedIncoming:
     def _values(self, layout: _Layout, index: int, forward: bool) -> tuple[Any, ...]:
         lease = None
         if index >= 0:
-            memory = self._slots[index]
+            memory = self._blocks[index]
             lease = _lease_type(memory.size).from_address(memory.address)
             lease.free = self._page, _STATES + index, self._held, memory, self._process, self._debug_memory
             self._held[0] += memory.size
@@ -312,7 +312,7 @@ class SharedIncoming:
 
 
 class _Layout:
-    """Where the tensors of a message lie in its slot."""
+    """Where the tensors of a message lie in its block."""
 
     def __init__(self, specs: Specs, identity: int) -> None:
         self.id = identity
@@ -328,7 +328,7 @@ class _Layout:
 
 
 class _Memory:
-    """Shared memory of this process. Python's mmap would keep a descriptor for each slot."""
+    """Shared memory of this process. Python's mmap would keep a descriptor for each block."""
 
     def __init__(self, descriptor: int, size: int) -> None:
         self.size = size
@@ -361,8 +361,8 @@ def _libc() -> Any:
     return libc
 
 
-class _Slot:
-    """A slot as its sender sees it."""
+class _Block:
+    """A block as its sender sees it."""
 
     def __init__(self, index: int, memory: _Memory) -> None:
         self.index, self.size = index, memory.size
@@ -393,7 +393,7 @@ class _Slot:
 def _give_back(lease: Any) -> None:
     page, at, held, _, process, debug_memory = lease.free
     held[0] -= len(lease)
-    if os.getpid() == process:  # a fork, such as a worker that loads data, has the tensor and not the slot
+    if os.getpid() == process:  # a fork, such as a worker that loads data, has the tensor and not the block
         if debug_memory:
             ctypes.memset(lease, 255, len(lease))  # [Note: free memory is NaN] in receive_buffers.py
         page[at] = 0
@@ -401,7 +401,7 @@ def _give_back(lease: Any) -> None:
 
 @lru_cache(maxsize=256)
 def _lease_type(size: int) -> Any:
-    """What tensors over a slot of ``size`` bytes hold on to: its end frees the slot."""
+    """What tensors over a block of ``size`` bytes hold on to: its end frees the block."""
     return type("Lease", (ctypes.c_char * size,), {"__del__": _give_back})
 
 

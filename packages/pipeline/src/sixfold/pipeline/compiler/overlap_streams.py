@@ -3,8 +3,8 @@
     OVERLAP_F_B, the calls of its parts --> fork, one part on each stream, join (this file) --> compile
 
 [Note: the stream of a forward] Autograd runs a backward on the stream on which its forward ran, whichever is current.
-So a forward that runs beside a backward takes the stream that the backward's own forward did not take, which is
-known when the list is compiled. A backward that runs beside nothing is ordered by autograd, on either stream.
+So a forward that runs beside a backward takes the stream that the backward's own forward did not take. That is known
+when the list is compiled. A backward that runs beside nothing is ordered by autograd, on either stream.
 
 [Note: held until the join] Memory that is freed is given to the next tensor of the stream that it was made on, at once.
 What a part takes from outside (inputs, gradients) may be of the other stream, so it is held until the two have met.

@@ -104,11 +104,11 @@ def leaves_in(given: Any) -> list[Tensor]:
 class TokenCount:
     """The totals of a step's batches, and the division by them.
 
-    What is divided is looked for in each step: the stages' parameters, and what else the backward reaches (parameters
-    of the loss, of keyword arguments, inputs, tensors of modules that are not registered), which each microbatch's
-    graph shows. A parameter that several stages of this process share is divided with the last of
-    them. Gradients that are there when a step begins are set aside, so that they are not divided again, and added to
-    those of the step.
+    What is divided is looked for in each step: the stages' parameters, and what else the backward reaches. Each
+    microbatch's graph shows these: parameters of the loss, of keyword arguments, inputs, tensors of modules that are
+    not registered. A parameter that several stages of this process share is divided with the last of them. Gradients
+    that are there when a step begins are set aside, so that they are not divided again, and added to those of the
+    step.
 
     Args:
         runs: the stages of this process, by index.

@@ -2,7 +2,7 @@
 
     program, stages, options --> checks (this file) --> runner
 
-No process group here; ranks are numbers. What is wrong on one rank is told to all, so nothing is raised before ranks
+No process group here; ranks are numbers. All ranks must learn what is wrong on one, so nothing is raised before ranks
 are connected: ``refusal`` returns its error.
 """
 

@@ -3,8 +3,8 @@
     Stage(tied=) of all ranks --> holders of each name --> sum in ascending stage order (this file) --> .grad
 
 The holders of a name are a chain, ascending by stage. A sum goes up the chain, each holder adding its own, and the
-total comes down again, over the edges between those ranks alone. With it go some values and the norms of 64 parts, by
-which a copy that was loaded or changed alone, or a row of it, is found out.
+total comes down again, over the edges between those ranks alone. With it go some values and the norms of 64 parts.
+They show that a copy, or a row of it, was loaded or changed alone.
 """
 
 from __future__ import annotations

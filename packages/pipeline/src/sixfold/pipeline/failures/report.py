@@ -2,10 +2,9 @@
 
     what a call raised --> record in the store, links ended (this file) --> one ScheduleError or PipelineTimeout
 
-The store is touched only here, and only after a failure: a rank writes where it
-stands, then ends its edges, which wakes its neighbours; they write, end theirs,
-and so on, until every rank knows. A rank that stays silent is reported as such,
-and so is a store that does not answer, whose host may be what stopped.
+The store is touched only here, and only after a failure: a rank writes where it stands, then ends its edges, which
+wakes its neighbours; they write, end theirs, and so on, until every rank knows. A rank that writes nothing is reported
+as silent. A store that does not answer is reported too: its host may be what stopped.
 """
 
 from __future__ import annotations
@@ -83,7 +82,7 @@ class Records:
     """The records of all ranks of one runner, in a store.
 
     Args:
-        store: shared by all ranks; None when there is none, and then nobody else is heard.
+        store: shared by all ranks; None if there is none: then nothing is known of the others.
         key: equal on the ranks of one runner and unlike any other runner's.
     """
 
@@ -93,7 +92,7 @@ class Records:
 
     @property
     def has_store(self) -> bool:
-        """Whether the other ranks can be heard."""
+        """Whether the records of other ranks can be read."""
         return self._store is not None
 
     def write(self, record: Record) -> None:
@@ -158,7 +157,7 @@ class FailureReport:
     def end(self, error: BaseException, compiled: Compiled | None, at: int, *, lost: bool = False) -> NoReturn:
         """Turn the failure of one call into one error here and on every other rank.
 
-        What is no Exception, such as Ctrl-C, is told to the others and goes on as it is.
+        What is no Exception, such as Ctrl-C, is written for the others and raised here as it is.
 
         Args:
             at: the call that failed; -1 when none had been made.

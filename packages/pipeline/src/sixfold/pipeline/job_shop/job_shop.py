@@ -2,11 +2,11 @@
 
     Costs, placement --> JobShop, and a Run of it (this file) --> list_scheduling, plan/* --> Program
 
-Torch-free. What runs operations on paper is here alone: ``JobShop.play`` takes each rank's list as it is, ``Run`` asks
-for the next operation of a rank whenever one could begin. Operation ``(kind * stages + stage) * m + microbatch`` with
-kind 0, 1, 2 for F, I, W: small integers, so that a search can look at thousands of orders in a second of plain Python.
-An order is one list of operations per rank; it is *right* if every stage takes its F's, I's and W's in ascending
-microbatch order.
+Torch-free. What runs operations on paper is here alone. ``JobShop.play`` takes each rank's list as it is. ``Run`` asks
+for the next operation of a rank whenever one could begin. An operation is the number ``(kind * stages + stage) * m +
+microbatch``, with kind 0, 1, 2 for F, I, W. With small integers a search looks at thousands of orders in a second of
+plain Python. An order is one list of operations per rank; it is *right* if every stage takes its F's, I's and W's in
+ascending microbatch order.
 """
 
 from __future__ import annotations

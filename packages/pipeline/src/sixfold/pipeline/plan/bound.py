@@ -22,13 +22,13 @@ s = 0, stage 0's W is either still to come (T >= E + W) or is in that block or t
 T >= E >= head + F's and I's + W. And one microbatch alone goes up and down (a).
 
 [Note: memory bound] Take a rank r and one of its stages s. A microbatch's activation is held from the start of its F
-to the end of its W or B: at least the chain from that F up to the last stage and back to s, ``life``, and from I to W
-without what I freed. (Inside a block let the parts run one after another, each f times its time: lists, results and
-memory stay what they are.) No moment has more than the cap on r, and none before ``head`` has anything, so
-cap * (T - head) >= the sum of sizes times lives over all microbatches. A microbatch with RECOMPUTE is cheaper, since
-until then only the stage's input is held; but it makes r work F longer. So for some number x_s of recomputed ones both
-T >= work bound + sum x_s F_s and cap * (T - head) >= sum of (m - x_s) full and x_s cheap; the least T of all
-fractions x_s is a bound, and the cheapest memory per time is recomputed first. What I adds until W
+to the end of its W or B. That is at least the chain from that F up to the last stage and back to s, ``life``. From I
+to W it is held without what I freed. (Inside a block let the parts run one after another, each f times its time:
+lists, results and memory stay what they are.) No moment has more than the cap on r, and none before ``head`` has
+anything, so cap * (T - head) >= the sum of sizes times lives over all microbatches. A microbatch with RECOMPUTE is
+cheaper, since until then only the stage's input is held; but it makes r work F longer. So for some number x_s of
+recomputed ones both hold: T >= work bound + sum x_s F_s, and cap * (T - head) >= sum of (m - x_s) full and x_s cheap.
+The least T of all fractions x_s is a bound. The cheapest memory per time is recomputed first. What I adds until W
 (``Costs.deferred``) is not counted: a program of B's holds none of it.
 
 [Note: any placement] Order the ranks by the first stage that they hold: the i-th is reached after F's of at least i

@@ -2,7 +2,7 @@
 
     program that ran, Costs.fit(timeline) --> replan (this file) --> runner.agree --> the next steps
 
-Torch-free, and run on one rank: what it finds depends on how far a search comes in its time, so all ranks take the
+Torch-free, and run on one rank: what it finds depends on how far a search comes in its time. So all ranks take the
 program of one. Stages stay where they are, and the number of microbatches stays as it is.
 """
 

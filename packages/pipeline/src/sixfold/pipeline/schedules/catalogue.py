@@ -4,10 +4,10 @@
 
     ranks, microbatches --> Program (a schedule's file) --> passes.lower --> runner
 
-On each stage the F's, the input gradients and the ends of weight gradients each
-come in ascending microbatch order, so that sums have the bits of the plain loop.
-A new schedule is one more file here, whose function has ``@schedule``, and its picture in the tests; it is found here
-by name. ``__init__.pyi`` repeats the names for type checkers (``tests/golden/make_drawings.py`` writes it).
+On each stage the F's, the input gradients and the ends of weight gradients each come in ascending microbatch order.
+Sums then have the bits of the plain loop. A new schedule is one more file here, whose function has ``@schedule``, and
+its picture in the tests; it is found here by name. ``__init__.pyi`` repeats the names for type checkers
+(``tests/golden/make_drawings.py`` writes it).
 """
 
 from importlib import import_module

@@ -2,9 +2,8 @@
 
     words --> actions of one rank (this file) --> zb_v, dualpipe_v
 
-A word is a kind and the number of one of the rank's chunks; "F0+B1" is an overlap.
-Each word takes the next microbatch of its kind on its chunk, so the orders ascend by
-themselves, and a phase is a string times a number.
+A word is a kind and the number of one of the rank's chunks; "F0+B1" is an overlap. Each word takes the next microbatch
+of its kind on its chunk. So the orders ascend by themselves, and a phase is a string times a number.
 """
 
 from __future__ import annotations

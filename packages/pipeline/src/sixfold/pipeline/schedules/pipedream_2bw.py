@@ -8,10 +8,9 @@ Two ranks, two batches of two microbatches:
     0: 0F0 0F1 0B0 0F2 0B1 0STEP0 0F3 0B2 0B3 0STEP1
     1: 1F0 1B0 1F1 1B1 1STEP0 1F2 1B2 1F3 1B3 1STEP1
 
-Batch t runs with W(max(t - 1, 0)), the newest version that every rank has when the batch
-starts, and makes W(t + 1) = W(t) - eta grad f_t(W(t - 1)): not the semantics of data
-parallelism. Two versions live on each rank. bubble_over_ideal is (p - 1) / (steps m),
-paid once; rank r holds p - r microbatches.
+Batch t runs with W(max(t - 1, 0)), the newest version that every rank has when the batch starts. It makes W(t + 1) =
+W(t) - eta grad f_t(W(t - 1)): not the semantics of data parallelism. Two versions live on each rank. bubble_over_ideal
+is (p - 1) / (steps m), paid once; rank r holds p - r microbatches.
 """
 
 from __future__ import annotations

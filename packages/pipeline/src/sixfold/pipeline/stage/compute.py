@@ -2,9 +2,9 @@
 
     inbox --> F, B, I, W, RECOMPUTE, STEP of one slot (this file) --> outbox
 
-No rank, no group, no schedule: ``wiring`` says which of these a microbatch needs and where
-the results go. A slot is a microbatch's place in every list here; an entry is dropped as
-soon as it was used, so that what is alive is what ``simulate`` counts.
+No rank, no group, no schedule: ``wiring`` says which of these a microbatch needs and where the results go. A slot is a
+microbatch's place in every list here. An entry is dropped as soon as it was used, so what is alive is what
+``simulate`` counts.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     DistributedDataParallel --> its module and its Replicas (this file) --> Stage
 
 DDP's reducer counts on one forward and one backward per iteration, and sees neither a W nor the backwards of other
-microbatches. The runner therefore runs the module inside of it, for which the reducer stays silent, and the gradients
-are averaged here: over DDP's own process group, once, at the program's REDUCE_GRAD.
+microbatches. The runner therefore runs the module inside of it, and the reducer does nothing. The gradients are
+averaged here: over DDP's own process group, once, at the program's REDUCE_GRAD.
 
 Divided and then added, as DDP does, in flat buckets of DDP's size. Waits: the all-reduce of a bucket and the broadcast
 of the buffers, each with ``timeout_s`` as its deadline, or that of the group.

@@ -7,11 +7,11 @@ It begins where the first began, and what it changes is dropped. So a batch norm
 that was left out is left out again. What a forward changes is learned by comparison: all attributes and buffers of the
 stage's modules, before and after each F. Each F is compared, since an attribute may move in every tenth alone. Those
 that changed are noted with each F. While the forward runs again they stand in the place of today's. What a tensor was
-before its first change is a copy, held until then. A tensor's version tells of a change; values are compared in the
-first F of a module's mode, and where another tensor of the module changed. Generators that a module or a keyword
-argument holds are noted as well, and Python's and numpy's own where a forward draws from them. What a stage cannot
-name (a global, a list in a closure) shows in its output. A part of RECOMPUTE's output is compared with that of the
-first forward. A checkpoint ends its second forward before there is an output, and torch compares shapes.
+before its first change is a copy, held until then. A tensor's version shows a change. Values are compared in the first
+F of a module's mode, and where another tensor of the module changed. Generators that a module or a keyword argument
+holds are noted as well, and Python's and numpy's own where a forward draws from them. What a stage cannot name (a
+global, a list in a closure) shows in its output. A part of RECOMPUTE's output is compared with that of the first
+forward. A checkpoint ends its second forward before there is an output, and torch compares shapes.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
 
 [Note: versions] A version is a set of leaves, one for each trained parameter, that share the storage which the
 parameters had when it was the newest. Every action of a microbatch runs with its version's leaves in the place of the
-module's parameters, also the backward, in which a checkpointed module runs its forward again. (That is what
+module's parameters. So does the backward, in which a checkpointed module runs its forward again. (That is what
 ``torch.func.functional_call`` does in 2.6 microseconds a parameter; places found once take 0.1.) Gradients gather on
-the leaves. REDUCE_GRAD puts those of the batch on the parameters. STEP forgets what
-nobody will read, gives the parameters a copy of their storage where the old one is still read, and calls the
-optimizer. So the parameters always are the newest version, the same objects that the optimizer knows, and no graph
-sees an in-place step: leaves have version counters of their own.
+the leaves. REDUCE_GRAD puts those of the batch on the parameters. STEP forgets what nobody will read, gives the
+parameters a copy of their storage where the old one is still read, and calls the optimizer. So the parameters always
+are the newest version, and the same objects that the optimizer knows. No graph sees an in-place step: leaves have
+version counters of their own.
 
 2BW: the forwards of batch t read W(max(t - 1, 0)), drained or not. PipeDream: a microbatch reads what was newest at its
 forward until its last backward. Buffers, and parameters that are not trained, are the module's own.

@@ -2,8 +2,8 @@
 
     all ranks' lists --> (RECV here, SEND_B here) --> process_groups.py (this file says which)
 
-gloo tells of no send that it is done. But a rank makes its list in order: a message that it sends behind the backward
-that took our gradients says that they came. Torch-free.
+gloo does not report that a send is complete. But a rank makes its list in order: a message that it sends behind the
+backward that took our gradients says that they came. Torch-free.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which call a rank is in, so that ranks whose calls differ are told so.
+"""Which call a rank is in, so that ranks whose calls differ raise an error.
 
     a rank comes with a program that is new --> Calls of the others (this file) --> "all ranks make the same calls"
 

@@ -154,7 +154,7 @@ class GroupControl:
 
 
 def wait_until_sent(in_flight: InFlight, deadline: float) -> None:
-    """Nobody is left who would be told: what is overdue or has failed is passed over."""
+    """What is overdue or has failed is skipped: nobody is left to whom an error would matter."""
     while in_flight:
         work = in_flight.popleft().work
         try:

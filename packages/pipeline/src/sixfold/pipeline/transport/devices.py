@@ -30,7 +30,7 @@ def nccl_options(timeout_s: float) -> Any:
 
 
 class StreamMark:
-    """Whether the current stream of a device is past the work that it was just told to wait for."""
+    """Whether the current stream of a device is past the work that it just began to wait for."""
 
     def __init__(self, device: torch.device, _: Any) -> None:
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -2,24 +2,21 @@
 
     SEND --> Outlet --> tensors on an edge, header or flag on the control channel --> Inlet (this file) --> RECV
 
-[Note: shapes] A receiver posts its buffer before the tensor exists, so it must
-know the shape. Gradients have the shapes of the outputs that this rank sent
-itself. Outputs are agreed upon: the first SEND_F of a batch on each edge is
-preceded, on the control channel, by one number: which program and call the sender
-runs, times two, plus a flag. 0: all is as in the batch before. 1: each forward
-message of this batch on this edge is preceded by its header. The flag is 1 in the
-first batch of a program, when stage 0's inputs or the first output changed, when a
-flag 1 came in, and always with ``dynamic_shapes``. (A header sent only on change could
-not be expected by the receiver.) Both ends know where a batch begins by counting
-messages, so it may begin in the midst of a step. A receive whose shape is not known
-yet waits in the edge's queue, and so do those behind it; the ``wait`` for it
-empties the queue. What is no tensor (None, int, float, bool) is part of a shape:
-it travels in headers only, and a change of it is a change of shape.
+[Note: shapes] A receiver posts its buffer before the tensor exists, so it must know the shape. Gradients have the
+shapes of the outputs that this rank sent itself. Outputs are agreed upon: the first SEND_F of a batch on each edge is
+preceded, on the control channel, by one number: which program and call the sender runs, times two, plus a flag. 0: all
+is as in the batch before. 1: each forward message of this batch on this edge is preceded by its header. The flag is 1
+in the first batch of a program, and always with ``dynamic_shapes``. It is also 1 when stage 0's inputs or the first
+output changed, or a flag 1 came in. (A header sent only on change could not be expected by the receiver.) Both ends
+know where a batch begins by counting messages, so it may begin in the midst of a step. A receive whose shape is not
+known yet waits in the edge's queue, and so do those behind it; the ``wait`` for it empties the queue. What is no
+tensor (None, int, float, bool) is part of a shape: it travels in headers only, and a change of it is a change of
+shape.
 
 [Note: announced shapes] A flag is waited for by the host, once per batch and edge. With ``dynamic_shapes="announced"``
 nothing is: shapes stay unless all ranks say before a step that they may change (``renew``), so both ends know which
-messages have headers: those whose shape they do not know. The number is sent all the same, asked for when a batch
-begins, and looked at when the next one does or the runner checks, long after it came.
+messages have headers: those whose shape they do not know. The number is sent all the same, and asked for when a batch
+begins. It is looked at when the next one begins or the runner checks, long after it came.
 """
 
 from __future__ import annotations

@@ -368,7 +368,7 @@ class GroupLinks:
         return everyone
 
     def wait_for_all(self) -> None:
-        """Every rank has its connections: who leaves behind this is told apart from one that never came."""
+        """Every rank has its connections: a rank that leaves after this differs from one that never came."""
         keys = [f"met {rank}" for rank in range(self.ranks)]
         deadline = time.monotonic() + self._timeout_s
         while not self._store.check(keys) and time.monotonic() < deadline:

@@ -3,9 +3,10 @@
     values of a SEND_F --> Outputs: as agreed, agreed anew, or refused (this file) --> an edge
 
 [Note: one rule] Edges of process groups must know shapes before tensors come ([Note: shapes] in ``messages.py``);
-shared memory, threads and one process need not. A program that runs on a laptop has to run on several hosts, so all of
-them take what groups take and refuse what these refuse, at the same SEND. A batch is open where stage 0's inputs or a
-rank's first output on an edge changed, behind a message of an edge that was open, and always with ``dynamic_shapes``.
+shared memory, threads and one process need not. A program that runs on a laptop has to run on several hosts. So all of
+them take what groups take and refuse what these refuse, at the same SEND. A batch is open, which means that its shapes
+may change, in three cases: stage 0's inputs or a rank's first output on an edge changed; it follows a message of an
+edge that was open; or ``dynamic_shapes`` is set.
 """
 
 from __future__ import annotations

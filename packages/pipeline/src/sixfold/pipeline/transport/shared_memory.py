@@ -6,9 +6,9 @@ A packet says which message it is, what is in it and in which block; the receive
 tensors lie in the block, which is free again when the last of them has died. The end of the socket tells a dead peer
 at once. Memory is anonymous (memfd) and travels as a descriptor, so nothing has a name that could be left behind.
 
-[Note: page] One page is shared besides. The receiver writes how many messages it has asked for (a SEND waits
-while more than a window are sent and not asked for), and a byte per block when it is free: the sender sets it, the
-receiver clears it. Neither needs a system call.
+[Note: page] One page is shared besides. The receiver writes how many messages it has asked for: a SEND waits while
+more than a window are sent and not asked for. Each block has a byte that says whether it is free. The sender sets it,
+the receiver clears it. Neither needs a system call.
 
 [Note: held] Memory of an edge is bounded: what the receiver's stage keeps beyond ``_HELD_BYTES`` it gets as a copy.
 """

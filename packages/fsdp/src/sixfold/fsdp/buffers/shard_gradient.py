@@ -3,7 +3,7 @@
     gradients.py --> main.grad is a ShardGradient (this file) --> torch's clip_grad_norm_: FsdpError
 
 A norm over main gradients is one rank's part of a norm. Adding such norms up over ranks is right. So only torch's
-function that scales by one is refused, and any other norm raises a warning (SAM's recipes scale by theirs).
+function that scales by one is refused. Any other norm raises a warning, because SAM's recipes scale by theirs.
 engine/engine.py gives gradients Tensor's own class for the length of a step.
 """
 

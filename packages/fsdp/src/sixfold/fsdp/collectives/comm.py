@@ -212,9 +212,9 @@ def _method(group: dist.ProcessGroup, *names: str) -> Callable[..., Any]:
 class GlooComm(GroupComm):
     """CPU tensors over gloo.
 
-    torch's all-gather over it (2.13) goes through a copy of the whole that it makes each time; its reduce-scatter is an
-    all-reduce of such a copy, with a Work that knows no deadline. Two ranks swap what they have in place instead, and
-    gradient_sums.py never asks for the reduce-scatter.
+    torch's all-gather over it (2.13) makes a copy of the whole each time. Its reduce-scatter is an all-reduce of such
+    a copy, with a Work that knows no deadline. Two ranks swap what they have in place instead, and gradient_sums.py
+    never asks for the reduce-scatter.
     """
 
     def __init__(self, gathers: dist.ProcessGroup, reductions: dist.ProcessGroup) -> None:

@@ -62,9 +62,9 @@ class NoControl:
 class StoreControl:
     """Exchanges through a store, one after another, on a thread of their own.
 
-    Every rank sets its row, the first collects them and sets them all as one value, so a rank costs the store three
-    messages whatever the number of ranks. Keys of an exchange are deleted by whoever made them, as soon as all have
-    read them.
+    Every rank sets its row. The first rank collects them and sets them all as one value. So a rank costs the store
+    three messages, whatever the number of ranks. Keys of an exchange are deleted by whoever made them, as soon as all
+    have read them.
     """
 
     def __init__(self, store: Store, rank: int, size: int) -> None:

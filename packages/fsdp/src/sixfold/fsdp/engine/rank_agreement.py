@@ -174,7 +174,7 @@ class OrderCheck:
         self._sent = False
 
     def gradients_done(self, *, inside_step: bool = False) -> None:
-        """This rank has launched all reductions of a backward: the digest and the bits of what had a gradient travel
+        """This rank has launched all reductions of a backward. The digest and the bits of what had a gradient travel
         while they do, and ``compare`` stands before the optimizer. ``inside_step``: not for uses alone."""
         if not self._alone and (self._reduced or not (inside_step or self._digest.empty)):
             self._send(self._faults.step)

@@ -245,9 +245,9 @@ class Reduction:
         wide: the scratch of mixed additions, or None.
 
     [Note: who waits for a reduction] The reduce stream follows the compute stream whenever it takes something over.
-    The compute stream waits for a reduction only when it needs what that one reads or writes: a slot to sum in, the
-    memory of the same unit, main gradients. So there is no moment at which each waits for the other, and the
-    reduction of a unit runs beside the backward of the next ones. Gradients that autograd made are kept until the
+    The compute stream waits for a reduction only when it needs what that one reads or writes. That is a slot to sum
+    in, the memory of the same unit, or main gradients. So there is no moment at which each waits for the other, and
+    the reduction of a unit runs beside the backward of the next ones. Gradients that autograd made are kept until the
     compute stream has waited, so its allocator cannot hand their memory out while the reduce stream reads it.
     """
 

@@ -32,8 +32,8 @@ class NoAnswer(RuntimeError):
 class PatientStore:
     """A Store whose calls end: one that gets no answer in time is the last.
 
-    torch's TCPStore waits for its server without a deadline of its own, also in ``add`` and ``check``; a server that
-    is stopped (SIGSTOP, a hung node) would hold every survivor. Calls run in a daemon thread that may be left behind.
+    torch's TCPStore waits for its server without a deadline, also in ``add`` and ``check``; a server that is stopped
+    (SIGSTOP, a hung node) would hold every survivor. Calls run in a daemon thread that may be left behind.
     """
 
     def __init__(self, store: Store, answer_s: float) -> None:

@@ -147,7 +147,7 @@ def install(
 ) -> None:
     """From now on ``optimizer.step()`` goes chunk by chunk.
 
-    torch has no hook around a step, so the method is replaced on the object, as learning rate schedulers do; hooks of
+    torch has no hook around a step. So the method is replaced on the object, as learning rate schedulers do. Hooks of
     the optimizer run as before, once for each step.
     """
     chunked = ChunkedStep(optimizer, chunks, visitors, plain)

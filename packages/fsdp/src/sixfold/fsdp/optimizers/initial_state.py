@@ -27,8 +27,8 @@ def materialize(
     """Make the state that the first step would begin with, without a step.
 
     torch's optimizers make it by themselves (``_init_group``); another one steps once on throw-away copies, one
-    parameter at a time, with zero gradients, and tensors and counters are set to 0. SGD with ``dampening`` begins
-    with no buffer at all and would dampen its first gradient: load its state before stepping.
+    parameter at a time, with zero gradients, and tensors and counters are set to 0. SGD with ``dampening`` begins with
+    no buffer at all and would dampen its first gradient: load its state before stepping.
 
     Raises:
         FsdpError: the optimizer still holds the module's own parameters, or steps only with a closure.

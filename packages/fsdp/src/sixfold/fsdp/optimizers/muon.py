@@ -38,8 +38,8 @@ def orthogonal_work(shape: Shape) -> int:
 def spread_owners(shapes: Sequence[Shape], ranks: int) -> list[int]:
     """An owner for each matrix, so that the busiest rank has as little to do as the longest-first rule gives.
 
-    That is at most the even share plus the last matrix it took: with many matrices per rank next to even, with fewer
-    matrices than ranks one matrix. The same on every rank, whatever it holds.
+    That is at most the even share plus the last matrix that it took. With many matrices per rank it is nearly even;
+    with fewer matrices than ranks it is one matrix. The same on every rank, whatever it holds.
 
     Cost: O(M log M) for M matrices. Source: Graham 1969, "Bounds on multiprocessing timing anomalies".
     """

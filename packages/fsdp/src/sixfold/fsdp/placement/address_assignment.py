@@ -50,9 +50,9 @@ def assign_addresses(
 ) -> AddressAssignment:
     """Ranges in an arena for all units of ``unit_bytes`` that make ``uses`` cheap.
 
-    Where all fit side by side, all do. Else a search from several regular placements by moves and swaps: no proof of
-    the least, but the plan of ``residency.solve``, which knows bytes only, says how far off it may be. Ends after a
-    fixed number of tries, not by a clock: all ranks find the same.
+    Where all fit side by side, all do. Else it searches from several regular placements, by moves and swaps. That is
+    no proof of the least. ``residency.solve``, which knows bytes only, says how far off it may be. Ends after a fixed
+    number of tries, not by a clock: all ranks find the same.
 
     Args:
         apart: pairs of units that never overlap (one runs inside the other).

@@ -119,9 +119,9 @@ class Successors:
 class GivenPlan:
     """Actions to follow step after step, and where this step is in them.
 
-    The root unit always stays, so its actions say nothing. A use of the unit that was used last needs no action of
-    its own (a backward that follows its forward, a recompute). Any other use that the plan does not have next ends
-    it for this step: units are gathered at their uses; the next step begins with the plan again.
+    The root unit always stays, so its actions say nothing. A use of the unit that was used last needs no action of its
+    own (a backward that follows its forward, a recompute). Another use than the plan's next one ends the plan for this
+    step. Units are then gathered at their uses. The next step begins with the plan again.
 
     Raises:
         FsdpError: an action that is illegal where it stands, an unknown unit, or more bytes than the budget.

@@ -66,9 +66,9 @@ def large_modules(module: nn.Module, units: Sequence[UnitSpec]) -> list[nn.Modul
     """Modules with more bytes of their own than the smallest unit, and no unit around or inside: best units themselves.
 
     Left in the root unit they would be gathered for good and reduced last, without overlap. Only parameters that the
-    module alone registers count: a tied one belongs to the root unit whatever is chosen. Left out are modules that
-    nobody calls, so that no hook could gather them: those without a forward (``ParameterList``), parametrisations,
-    and children of ``MultiheadAttention``, which reads their weights itself.
+    module alone registers count: a tied one belongs to the root unit whatever is chosen. Modules that nobody calls are
+    left out, because no hook could gather them: those without a forward (``ParameterList``), parametrisations, and
+    children of ``MultiheadAttention``, which reads their weights itself.
 
     Returns:
         [] where no unit has parameters: then nothing says what is large.

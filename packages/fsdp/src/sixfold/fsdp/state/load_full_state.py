@@ -126,8 +126,8 @@ def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool, st
     are left out, and returned.
 
     Raises:
-        FsdpError: on all ranks alike. Of a dict everything is checked before the first value is written; of other
-            sources each tensor before its own, and the text says how much was loaded.
+        FsdpError: on all ranks alike. A dict is checked as a whole before the first value is written. Of other sources
+            each tensor is checked before it is written, and the text says how much was loaded.
     """
     engine.faults.check()
     source = _pairs_of_file(source)

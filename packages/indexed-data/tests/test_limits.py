@@ -85,7 +85,7 @@ def test_the_longest_sequence_is_read_where_pointers_need_64_bits(tmp_path):
         dataset.check()
         assert dataset[3].tolist() == [8, 9]
         assert dataset.get(2, LONGEST - 2, 2).tolist() == [0, 7]
-        with pytest.raises(IndexedDataError, match=f"sequence 2 has {LONGEST} tokens"):
+        with pytest.raises(IndexedDataError, match=f"outside of sequence 2, which has {LONGEST} tokens"):
             dataset.get(2, LONGEST, 1)
 
 

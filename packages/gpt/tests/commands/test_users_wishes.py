@@ -224,11 +224,36 @@ def test_a_hugging_face_folder_in_the_place_of_a_run_leads_to_import(tmp_path, c
         ("model.intermediate_size=64", "model.ffn_hidden_size"), ("train.dtype=bf16", "train.precision"),
         ("checkpoint.save_interval=9", "checkpoint.every"), ("train.max_steps=9", "train.steps"),
         ("model.rms_norm_eps=1e-5", "model.norm_eps"), ("train.lr=1", "optimizer.lr"),
+        ("train.eval_every=9", "eval.every"), ("train.eval_interval=9", "eval.every"),
+        ("log.eval_iters=9", "eval.batches"),
+        ("train.log_interval=9", "log.every"), ("train.checkpoint_every=9", "checkpoint.every"),
+        ("train.parallel_tp=2", "parallel.tp"), ("optimizer.schedule_warmup_steps=2", "schedule.warmup_steps"),
     ],
 )  # fmt: skip
 def test_a_key_by_another_programs_name_leads_to_ours(override, key):
     with pytest.raises(ConfigError, match=f"the nearest is {key}$"):
         config_with(override)
+
+
+@pytest.mark.parametrize("override", ["train.foo=1", "train.eval=1"])
+def test_a_key_that_is_like_no_other_gets_no_nearest_key(override):
+    with pytest.raises(ConfigError) as error:
+        config_with(override)
+    assert "nearest" not in words_of(error)
+
+
+@pytest.mark.parametrize("key", ["run.dir", "checkpoint.init_from"])
+def test_a_configuration_without_a_model_names_the_file_of_the_import_that_has_it(tmp_path, key):
+    folder = tmp_path / "imported"
+    folder.mkdir()
+    (folder / "config.toml").write_text("[model]\nnum_layers = 1\n")
+    rest = text_config(tmp_path / "p").to_toml().partition("[data]")[2]
+    with pytest.raises(ConfigError) as error:
+        TrainConfig.from_text("[data]" + rest, [f"{key}={folder}"])
+    assert words_of(error).endswith(f"copy the table [model] of {folder}/config.toml into the configuration")
+    (folder / "config.toml").unlink()
+    with pytest.raises(ConfigError, match=r"model\.num_layers, .* are not given.*; write them into"):
+        TrainConfig.from_text("[data]" + rest, [f"{key}={folder}"])
 
 
 def test_a_configuration_of_an_editor_that_puts_a_mark_before_it_is_read(tmp_path):

@@ -209,4 +209,4 @@ def test_a_non_finite_loss_stops_before_the_optimizer_and_names_the_module(tmp_p
         run(config, 2)
     (entry,) = lines(config, "nonfinite")
     assert entry["where"], entry
-    assert entry["step"] == len(losses(config))
+    assert entry["step"] == len(losses(config)) + 1

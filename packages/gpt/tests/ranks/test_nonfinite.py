@@ -51,11 +51,11 @@ def spoilt_rank(rank: int, ranks: int, text: str, layer: int, value: float, spoi
 @pytest.mark.slow
 def test_the_module_the_rank_and_the_step_are_named_and_nothing_is_saved_after(tmp_path, layout, layer, value, rank):
     config = tiny_config(tmp_path, "train.global_batch_size=4", "checkpoint.every=1", layout)
-    where = rf"step 2, rank {rank}: .* The first value that is not finite is the output of layers\.{layer}\.ffn\."
+    where = rf"step 3, rank {rank}: .* The first value that is not finite is the output of layers\.{layer}\.ffn\."
     with pytest.raises(ranktest.RankFailed, match=where):
         ranktest.run_ranks(spoilt_rank, 2, config.to_toml(), layer, value, rank, timeout=JOB_S)
     [entry] = lines(config, "nonfinite")
-    assert (entry["step"], entry["rank"], entry["where"], entry["what"]) == (2, rank, f"layers.{layer}.ffn", "output")
+    assert (entry["step"], entry["rank"], entry["where"], entry["what"]) == (3, rank, f"layers.{layer}.ffn", "output")
     assert [saved["step"] for saved in lines(config, "save")] == [1, 2]
     assert lines(config, "end")[-1]["reason"] == "error"
     root = Path(config.run.dir) / "checkpoints"

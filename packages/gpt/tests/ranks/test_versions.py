@@ -163,7 +163,7 @@ def test_there_is_no_norm_of_all_gradients(trained):
 def test_a_gradient_that_is_not_finite_stops_its_stage_and_is_named(tmp_path):
     config = tiny_config(tmp_path, *TWO_BW, "optimizer.lr=3e38", "checkpoint.every=1")
     with pytest.raises(
-        ranktest.RankFailed, match=r"step 2: rank 1 .*the gradient of head\.weight \(stage 1\) is not finite"
+        ranktest.RankFailed, match=r"step 3: rank 1 .*the gradient of head\.weight \(stage 1\) is not finite"
     ):
         run_all([(2, config)])
     assert [step for step, _ in dist_ckpt.retention.checkpoints(Path(config.run.dir) / "checkpoints")] == [1, 2]

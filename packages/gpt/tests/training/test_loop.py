@@ -83,10 +83,10 @@ class Odd(nn.Module):
 )
 def test_values_that_are_not_finite_stop_before_the_optimizer_and_are_named(tmp_path, spoil, where, what):
     config = tiny_config(tmp_path, "checkpoint.save_initial=true")
-    with pytest.raises(TrainError, match=rf"step 0, rank 0: .* The first value that is not finite is the {what}"):
+    with pytest.raises(TrainError, match=rf"step 1, rank 0: .* The first value that is not finite is the {what}"):
         train(config, model_provider=lambda pre_process, post_process, vp_stage: Odd(spoil))
     [entry] = lines(config, "nonfinite")
-    assert (entry["step"], entry["rank"], entry["where"], entry["what"]) == (0, 0, where, what)
+    assert (entry["step"], entry["rank"], entry["where"], entry["what"]) == (1, 0, where, what)
     assert [entry["step"] for entry in lines(config, "save")] == [0]
     assert lines(config, "end")[0]["reason"] == "error"
 
@@ -142,7 +142,7 @@ def test_a_batch_without_any_target_is_told_as_such(tmp_path, options):
             for _ in range(300):
                 builder.add_document(np.full(3, 256, np.uint16))
     config = tiny_config(tmp_path, "data.eod_mask_loss=true", *options)
-    with pytest.raises(TrainError, match=r"^step 0: no token of the global batch is a target; data\.eod_mask_loss"):
+    with pytest.raises(TrainError, match=r"^step 1: no token of the global batch is a target; data\.eod_mask_loss"):
         train(config)
     assert not lines(config, "nonfinite")
 

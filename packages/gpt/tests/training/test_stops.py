@@ -113,7 +113,7 @@ def test_a_data_thread_that_hangs_ends_the_run_at_its_deadline(tmp_path, monkeyp
 
     monkeypatch.setattr(loop.TokenStream, "step", hanging)
     monkeypatch.setattr(loop.Prefetch, "result", soon)
-    with pytest.raises(TrainError, match=r"step 2: rank 0 did not read its data within 120 s"):
+    with pytest.raises(TrainError, match=r"step 3: rank 0 did not read its data within 120 s"):
         train(config)
     free.set()
     assert limits == [120.0] * 3
@@ -133,7 +133,7 @@ def test_data_read_for_a_plan_has_the_deadline_too_and_is_read_once(tmp_path, mo
     assert read == [0, 8]
     monkeypatch.setattr(loop.TokenStream, "step", lambda *_: free.wait(60))
     monkeypatch.setattr(loop.Prefetch, "result", lambda self, seconds: result(self, seconds / 1000))
-    with pytest.raises(TrainError, match=r"step 0: rank 0 did not read its data within 120 s"):
+    with pytest.raises(TrainError, match=r"step 1: rank 0 did not read its data within 120 s"):
         train(tiny_config(tmp_path, "parallel.schedule=plan"))
     free.set()
 

@@ -103,13 +103,15 @@ def _parser() -> argparse.ArgumentParser:
     demo.set_defaults(run=_demo)
 
     prepare = verbs.add_parser("prepare", help="make token files of text; a document is a .txt file or a .jsonl line")
-    prepare.add_argument("inputs", nargs="*", metavar="INPUT")
+    prepare.add_argument("inputs", nargs="*", metavar="INPUT", help=".txt and .jsonl files")
     prepare.add_argument("--cpython", action="store_true", help="the demo's corpus instead of files")
     prepare.add_argument(
         "--out", required=True, metavar="PREFIX", help="path of the .bin and .idx files, without extension"
     )
     prepare.add_argument(
-        "--tokenizer", default="bytes", help="a tokenizer.json, or bytes: a token per byte (%(default)s)"
+        "--tokenizer",
+        default="bytes",
+        help="a tokenizer.json, a folder with one, or bytes: a token per byte (%(default)s)",
     )
     prepare.add_argument(
         "--eod-token",

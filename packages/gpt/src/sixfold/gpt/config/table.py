@@ -114,8 +114,8 @@ def build(table: type, values: Mapping[str, Any], name: str) -> Any:
     missing = [f"{name}.{key}" for key in required if key not in values]
     if missing:
         raise ConfigError(
-            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given, and there is no "
-            f"default; write it into the configuration, or {missing[0]}=VALUE behind its path"
+            f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given, and there is no default; write "
+            f"{'it' if len(missing) == 1 else 'them'} into the configuration, or {missing[0]}=VALUE behind its path"
         )
     return table(**values)
 

@@ -148,13 +148,20 @@ _KNOWN_AS = {
     "save_interval": "checkpoint.every", "save_steps": "checkpoint.every", "train_iters": "train.steps",
     "warmup_ratio": "schedule.warmup_steps", "gradient_accumulation_steps": "train.global_batch_size",
     "grad_accum": "train.global_batch_size",
+    "eval_interval": "eval.every", "eval_steps": "eval.every", "eval_iters": "eval.batches",
+    "log_interval": "log.every", "logging_steps": "log.every",
 }  # fmt: skip
 
 
 def _nearest_key(wanted: str, tables: Tables) -> str:
-    if meant := _KNOWN_AS.get(wanted.rpartition(".")[2].lower()):
+    key = wanted.rpartition(".")[2].lower()
+    if meant := _KNOWN_AS.get(key):
         return meant
-    return nearest(wanted, [f"{table}.{known}" for table in tables for known in keys_of(tables[table])])
+    known = [f"{table}.{name}" for table in tables for name in keys_of(tables[table])]
+    for name in known:
+        if key == name.replace(".", "_"):  # eval_every is eval.every
+            return name
+    return nearest(wanted, known, threshold=0.6)
 
 
 def _check_table(name: str, tables: Tables) -> None:

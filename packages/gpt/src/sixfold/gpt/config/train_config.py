@@ -350,6 +350,13 @@ class TrainConfig:
     def from_text(cls, text: str, overrides: Sequence[str] = (), *, source: str = "configuration") -> "TrainConfig":
         """As ``from_toml``, of TOML text; ``source`` says in errors where the text is from."""
         values = read_tables(text, overrides, TABLES, source)
+        if not values["model"]:
+            for found in (values["run"].get("dir"), values["checkpoint"].get("init_from")):
+                if isinstance(found, str) and found and os.path.isfile(os.path.join(found, "config.toml")):
+                    raise ConfigError(
+                        f"{source} has no table [model]; copy the table [model] of {found}/config.toml into the "
+                        "configuration"
+                    )
         return cls(**{name: build(table, values[name], name) for name, table in TABLES.items()})
 
     def to_toml(self) -> str:

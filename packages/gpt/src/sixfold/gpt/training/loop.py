@@ -133,7 +133,7 @@ class Run:
         step, samples = self.progress.step, self.progress.samples
         if self._prefetch is None or self._prefetch[0] != step:
             self._prefetch = (step, Prefetch(lambda: self._fetch(step, samples)))
-        return self._await_data(f"step {step}", self._prefetch[1])
+        return self._await_data(f"step {step + 1}", self._prefetch[1])
 
     def next_batch(self) -> list[Microbatch]:
         """This step's microbatches; the next step's are fetched on a thread while this one runs."""
@@ -234,27 +234,27 @@ class Run:
     def step(self, stop: bool) -> StepOutcome:
         """One update; what all ranks agreed on in it, as whether to stop and whether to save."""
         start = time.monotonic()
-        at = self.progress
+        at, number = self.progress, self.progress.step + 1  # the first update is step 1, as in the log
         with self.rank.clock.part("data"):
             batch = self.next_batch()
         data_seconds = time.monotonic() - start
         lr, log = learning_rate(self.config, at.step), self.config.log
-        traces = profiled(self.config.run.dir, log.profile_steps, at.step + 1, self.rank.mesh.rank)
+        traces = profiled(self.config.run.dir, log.profile_steps, number, self.rank.mesh.rank)
         try:
-            with world_collective(f"step {at.step}"), traces, self.rank.clock.part("compute"):
+            with world_collective(f"step {number}"), traces, self.rank.clock.part("compute"):
                 asks = Asks(stop=stop, save=self.save_is_due())
-                outcome = train_step(self.rank, batch, lr, asks, timed=at.step + 1 in log.timeline_steps)
+                outcome = train_step(self.rank, batch, lr, asks, timed=number in log.timeline_steps)
         except NoTargetsError:
-            raise NoTargetsError(self.config.data.eod_mask_loss, f"step {at.step}: ") from None
+            raise NoTargetsError(self.config.data.eod_mask_loss, f"step {number}: ") from None
         except NotFiniteError as found:  # inside the program, where versions of weights are updated
             rank = self.rank.mesh.rank_of(found.rank)
-            self.note("nonfinite", step=at.step, rank=rank, where=found.where, what="gradient")
-            raise FinalError(f"step {at.step}: {found}") from found
+            self.note("nonfinite", step=number, rank=rank, where=found.where, what="gradient")
+            raise FinalError(f"step {number}: {found}") from found
         if isinstance(outcome, NonFinite):
             self._end_nonfinite(outcome, batch)
         size = batch_size(self.config, at.step)
         tokens = size * self.config.data.seq_length
-        self.progress = Progress(step=at.step + 1, samples=at.samples + size, tokens=at.tokens + tokens)
+        self.progress = Progress(step=number, samples=at.samples + size, tokens=at.tokens + tokens)
         self.loss = outcome.loss
         now = time.monotonic()
         seconds = now - start
@@ -304,12 +304,14 @@ class Run:
 
     def _end_nonfinite(self, outcome: NonFinite, batch: list[Microbatch]) -> NoReturn:
         """Say where the first non-finite value arose, on every rank alike, and end the run with weights untouched."""
-        what, rank, where = blamed(self.rank, batch, outcome.gradient, self.progress.step)
-        self.note("nonfinite", step=self.progress.step, rank=rank, where=where, what=what)
+        at, number = self.progress, self.progress.step + 1
+        what, rank, where = blamed(self.rank, batch, outcome.gradient, number)
+        self.note("nonfinite", step=number, rank=rank, where=where, what=what)
         raise FinalError(
-            f"step {self.progress.step}, rank {rank}: the loss is {outcome.loss} and the gradient norm "
+            f"step {number}, rank {rank}: the loss is {outcome.loss} and the gradient norm "
             f"{outcome.grad_norm}. The first value that is not finite is the {what}{where and f' of {where}'}. "
-            "The weights are those before the step. Resume with a lower optimizer.lr, or look at the data of this step"
+            "The weights are those before the step. Resume with a lower optimizer.lr, or look at the data of this "
+            f"step, positions {at.samples} to {at.samples + batch_size(self.config, at.step) - 1}"
         )
 
     def loop(self, flag: StopFlag) -> str:

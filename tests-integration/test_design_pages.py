@@ -72,12 +72,15 @@ def test_the_walk_has_at_most_twelve_stops(package: str):
     assert 0 < len(steps) <= MOST_STOPS
 
 
+# Folders whose files a page may name by the end of their path.
+FOLDERS = {package: (f"packages/{package}",) for package in FLOORS} | {"repository": ("tools", "tests-integration")}
 ROOM_PAGES = sorted((ROOT / "docs/design").glob("*/*.md"))
 
 
 @pytest.mark.parametrize("page", ROOM_PAGES, ids=lambda page: f"{page.parent.name}/{page.stem}")
 def test_every_file_that_a_page_of_a_room_names_is_there_and_has_what_it_names(page):
-    files = [path for path in (ROOT / "packages" / page.parent.name).rglob("*.[pch]*") if ".egg-info" not in str(path)]
+    there = [path for folder in FOLDERS[page.parent.name] for path in (ROOT / folder).rglob("*.[pch]*")]
+    files = [path for path in there if ".egg-info" not in str(path)]
     wrong = []
     for name, inside in NAMED.findall(page.read_text()):
         found = [path for path in files if path.as_posix().endswith(f"/{name}")] or [*ROOT.glob(name)]

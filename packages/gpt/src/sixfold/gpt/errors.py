@@ -3,8 +3,8 @@
     train_config.py --> ConfigError      (this file)      TrainError, FinalError <-- loop.py, rendezvous.py
     what a pipeline raised --> raised_inside --> what a stage raised in it, which says whose fault it is
 
-A ConfigError of the file alone is raised before a rank is started or a folder made; one that needs the ranks (devices,
-data, a checkpoint, a provider) on all of them before the first step. A TrainError ends a run that had begun.
+A ConfigError of the file alone is raised before a rank is started or a folder made. One that needs the ranks (devices,
+data, a checkpoint, a provider) is raised on all of them before the first step. A TrainError ends a run that had begun.
 """
 
 from sixfold.pipeline.errors import ScheduleError

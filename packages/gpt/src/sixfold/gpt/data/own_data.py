@@ -2,7 +2,7 @@
 
     datasets, weights, seed --> position -> (dataset, epoch, item) --> rows --> OwnData (this file) --> token_stream.py
 
-The same interface as a blend of sixfold.blending, and the same promises: nothing is built, no cursor is kept, and a
+It has the interface of a blend of sixfold.blending, and the same promises. Nothing is built and no cursor is kept. A
 position gives the same sample on every layout, on every rank and after a restart. Datasets take turns by blending's
 quota tree; within a dataset each epoch is a keyed permutation of its items, another one each time.
 

@@ -6,9 +6,9 @@ Pure: a program, names of units and bytes. ``fsdp.gathered_bytes = "double"`` an
 rule and come not here.
 
 [Note: units of one size] A plan says which units are there, not where. Of units of one size any that is freed makes
-room for any other. Of several sizes (an embedding beside layers) ranges clash, and a plan followed to the letter
-gathers a unit again that bytes alone would keep; fsdp's own way, which records the order of a step, moves units
-instead and comes to the fewest gathers from the second step on.
+room for any other. Of several sizes (an embedding beside layers) ranges clash. A plan followed to the letter then
+gathers a unit again that bytes alone would keep. fsdp's own way records the order of a step and moves units instead. It
+comes to the fewest gathers from the second step on.
 """
 
 from __future__ import annotations

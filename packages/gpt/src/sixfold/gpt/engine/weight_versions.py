@@ -5,9 +5,9 @@
 
 [Note: who owns what] sixfold.pipeline keeps versions of the compute weights (the module's parameters). Main weights in
 main precision, sums of gradients and the optimizer of each stage are here, whole on every data-parallel rank. A
-gradient is handed over when a microbatch's backward is done, added in float32, summed over the data-parallel ranks at
-REDUCE_GRAD, divided by the targets of its own batch, and applied at STEP, with the rate of its own batch: earlier
-stages are a batch behind.
+gradient is handed over when a microbatch's backward is done, and added in float32. REDUCE_GRAD sums it over the
+data-parallel ranks and divides it by the targets of its own batch. STEP applies it with the rate of its own batch,
+because earlier stages are a batch behind.
 
 [Note: drained at a save] A save and, with 2bw, an evaluation begin with ``drain``. With 2bw batch t reads W(t - 1)
 drained or not, so that changes no bit; the older version goes into the checkpoint. With pipedream the pipeline fills

@@ -4,8 +4,8 @@
 
 [Note: every key is judged] transformers ignores a key that its class does not know, and takes the class's default for
 one that is not there. Here a key is read, or must have the one value that changes nothing (FIXED), or is known to have
-no part in the logits (NEUTRAL); any other is refused. experts_config.py judges the keys of experts. Pure: no files,
-no torch.
+no part in the logits (NEUTRAL). Any other is refused. experts_config.py judges the keys of experts. Pure: no files, no
+torch.
 """
 
 from __future__ import annotations

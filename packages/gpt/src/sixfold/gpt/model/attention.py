@@ -14,8 +14,8 @@ h // (heads / key heads)). Scores are scaled by 1 / sqrt(head_dim).
 - ``sdpa``: torch's scaled_dot_product_attention, with a mask where a row holds several documents.
 - ``varlen``: CUDA in half precision: torch's variable-length kernel on the flattened micro-batch; no mask exists.
 
-A context-parallel rank has the queries of two chunks of each row, and each back end takes the keys of whole rows:
-``blocks`` and ``sdpa`` know where in its row a query lies, ``varlen`` gets the keys of one segment after the other.
+A context-parallel rank has the queries of two chunks of each row, and each back end takes the keys of whole rows.
+``blocks`` and ``sdpa`` know where in its row a query lies. ``varlen`` gets the keys of one segment after the other.
 """
 
 import inspect

@@ -7,8 +7,8 @@ No layout enters: a stage, a shard or a row is drawn without the rest. torchtita
 because one generator walked in module order gives each layout other weights.
 
 [Note: blocks] Element i of a tensor belongs to block i // BLOCK. A block is always computed whole, by the same vector
-operations on arrays of the same length, and then sliced: the last bits of a vectorised cosine may depend on how many
-elements lie behind one. Equal on machines of one kind; between kinds the libraries' log and cosine may differ.
+operations on arrays of the same length, and then sliced. The last bits of a vectorised cosine may depend on how many
+elements follow. Equal on machines of one kind; between kinds the libraries' log and cosine may differ.
 """
 
 import hashlib

@@ -5,10 +5,10 @@
 
 Queries stay. A rank's keys and values travel together, key heads and not the query heads that share them.
 
-[Note: sums of key gradients] Gradients of gathered keys are exchanged and added in float32, in the order of ranks: a
-reduce-scatter whose result has fixed bits, and whose wait has the group's deadline (gloo's own has none).
+[Note: sums of key gradients] Gradients of gathered keys are exchanged and added in float32, in the order of ranks. It
+is a reduce-scatter whose result has fixed bits, and whose wait has the group's deadline. gloo's own has none.
 
-[Note: the ring] In step j a rank has the keys of rank - j, sends them on and computes meanwhile: it holds its own,
+[Note: the ring] In step j a rank has the keys of rank - j, sends them on and computes meanwhile. It holds its own,
 those that it computes with and those that arrive, never more. Partial results are joined by their log-sum-exp in
 float32. Backward sends the keys around once more, and behind them their gradients in float32, to which each rank adds
 its part; after as many steps as there are ranks they are at home. Every rank posts the same sends and receives in the

@@ -4,7 +4,7 @@
     (n, hidden) <-- combined: weighted sums <-- inward <----------------------------------------------'   (this file)
 
 [Note: rows travel] ``axes.exchange`` has ep x tp ranks. A row goes to all tensor-parallel ranks of the expert-parallel
-rank that has its expert: each of them has a part of the expert's ffn columns, and what comes back from them is summed.
+rank that has its expert. Each of them has a part of the expert's ffn columns. What comes back from them is summed.
 Numbers of rows go first, in one small message, and are read by the host once; on an axis of one rank nothing travels
 and nothing is read. Both ways are one all-to-all, in backward each is the other's gradient.
 

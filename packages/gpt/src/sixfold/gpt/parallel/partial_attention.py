@@ -8,8 +8,8 @@ log-sum-exp near ``NOT_SEEN`` there, which is finite: its part then weighs exact
 another.
 
 [Note: kernels] ``math`` runs everywhere and keeps nothing quadratic. On CUDA flash attention takes whole and causal
-blocks in half precision, efficient attention with a bias the others; both give the log-sum-exp, and their backward
-takes one that is joined of several blocks, since all it does with it is exp(score - log-sum-exp).
+blocks in half precision, efficient attention with a bias the others. Both give the log-sum-exp. Their backward takes
+one that is joined of several blocks, because it only computes exp(score - log-sum-exp).
 """
 
 from __future__ import annotations

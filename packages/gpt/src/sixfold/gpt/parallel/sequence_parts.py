@@ -2,9 +2,9 @@
 
     cu_seqlens (numpy) --> documents_here (this file), on the thread of the data --> host_to_device.py --> attention.py
 
-A row of S tokens is cut in 2 * cp chunks; rank r has chunks r and 2 * cp - 1 - r, in this order, so that all ranks have
-equally many pairs of a query and a key under a causal mask. Integers and numpy alone: what decides how much a rank
-computes is worked out on the host, and the device is never asked.
+A row of S tokens is cut in 2 * cp chunks. Rank r has chunks r and 2 * cp - 1 - r, in this order. So under a causal mask
+all ranks have equally many pairs of a query and a key. Integers and numpy alone: what decides how much a rank computes
+is worked out on the host, and the device is never asked.
 """
 
 from __future__ import annotations

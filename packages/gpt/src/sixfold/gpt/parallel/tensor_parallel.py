@@ -8,9 +8,9 @@ parallelism hidden states between blocks are cut along the sequence: an all-gath
 behind, in backward the other way round. Without it every rank has them whole: nothing travels before and an all-reduce
 behind, in backward the other way round. On an axis of one rank nothing happens at all.
 
-[Note: gathered again] What the linears read is (b, s, hidden) and is not kept for backward: the rank keeps its own
-(b, s / tp, hidden), once, and the first linear in backward gathers for all of them. A part that is recomputed gathers
-it in that recomputation, which keeps it for that backward alone; where backward is split, W gathers once more.
+[Note: gathered again] What the linears read is (b, s, hidden) and is not kept for backward. The rank keeps its own (b,
+s / tp, hidden), once. The first linear in backward gathers for all of them. A part that is recomputed gathers it in
+that recomputation, which keeps it for that backward alone; where backward is split, W gathers once more.
 
 [Note: chunks] With ``overlap`` each chunk of the rank's part has its own gather. All gathers start before the first
 product. A chunk's products run while the next chunks travel. In backward a chunk's sum travels while the gradients of

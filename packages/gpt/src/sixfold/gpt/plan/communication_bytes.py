@@ -5,9 +5,9 @@
 Numbers only: no torch, no ranks. Of a collective over n ranks that leaves W bytes a rank sends (n - 1) / n W, of an
 all-reduce twice that; of an all-to-all all rows but its own part.
 
-[Note: what backward repeats] What tensor parallelism gathered is gathered again in backward, or, where a part is
-recomputed, by that recomputation, which ends before the last collective of the part: nothing saved lies behind it.
-Where backwards are split and the part is recomputed, W gathers it too.
+[Note: what backward repeats] What tensor parallelism gathered is gathered again in backward. Where a part is
+recomputed, that recomputation gathers it. It ends before the last collective of the part, because nothing saved lies
+behind it. Where backwards are split and the part is recomputed, W gathers it too.
 """
 
 from __future__ import annotations

@@ -6,9 +6,9 @@ A candidate is a set of keys that change. At the given tp, cp and ep these are p
 stages per rank, sharding, micro-batch size and recomputation. Fewer of these are also tried at other degrees of tp, cp
 and ep whose ranks are in one node. All other keys stay.
 
-[Note: what is planned whole] Every candidate gets a time that it cannot beat (its busiest rank without a bubble) and a
-memory that it hardly falls below (as many microbatches in flight as ranks follow). Only candidates that may fit and may
-still be among the best are planned whole, the most promising first, until the time for the search is over.
+[Note: what is planned whole] Every candidate gets a time that it cannot beat: its busiest rank without a bubble. It
+also gets a memory that it hardly falls below: as many microbatches in flight as ranks follow. Only candidates that may
+fit and may still be among the best are planned whole, the most promising first, until the time for the search is over.
 """
 
 from __future__ import annotations

@@ -173,3 +173,9 @@ def test_numpys_numbers_reach_the_planners(np):
     refused("memory_cap is nan", lambda: plan_2bw({1: profile}, layers=4, devices=2, batch=8, memory_cap=math.nan))
     refused("memory_cap is '9'", lambda: plan_2bw({1: profile}, layers=4, devices=2, batch=8, memory_cap="9"))
     refused("profiles is empty", lambda: plan_2bw({}, layers=4, devices=2, batch=8, memory_cap=9))
+    for given, words in (
+        ({1: (1.0, 2.0)}, "profiles[1] is a tuple; give {1: LayerProfile"),
+        ([(1.0, 2.0)], "profiles is a list; give {1: LayerProfile"),
+        (None, "profiles is a NoneType"),
+    ):
+        refused(words, lambda given=given: plan_2bw(given, layers=4, devices=2, batch=8, memory_cap=9))

@@ -77,12 +77,12 @@ def plan_2bw(
         batch: samples of one optimizer step over all replicas.
         memory_cap: bytes of one device.
     Raises:
-        ScheduleError: an argument below one, a batch that no depth and microbatch size divide, or nothing fits; it
-            says the least memory that any arrangement needs.
+        ScheduleError: profiles are no such mapping, a number is below one, no depth and microbatch size divide the
+            batch, or nothing fits; it says the least memory that any arrangement needs.
     """
     counts = {"layers": layers, "devices": devices, "batch": batch}
     layers, devices, batch = (whole(name, value, least=1) for name, value in counts.items())
-    profiles = {whole("microbatch", size, least=1): layer for size, layer in profiles.items()}
+    profiles = _profiles(profiles)
     memory_cap = number("memory_cap", memory_cap)
     if not profiles:
         raise ScheduleError("profiles is empty; give one layer measured at one microbatch size at least")
@@ -101,6 +101,16 @@ def plan_2bw(
             f"memory_cap is {memory_cap:.12g} bytes; the least that any arrangement needs is {least:.12g}"
         )
     return max(fitting, key=lambda plan: (plan.samples_per_s, -plan.depth))
+
+
+def _profiles(given: object) -> dict[int, LayerProfile]:
+    form = "give {1: LayerProfile(...)}: microbatch size -> one layer measured at it"
+    if not isinstance(given, Mapping):
+        raise ScheduleError(f"profiles is a {type(given).__name__}; {form}")
+    for size, layer in given.items():
+        if not isinstance(layer, LayerProfile):
+            raise ScheduleError(f"profiles[{size!r}] is a {type(layer).__name__}; {form}")
+    return {whole("microbatch", size, least=1): layer for size, layer in given.items()}
 
 
 def _arrangements(profiles: Mapping[int, LayerProfile], layers: int, devices: int, batch: int) -> Iterator[Plan2BW]:

@@ -37,6 +37,15 @@ def test_values_that_torch_pickles_unreadably_are_saved_so_that_both_read_them(t
         assert found["seen"][0].default_factory is list
 
 
+def test_a_writer_takes_the_arguments_of_torchs_writer_by_name(tmp_path):
+    given = {"single_file_per_rank": False, "sync_files": False, "thread_count": 1, "per_thread_copy_ahead": 1}
+    state = {"w": torch.arange(6.0), "lr": 0.5}
+    dcp_save(state, FileSystemWriter(tmp_path / "theirs", **given))
+    dcp_save(state, dcp.Writer(tmp_path / "ours", **given))
+    for place in ("theirs", "ours"):
+        same(everything(dcp.Reader(tmp_path / place)), everything(FileSystemReader(tmp_path / "theirs")))
+
+
 def test_a_class_that_the_reader_must_be_told_of_is_warned_of_at_save(tmp_path):
     with pytest.warns(UserWarning, match=r"Fraction.*safe_globals"):
         torch_dcp.save({"of": fractions_half()}, storage_writer=dcp.Writer(tmp_path / "c"))

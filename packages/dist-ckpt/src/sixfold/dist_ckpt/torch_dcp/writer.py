@@ -97,6 +97,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
             ``meta.pt``: they go with the checkpoint that is replaced. Without it a folder of other files is refused.
         cache_staged_state_dict: ``async_save`` copies into the same memory each time, as torch's writer of that
             argument does: faster, and the memory stays. Keep the Writer, and end a save before the next.
+        single_file_per_rank, sync_files, per_thread_copy_ahead: torch's, taken and without effect. A rank writes at
+            most ``thread_count`` files, and they are synced before the commit.
     Raises:
         CheckpointError: an argument is none of these. Errors of a save are inside torch's CheckpointException:
             StorageError, ShardingError as of ``sixfold.dist_ckpt.save``.
@@ -112,6 +114,9 @@ class Writer(StorageWriter, BlockingAsyncStager):
         check_finite: bool = False,
         owns: Iterable[str] = (),
         cache_staged_state_dict: bool = False,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        per_thread_copy_ahead: int = 10_000_000,
     ) -> None:
         StorageWriter.__init__(self)
         BlockingAsyncStager.__init__(self, cache_staged_state_dict)

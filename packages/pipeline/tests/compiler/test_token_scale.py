@@ -149,3 +149,32 @@ def test_what_only_later_microbatches_reach_is_divided(program):
             else:
                 plain(net, list(x.chunk(M)), y, loss, kwargs)
     close(*map(leaves_of, nets))
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_what_is_in_front_of_the_pipeline_gets_its_gradient_and_is_divided(several):
+    """An embedding whose graph ends in the inputs; the loss reads its weight too."""
+    nets, front, loss = (made(), made()), [], counted()
+    for net, run in zip(nets, ("ours", "plain"), strict=True):
+        torch.manual_seed(3)
+        table = nn.Embedding(8, 4)
+        front.append(table.weight)
+
+        def both(output, target, table=table):
+            return loss(output + table.weight[0, 0], target)
+
+        factor, layer = net[0].hidden[0], net[0].layer
+        net[0].forward = lambda x, by=1.0, factor=factor, layer=layer: torch.tanh(layer(x)) * by * factor
+        for seed in (1, 2):
+            _, y = rows(seed)
+            ids, by = torch.arange(8) % 5, torch.linspace(1.0, 2.0, 8)[:, None]
+            if run == "ours":
+                hidden = table(ids)
+                runner_of(zb_h1(2, M), net, both).step((hidden, by) if several else hidden, y)
+            else:
+                parts = [table(part) for part in ids.chunk(M)]
+                kwargs = [{"by": part if several else 1.0} for part in by.chunk(M)]
+                plain(net, parts, y, both, kwargs)
+    close(front, front[::-1])
+    assert front[0].grad.abs().max() > 0, "the embedding is trained"
+    close(*map(leaves_of, nets))

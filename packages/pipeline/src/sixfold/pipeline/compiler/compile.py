@@ -253,6 +253,11 @@ class CompiledBatch(Compiled):
             outputs = list(tail.outputs) if tail.keep or not losses else []
         return StepResult(losses=losses, outputs=outputs, events=events, ranks=len(self.program.ranks))
 
+    def commit(self) -> None:
+        """The calls went through: gradients are final. A backward of the caller's follows."""
+        if self.tokens is not None:
+            self.tokens.clear(failed=False)
+
     def clear(self, *, failed: bool = False) -> None:
         """Drop every tensor of a step, whether it went through or not."""
         for wiring in self._wirings.values():

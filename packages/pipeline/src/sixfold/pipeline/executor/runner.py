@@ -481,6 +481,8 @@ class PipelineRunner:
             elif self._ties is not None and not goal.train:
                 self._ties.compare()
             if outer is not None:
+                assert isinstance(compiled, CompiledBatch), "batches that overlap take no outer graph"
+                compiled.commit()
                 with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
                     outer.backward()
         except BaseException as error:

@@ -2,7 +2,7 @@
 
     pairs --> merge (this file) --> writer.py
 
-The order of the pairs is kept. Pointers and document ends are computed again. The kernel copies the .bin files.
+The order of the pairs is kept. writer.py computes pointers and document ends again, and has the kernel copy .bin files.
 """
 
 from __future__ import annotations

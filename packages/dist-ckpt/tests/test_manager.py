@@ -5,7 +5,6 @@ import math
 import random
 import shutil
 
-import numpy as np
 import pytest
 import torch
 
@@ -128,6 +127,7 @@ def test_a_run_that_went_back_saves_only_after_it_has_discarded_what_came_after(
 
 
 def test_metrics_are_numbers_of_any_kind_and_come_with_a_folder_that_is_copied(tmp_path):
+    np = pytest.importorskip("numpy", reason="needs numpy, whose numbers users have; the package does not")
     manager = managed(tmp_path / "a", best="loss")
     metrics = {"loss": torch.tensor(0.25), "accuracy": np.float32(0.5), "tokens": 7}
     manager.save(1, state(1), metrics)

@@ -1,6 +1,6 @@
 """Reading a pair: sequences by number, as views of the file.
 
-    index.py, storage.py --> IndexedDataset (this file) --> the user, merging.py, verifying.py
+    index.py, pair_rules.py, storage.py --> IndexedDataset (this file) --> the user, merging.py, verifying.py
 
 Opening is O(1) in time and memory, whatever the number of sequences; so is every read.
 """
@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError
-from sixfold.indexed_data.index import DAMAGED, Index, all_problems, open_problems
+from sixfold.indexed_data.index import DAMAGED, Index
+from sixfold.indexed_data.pair_rules import all_problems, open_problems
 from sixfold.indexed_data.paths import AnyPath, anchored, input_prefix, path_text
 from sixfold.indexed_data.storage import (
     FileBytes,

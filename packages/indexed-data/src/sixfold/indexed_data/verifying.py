@@ -1,6 +1,6 @@
 """Check every rule of a pair, and list all that is wrong with it.
 
-index.py rules, .bin --> verify (this file) --> VerifyReport
+pair_rules.py, .bin --> verify (this file) --> VerifyReport
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError, Problem
-from sixfold.indexed_data.index import Index, all_problems
+from sixfold.indexed_data.index import Index
+from sixfold.indexed_data.pair_rules import all_problems
 from sixfold.indexed_data.paths import AnyPath, input_prefix
 from sixfold.indexed_data.storage import map_file
 from sixfold.indexed_data.token_ids import whole_number

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from sixfold.indexed_data.atomic_files import Temporary, copy, publish
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType, Header
-from sixfold.indexed_data.index import BLOCK
+from sixfold.indexed_data.pair_rules import BLOCK
 from sixfold.indexed_data.paths import AnyPath, anchored, input_prefix, output_file
 from sixfold.indexed_data.reader import IndexedDataset
 from sixfold.indexed_data.storage import file_identity, identity_of

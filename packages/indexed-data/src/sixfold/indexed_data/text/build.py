@@ -24,9 +24,9 @@ from sixfold.indexed_data.format import DType
 from sixfold.indexed_data.paths import AnyPath, output_prefix
 from sixfold.indexed_data.text.building_folder import BadInput, building_folder, part_prefix
 from sixfold.indexed_data.text.fingerprints import VARIES, fingerprint
+from sixfold.indexed_data.text.finished_part import LISTED_ERRORS, PartReport
 from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut, refuse_unnamed_jsonl
 from sixfold.indexed_data.text.job import Job
-from sixfold.indexed_data.text.part_report import LISTED_ERRORS, PartReport
 from sixfold.indexed_data.text.parts import encodes_alike
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
 from sixfold.indexed_data.text.workers import part_name, refuse_bootstrap, run_parts

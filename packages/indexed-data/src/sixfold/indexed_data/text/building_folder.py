@@ -18,7 +18,7 @@ from typing import Any
 
 from sixfold.indexed_data.atomic_files import files_of
 from sixfold.indexed_data.errors import IndexedDataError
-from sixfold.indexed_data.text.part_report import read_report
+from sixfold.indexed_data.text.finished_part import read_report
 
 _OURS = re.compile(r"(plan\.json|lock|part-\d+\.|whole\.)")  # names of files that a build makes
 _PLAN, _LOCK, _PART = "plan.json", "lock", "part-"

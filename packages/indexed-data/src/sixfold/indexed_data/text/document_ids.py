@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.text.finished_part import PartReport, count_bad_line
 from sixfold.indexed_data.text.job import Job
-from sixfold.indexed_data.text.part_report import PartReport, count_bad_line
 from sixfold.indexed_data.text.tokenizers import Tokenizer
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 

@@ -4,7 +4,7 @@
 
 A slice owns the lines that begin in its byte range, so files are cut at line ends without being read first.
 Text is passed on exactly as it is; nothing is stripped or normalised. A line that gives no text has a reason instead,
-and part_report.py counts it or ends the build.
+and finished_part.py counts it or ends the build.
 """
 
 from __future__ import annotations

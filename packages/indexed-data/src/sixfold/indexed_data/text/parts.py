@@ -14,9 +14,9 @@ import numpy as np
 
 from sixfold.indexed_data.reader import IndexedDataset
 from sixfold.indexed_data.text.document_ids import add_document, ids_of
+from sixfold.indexed_data.text.finished_part import PartReport, count_bad_line, write_report
 from sixfold.indexed_data.text.inputs import Lines, Slice, documents
 from sixfold.indexed_data.text.job import Job
-from sixfold.indexed_data.text.part_report import PartReport, count_bad_line, write_report
 from sixfold.indexed_data.text.tokenizers import Tokenizer
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.building_folder import part_prefix
 from sixfold.indexed_data.text.fingerprints import differences, fingerprint
+from sixfold.indexed_data.text.finished_part import PartReport, read_report
 from sixfold.indexed_data.text.inputs import Slice
 from sixfold.indexed_data.text.job import Job
-from sixfold.indexed_data.text.part_report import PartReport, read_report
 from sixfold.indexed_data.text.parts import build_part
 from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from indexed_data_helpers import idx_bytes, write_pair
 
-from sixfold.indexed_data import IndexedDataError, IndexedDataset, verify
-from sixfold.indexed_data import index as index_module
+from sixfold.indexed_data import IndexedDataError, IndexedDataset, pair_rules, verify
 
 DOCUMENTS = [[[1, 2, 3]], [[4, 5], [6]], [[7]]]
 SEQUENCES = [[1, 2, 3], [4, 5], [6], [7]]
@@ -151,7 +150,7 @@ def test_no_single_damaged_byte_gives_other_tokens(tmp_path, seed):
 
 
 def test_a_break_beyond_the_first_block_is_found(tmp_path, monkeypatch):
-    monkeypatch.setattr(index_module, "BLOCK", 3)
+    monkeypatch.setattr(pair_rules, "BLOCK", 3)
     write_pair(tmp_path / "a", "uint16", [[[1, 2]] for _ in range(20)])
     for sequence in (11, 15):
         overwrite(tmp_path / "a.idx", 34 + 4 * sequence, struct.pack("<i", -7))

@@ -135,7 +135,7 @@ def test_metrics_are_numbers_of_any_kind_and_come_with_a_folder_that_is_copied(t
     copied = managed(tmp_path / "b", best="loss")
     assert copied.best() == 1
     assert copied.restore(state(0), "best").metrics == {"loss": 0.25, "accuracy": 0.5, "tokens": 7.0}
-    for wrong in ({"loss": "low"}, {"loss": torch.ones(2)}, {"loss": None}, {3: 1.0}):
+    for wrong in ({"loss": "low"}, {"loss": "0.5"}, {"loss": b"1"}, {"loss": torch.ones(2)}, {"loss": None}, {3: 1.0}):
         with pytest.raises(CheckpointError, match="metrics are numbers by name"):
             manager.save(2, state(2), wrong)
     assert manager.steps() == [1]
@@ -165,6 +165,8 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
         ({"keep_last": True}, "keep_last is True"),
         ({"keep_every": 10}, "keep_every is 10 and keep_last None, which keeps all"),
         ({"mode": "lowest"}, "mode is 'lowest'; it is 'min' or 'max'"),
+        ({"content_metadata": {"mine": 1}}, "content_metadata is no option of a manager"),
+        ({"check_finit": True}, "check_finit is no option of a manager; those of save are .*check_finite"),
     ],
 )
 def test_rules_that_mean_nothing_are_refused(tmp_path, options, words):
@@ -199,3 +201,32 @@ def test_a_symlink_keeps_its_step_and_prune_takes_further_steps_to_keep(tmp_path
     (tmp_path / "good").symlink_to("step-00000002")
     assert retention.prune(tmp_path, keep_last=1, keep=[4]) == [retention.step_path(tmp_path, s) for s in (1, 3, 5)]
     assert manager.steps() == [2, 4, 6]
+
+
+def test_a_relative_root_stays_where_it_was_when_the_process_goes_to_another_folder(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    manager = managed("run", keep_last=1)
+    manager.save(1, state(1))
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    manager.save(2, state(2))
+    assert manager.steps() == [2] and manager.restore(state(0)).step == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "run"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_the_best_is_looked_up_again_where_another_process_went_back_and_saved_the_same_step(tmp_path):
+    watching, trainer = managed(tmp_path, best="loss"), managed(tmp_path)
+    for step, loss in ((1, 0.5), (2, 0.1)):
+        trainer.save(step, state(step), {"loss": loss})
+    assert watching.best() == 2
+    trainer.discard_after(1)
+    trainer.save(2, state(2), {"loss": 0.9})
+    assert watching.best() == 1 and watching.restore(state(0), "best").metrics == {"loss": 0.5}
+
+
+def test_options_reach_the_save(tmp_path):
+    manager = managed(tmp_path, check_finite=True)
+    with pytest.raises(CheckpointError, match="weight"):
+        manager.save(1, {"weight": torch.tensor([math.nan])})
+    assert manager.steps() == []

@@ -64,6 +64,8 @@ def differs(rank, ranks, folder, what):
             manager.save(2, {"weight": torch.ones(2)}, {"loss": float(rank)})
         elif what == "no number":
             manager.save(2, {"weight": torch.ones(2)}, {"loss": "low" if rank else 0.5})
+        elif what == "step of a rank":
+            manager.save(2 + rank, {"weight": torch.ones(2)})
         else:
             manager.restore({"weight": torch.ones(2)}, step=9)
     dist.barrier()
@@ -73,9 +75,10 @@ def differs(rank, ranks, folder, what):
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("metrics", "metrics are {'loss': 0.0} on rank 0 and {'loss': 1.0} on rank 1"),
+        ("metrics", "metrics: {'loss': 0.0} on rank 0 and {'loss': 1.0} on rank 1"),
         ("no number", "metrics['loss'] is 'low'"),
         ("step", "no whole checkpoint of step 9; it has step 1"),
+        ("step of a rank", "step: 2 on rank 0 and 3 on rank 1"),
     ],
 )
 def test_what_one_rank_gives_otherwise_is_one_error_on_all(tmp_path, what, words):

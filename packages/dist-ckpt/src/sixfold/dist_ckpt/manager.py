@@ -13,6 +13,7 @@ import logging
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,23 +23,27 @@ from sixfold.dist_ckpt import retention, serialization
 from sixfold.dist_ckpt.background.saver import AsyncSave, async_save
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
+from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
+from sixfold.dist_ckpt.storage.local import located
 
 __all__ = ["CheckpointManager", "Restored"]
 
 Found = TypeVar("Found")
 
 _LOG = logging.getLogger(__name__)
+_OWN = {
+    "sharded_state_dict",
+    "checkpoint_dir",
+    "content_metadata",
+    "group",
+    "timeout_s",
+}  # what the manager gives itself
+_OPTIONS = {part.name for part in fields(SaveRequest) if part.init} - _OWN
 
 
 class Restored(NamedTuple):
-    """What ``restore`` has loaded.
-
-    Attributes:
-        step: of the checkpoint.
-        state: the state dict, with what ``load`` returns in it: tensors are the caller's own, filled.
-        metrics: those of its save, by name.
-    """
+    """What ``restore`` has loaded: the step, what ``load`` returned (tensors are the caller's own), and the metrics."""
 
     step: int
     state: Any
@@ -71,7 +76,7 @@ class CheckpointManager:
         timeout_s: longest wait for one peer, seconds; of a save in the background, as in ``async_save``.
         options: further arguments of ``dist_ckpt.save``, such as ``check_finite=True``.
     Raises:
-        CheckpointError: a number that is none, ``keep_last`` below 1, a rule without ``keep_last``.
+        CheckpointError: a number that is none, ``keep_last`` below 1, a rule without ``keep_last``, an unknown option.
     """
 
     def __init__(
@@ -95,17 +100,23 @@ class CheckpointManager:
             raise CheckpointError(f"keep_every is {keep_every} and keep_last None, which keeps all; give keep_last")
         if mode not in ("min", "max"):
             raise CheckpointError(f"mode is {mode!r}; it is 'min' or 'max'")
-        self.root = root
+        if unknown := sorted(options.keys() - _OPTIONS):
+            raise CheckpointError(
+                f"{unknown[0]} is no option of a manager; those of save are {', '.join(sorted(_OPTIONS))}"
+            )
+        place = root if isinstance(root, ByPointer) else located(root, "root")
+        self.root = place.absolute() if isinstance(place, Path) else place  # the process may go to another folder
         self._every, self._keep_last, self._keep_every = every, keep_last, keep_every
         self._best, self._sign = best, 1.0 if mode == "min" else -1.0
         self._background, self._group, self._timeout_s, self._options = background, group, timeout_s, options
         self._flight: AsyncSave | None = None
-        self._metrics: dict[int, dict[str, float]] = {}  # of checkpoints that this object has read or saved
+        self._metrics: dict[int, dict[str, float]] = {}  # of checkpoints, as the first rank read them for a removal
 
     # ---- all ranks together
 
-    def save(self, step: int, state: Mapping[Any, Any], metrics: Mapping[str, Any] | None = None, *,
-             force: bool = False) -> bool:  # fmt: skip
+    def save(
+        self, step: int, state: Mapping[Any, Any], metrics: Mapping[str, Any] | None = None, *, force: bool = False
+    ) -> bool:
         """Save ``state`` as ``step`` if it is a multiple of ``every``, or by ``force``; whether it did.
 
         First it waits for the save before it, and removes what no rule keeps; the log says what, before it goes.
@@ -120,15 +131,14 @@ class CheckpointManager:
         if not force and self._every is not None and step % self._every:
             return False
         self.wait()
-        mine, _ = self._exchange().all_reduce(lambda: _numbers(metrics or {}), partial(self._check, step))
-        arguments = {"content_metadata": {"step": step, "metrics": mine}, "group": self._group,
-                     "timeout_s": self._timeout_s, **self._options}  # fmt: skip
+        mine, _ = Exchange(self._group, self._timeout_s).all_reduce(partial(_saved, step, metrics or {}), self._check)
+        arguments = {**self._options, "content_metadata": mine, "group": self._group, "timeout_s": self._timeout_s}
         self._metrics.pop(step, None)
         if self._background:
             self._flight = async_save(state, place, **arguments)
         else:
             serialization.save(state, place, **arguments)
-            self._remove()
+            self._on_first_rank(self._remove)
         return True
 
     def restore(self, state: Any, step: int | Literal["best"] | None = None, **options: Any) -> Restored | None:
@@ -145,7 +155,7 @@ class CheckpointManager:
             return None
         place = retention.step_path(self.root, found)
         loaded = serialization.load(state, place, group=self._group, timeout_s=self._timeout_s, **options)
-        metrics = self._on_first_rank(lambda: self._metrics_of(found))
+        metrics = self._on_first_rank(lambda: _metrics_at(place))
         return Restored(found, loaded, metrics)
 
     def discard_after(self, step: int) -> list[int]:
@@ -176,11 +186,9 @@ class CheckpointManager:
         if self._flight is not None:
             flight, self._flight = self._flight, None
             flight.wait()
-            self._remove()
+            self._on_first_rank(self._remove)
 
-    def close(self) -> None:
-        """As ``wait``. May be called again; the manager can go on."""
-        self.wait()
+    close = wait  # may be called again; the manager can go on
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -206,6 +214,7 @@ class CheckpointManager:
         """The step whose metric is best, the later of equal ones; None if no checkpoint has that metric as a number."""
         if self._best is None:
             raise CheckpointError("this manager has no best; make it with best='loss', the name of a metric")
+        self._metrics.clear()  # a run that another process trains may have gone back, and saved a step again
         return self._best_of(self.steps())
 
     def to_remove(self) -> list[int]:
@@ -224,9 +233,7 @@ class CheckpointManager:
 
     def _metrics_of(self, step: int) -> dict[str, float]:
         if step not in self._metrics:
-            content = serialization.load_content_metadata(retention.step_path(self.root, step))
-            found = content.get("metrics") if isinstance(content, dict) else None
-            self._metrics[step] = found if isinstance(found, dict) else {}
+            self._metrics[step] = _metrics_at(retention.step_path(self.root, step))
         return self._metrics[step]
 
     def _wanted(self, step: int | Literal["best"] | None) -> int | None:
@@ -241,13 +248,15 @@ class CheckpointManager:
             raise CheckpointError(f"{self.root} has no whole checkpoint {which}; it has {_named(steps)}")
         return found
 
-    def _check(self, step: int, metrics: Sequence[dict[str, float]]) -> None:
-        for rank, other in enumerate(metrics):
-            if repr(other) != repr(metrics[0]):
-                raise MismatchError(
-                    f"metrics are {metrics[0]} on rank 0 and {other} on rank {rank}; give all ranks the same, such as "
-                    "the mean that all_reduce makes"
-                )
+    def _check(self, saved: Sequence[dict[str, Any]]) -> None:
+        for rank, other in enumerate(saved):
+            for name, value in saved[0].items():
+                if repr(other[name]) != repr(value):
+                    raise MismatchError(
+                        f"{name}: {value} on rank 0 and {other[name]} on rank {rank}; give all ranks the same step, "
+                        "and the same metrics, such as the mean that all_reduce makes"
+                    )
+        step = saved[0]["step"]
         if later := [other for other, _ in retention.checkpoints(self.root, after=step)]:
             raise CheckpointError(
                 f"step {step} is saved behind {_named(later)} of {self.root}: a restart would go on from step "
@@ -255,9 +264,6 @@ class CheckpointManager:
             )
 
     def _remove(self) -> None:
-        self._on_first_rank(self._remove_here)
-
-    def _remove_here(self) -> None:
         if self._keep_last is None:
             return
         gone = self._not_kept(steps := self.steps(), self._keep_last)
@@ -268,28 +274,31 @@ class CheckpointManager:
         for step in gone:
             self._metrics.pop(step, None)
 
-    def _exchange(self) -> Exchange:
-        return Exchange(self._group, self._timeout_s)
-
     def _on_first_rank(self, work: Callable[[], Found]) -> Found:
         """What ``work`` returns or raises on the first rank, on all."""
-        _, found = self._exchange().all_reduce(lambda: (None, None), lambda _: work())
-        return found
+        return Exchange(self._group, self._timeout_s).all_reduce(lambda: (None, None), lambda _: work())[1]
 
 
-def _numbers(metrics: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
-    """Metrics as floats, to keep and to compare; numbers of numpy and tensors of one element too."""
-    found = {}
+def _saved(step: int, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint says of itself, to keep and to compare; numpy's numbers and tensors of one element are taken."""
+    numbers = {}
     for name, value in metrics.items():
         try:
-            if not isinstance(name, str):
+            if not isinstance(name, str) or isinstance(value, str | bytes):
                 raise TypeError
-            found[name] = float(value)
+            numbers[name] = float(value)
         except (TypeError, ValueError, RuntimeError):
             raise CheckpointError(
                 f"metrics[{name!r}] is {value!r}; metrics are numbers by name, such as {{'loss': 2.31}}"
             ) from None
-    return found, found
+    content = {"step": step, "metrics": dict(sorted(numbers.items()))}
+    return content, content
+
+
+def _metrics_at(place: Any) -> dict[str, float]:
+    content = serialization.load_content_metadata(place)
+    found = content.get("metrics") if isinstance(content, dict) else None
+    return found if isinstance(found, dict) else {}
 
 
 def _named(steps: Sequence[int]) -> str:

@@ -118,7 +118,9 @@ def test_a_run_that_went_back_saves_only_after_it_has_discarded_what_came_after(
     for step in (100, 200, 300):
         manager.save(step, state(step))
     restored = manager.restore(state(0), step=100)
-    with pytest.raises(CheckpointError, match=r"step 150 is saved behind steps 200, 300 .* calls discard_after\(N\)"):
+    with pytest.raises(
+        CheckpointError, match=r"has steps 200, 300, later than step 150.* calls discard_after\(N\) first"
+    ):
         manager.save(150, state(150))
     assert manager.steps() == [100, 200, 300], "nothing is lost by the refusal"
     assert manager.discard_after(restored.step) == [300, 200], "the remedy"

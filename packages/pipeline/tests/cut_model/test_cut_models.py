@@ -149,7 +149,9 @@ def test_an_optimizer_of_the_models_parameters_is_refused_and_one_of_the_stages_
             runner.step(ids, ids)
             optimizer.step()
 
-    with pytest.raises(ScheduleError, match=r"give the optimizers stage\.parameters\(\) of every stage"):
+    with pytest.raises(
+        ScheduleError, match=r"give the optimizers the parameters of every stage \(stage\.parameters\(\)\)"
+    ):
         train(of_stages=False)
     train(of_stages=True)
 

@@ -259,8 +259,8 @@ class CheckpointManager:
         step = saved[0]["step"]
         if later := [other for other, _ in retention.checkpoints(self.root, after=step)]:
             raise CheckpointError(
-                f"step {step} is saved behind {_named(later)} of {self.root}: a restart would go on from step "
-                f"{later[-1]}. A run that went back calls discard_after(N) with the step N that it restored"
+                f"{self.root} has {_named(later)}, later than step {step}: a restart would go on from step {later[-1]}. "
+                "A run that went back calls discard_after(N) first, with the step N that it restored"
             )
 
     def _remove(self) -> None:
@@ -280,7 +280,7 @@ class CheckpointManager:
 
 
 def _saved(step: int, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a checkpoint says of itself, to keep and to compare; numpy's numbers and tensors of one element are taken."""
+    """What a checkpoint says of itself, to keep and to compare; numpy's numbers and tensors of one element count."""
     numbers = {}
     for name, value in metrics.items():
         try:

@@ -320,8 +320,8 @@ class _Chain:
         below, here = self._holders[at - 1][0], self._holders[at][0]
         return ScheduleError(
             f"tied[{name!r}]: the copies on stages {below} and {here} have other values, so one was loaded or changed "
-            "alone; give the optimizers stage.parameters() of every stage, which have both copies, load both, or call "
-            "tie() of the runner on all ranks"
+            "alone; give the optimizers the parameters of every stage (stage.parameters()), or load both copies, or "
+            "call tie() of the runner on all ranks"
         )
 
     def _up(

@@ -259,8 +259,8 @@ class CheckpointManager:
         step = saved[0]["step"]
         if later := [other for other, _ in retention.checkpoints(self.root, after=step)]:
             raise CheckpointError(
-                f"{self.root} has {_named(later)}, later than step {step}: a restart would go on from step {later[-1]}. "
-                "A run that went back calls discard_after(N) first, with the step N that it restored"
+                f"{self.root} has {_named(later)}, later than step {step}: a restart would go on from step {later[-1]}"
+                ". A run that went back calls discard_after(N) first, with the step N that it restored"
             )
 
     def _remove(self) -> None:

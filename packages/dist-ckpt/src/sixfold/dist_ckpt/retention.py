@@ -158,6 +158,8 @@ def prune(
     """
     if not is_integer(keep_last, 0) or not (keep_every is None or is_integer(keep_every, 1)):
         raise CheckpointError(f"keep_last is {keep_last!r}, keep_every {keep_every!r}; integers >= 0 and >= 1, or None")
+    if not isinstance(keep, Collection) or not all(is_integer(step, 0) for step in keep):
+        raise CheckpointError(f"keep is {keep!r}; it holds steps, integers >= 0")
     run = _run_at(root)
     found = [step for step in run.steps() if run.is_complete(step)]
     deleted = not_kept(found, keep_last, keep_every, keep)

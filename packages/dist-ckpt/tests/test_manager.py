@@ -202,7 +202,7 @@ def test_a_symlink_keeps_its_step_and_prune_takes_further_steps_to_keep(tmp_path
         manager.save(step, state(step))
     (tmp_path / "good").symlink_to("step-00000002")
     for wrong in (["4"], [4.0], [True], 4, "4"):
-        with pytest.raises(CheckpointError, match="keep is .*it holds steps, integers >= 0"):
+        with pytest.raises(CheckpointError, match=r"keep is .*it holds steps, integers >= 0"):
             retention.prune(tmp_path, keep_last=1, keep=wrong)
     assert manager.steps() == [1, 2, 3, 4, 5, 6]
     assert retention.prune(tmp_path, keep_last=1, keep=[4]) == [retention.step_path(tmp_path, s) for s in (1, 3, 5)]

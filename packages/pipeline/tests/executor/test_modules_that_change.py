@@ -11,7 +11,7 @@ import torch
 from pipeline_helpers import batch, square_loss
 from torch import Tensor, nn
 
-from sixfold.pipeline import PipelineRunner, Stage, gpipe, passes, zb_h1
+from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, passes, zb_h1
 from sixfold.pipeline.program.program import Program
 
 M = 4
@@ -168,3 +168,16 @@ def test_the_share_that_w_makes_is_that_of_the_layers_that_are_there_now(change,
     runner.deferred = {}
     runner.step(*batch(M))
     assert runner.deferred == {index: pytest.approx(was * share) for index, was in before.items()}
+
+
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_a_module_that_a_stage_gets_behind_the_runner_is_refused_and_a_new_runner_trains_it(call):
+    stages = [Stage(Part(), 0), Stage(Part(), 1)]
+    runner = PipelineRunner(zb_h1(2, M), stages, None, square_loss)
+    runner.step(*batch(M))
+    stages[1].module = other = Part()
+    with pytest.raises(ScheduleError, match="module of stage 1 was replaced"):
+        getattr(runner, call)(*batch(M))
+    assert other.head.weight.grad is None
+    PipelineRunner(zb_h1(2, M), stages, None, square_loss).step(*batch(M))
+    assert other.head.weight.grad is not None

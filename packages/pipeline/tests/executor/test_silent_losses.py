@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -52,6 +53,22 @@ def test_a_loss_that_trains_nothing_or_is_no_tensor_is_refused():
     refused(r"with scale='token' loss_fn returns \(sum, count\)", lambda: step(square_loss, scale="token"))
     infinite = lambda o, t: (square_loss(o, t), float("inf"))  # noqa: E731
     refused("the counts of loss_fn sum to inf", lambda: step(infinite, scale="token"))
+
+
+def test_a_loss_that_compares_by_value_and_has_no_hash_is_taken():
+    @dataclass
+    class Weighted:
+        weight: float
+
+        def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+            return self.weight * square_loss(output, target)
+
+    one, two = layers(2), layers(2)
+    runner = runner_of(one, loss_fn=Weighted(2.0))
+    runner.step(*batch(6))
+    assert len(runner.evaluate(*batch(6)).losses) == 3 and not runner.forward(batch(6)[0]).losses
+    runner_of(two, loss_fn=lambda o, t: 2.0 * square_loss(o, t)).step(*batch(6))
+    assert equal_bits(gradients(one[0]), gradients(two[0]))
 
 
 def test_gradients_that_are_there_are_not_divided_again_by_tokens():

@@ -10,7 +10,7 @@ directly; between ranks the messages of the list do it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ class Goal:
     """
 
     train: bool
-    loss_fn: Callable[[Any, Any], Any] | None
+    loss_fn: Callable[[Any, Any], Any] | None = field(hash=False)  # one that compares by value has no hash
     scale: str = "sum"
     autocast: tuple[str, ...] = ()
 

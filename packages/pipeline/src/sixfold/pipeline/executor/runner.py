@@ -29,7 +29,7 @@ from sixfold.pipeline.executor.partial_gradients import StepGradients
 from sixfold.pipeline.executor.program_cache import ProgramCache, one_process
 from sixfold.pipeline.executor.snapshot import restored, taken
 from sixfold.pipeline.executor.tied_weights import Ties, tie
-from sixfold.pipeline.executor.usage_checks import BufferGuard, OptimizerCheck, warn_of_empty_w
+from sixfold.pipeline.executor.usage_checks import BufferGuard, ModuleCheck, OptimizerCheck, warn_of_empty_w
 from sixfold.pipeline.failures.deadlines import PeerLost
 from sixfold.pipeline.failures.report import FailureReport, Store
 from sixfold.pipeline.measured.one_clock import gathered
@@ -145,6 +145,7 @@ class PipelineRunner:
         self._told = False  # of a W with little to do
         self._stepped = False  # the optimizers, in the last step
         self._guard, self._optimizers = BufferGuard(), OptimizerCheck(stages)
+        self._modules = ModuleCheck(stages)
         self._links: dict[int, Links] = {}  # of this rank; empty where all are in this process
         self._program = program
         self._here = None if group is None else self._rank  # None: all ranks are here
@@ -456,6 +457,7 @@ class PipelineRunner:
         over = False
         try:
             program_given(program)
+            self._modules.look()
             if mode == "step" and torch.is_inference_mode_enabled():
                 raise ScheduleError(
                     "step was called under torch.inference_mode, which makes no gradients; call evaluate"

@@ -12,9 +12,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.stage.stage import Stage, check_made
 
-__all__ = ["BufferGuard", "OptimizerCheck", "warn_of_empty_w"]
+__all__ = ["BufferGuard", "ModuleCheck", "OptimizerCheck", "warn_of_empty_w"]
 
 _LEAST = 0.5  # of a stage's trainable numbers that W makes the gradients of, below which a split does little
 
@@ -71,6 +72,22 @@ class BufferGuard:
                 "the stages' modules and loss_fn before it, and train() behind it",
                 stacklevel=4,
             )
+
+
+class ModuleCheck:
+    """The stages' modules are those that the runner was made with: its calls are bound to them."""
+
+    def __init__(self, stages: Iterable[Stage]) -> None:
+        self._made = [(stage, stage.module) for stage in stages]
+
+    def look(self) -> None:
+        """Raises ScheduleError: one is another."""
+        for stage, module in self._made:
+            if stage.module is not module:
+                raise ScheduleError(
+                    f"the module of stage {stage.index} was replaced, and this runner would run the one it was made "
+                    "with; make a new runner on all ranks, or replace layers inside of the module"
+                )
 
 
 class OptimizerCheck:

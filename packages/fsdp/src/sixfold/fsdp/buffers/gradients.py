@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from sixfold.fsdp.buffers.column_ranges import Copy, copies
-from sixfold.fsdp.buffers.flat_buffer import Cut, ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import Cut, ParamRecord
 from sixfold.fsdp.buffers.main_gradients import MainGradients
 from sixfold.fsdp.buffers.reduction_sizes import OPEN, State
 from sixfold.fsdp.collectives.gradient_sums import add_into

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sixfold.fsdp.buffers.flat_buffer import Cut, ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import Cut, ParamRecord
 from sixfold.fsdp.buffers.shard_gradient import ShardGradient
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from sixfold.fsdp.buffers.column_ranges import round_up
-from sixfold.fsdp.buffers.flat_buffer import Cut, DataParallelBuffer, ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import Cut, DataParallelBuffer, ParamRecord
 from sixfold.fsdp.buffers.gradients import Gradients
 from sixfold.fsdp.buffers.layout import TensorSpec
 from sixfold.fsdp.buffers.packing import Packing, pack

@@ -1,6 +1,6 @@
 """The weights of a stream: main weights, what a gather sends, and the gathered compute weights.
 
-    packing.py, flat_buffer.py --> Weights (this file) --> engine/gather.py, state/records.py, report/model_report.py
+    packing.py, flat_tensor.py --> Weights (this file) --> engine/gather.py, state/records.py, report/model_report.py
 
 Knows memory and dtypes; starts no collective and installs no hook.
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.fsdp.buffers.column_ranges import round_up
-from sixfold.fsdp.buffers.flat_buffer import Cut, ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import Cut, ParamRecord
 from sixfold.fsdp.buffers.packing import travels_as
 from sixfold.fsdp.fp8.quantized import Fp8Scales, QuantizedTensor
 from sixfold.fsdp.fp8.scaled_matmul import Fp8Matmul, show_bytes_only

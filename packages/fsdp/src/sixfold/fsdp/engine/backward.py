@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.torch_private import backward_inputs, runs_still

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.buffers.reduction_sizes import OPEN
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.collectives.comm import Ranks

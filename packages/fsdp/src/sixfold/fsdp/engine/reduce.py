@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.buffers.gradients import Gradients, Taken
 from sixfold.fsdp.buffers.reduction_sizes import ReductionPath, State
 from sixfold.fsdp.buffers.stored_bytes import MIXED_NUMEL, NORM_BYTES

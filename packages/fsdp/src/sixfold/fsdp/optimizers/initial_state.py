@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.optimizers.sharded_optimizer import Attached
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.collectives.comm import Comm
 
 Shape = tuple[int, int]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from sixfold.fsdp.buffers.digest import tensor_digest
-from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.parameter_access.saved_weights import EscapedViews
 from sixfold.fsdp.parameter_access.uncompiled import uncompiled

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.fsdp.buffers.digest import tensor_digest
-from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.parameter_access.uncompiled import uncompiled
 

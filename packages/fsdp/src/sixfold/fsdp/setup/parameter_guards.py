@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.parameter_access.guard import Guard, UnitGuard

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.fsdp.buffers.digest import tensor_digest
-from sixfold.fsdp.buffers.flat_buffer import ParamRecord
+from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.collectives.comm import Ranks
 from sixfold.fsdp.collectives.host_messages import exchange, exchange_text
 from sixfold.fsdp.engine.engine import Engine

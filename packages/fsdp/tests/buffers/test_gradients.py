@@ -18,8 +18,8 @@ from sixfold.fsdp import (
     ShardingStrategy,
     fully_shard_optimizer,
 )
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.reduction_sizes import State
-from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.comm import LocalComm, Ranks
 from sixfold.fsdp.collectives.gradient_sums import add_into
 

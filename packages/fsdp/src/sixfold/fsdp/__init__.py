@@ -12,8 +12,8 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.strategy import ShardingStrategy
 
 if TYPE_CHECKING:
+    from sixfold.fsdp.buffers.flat_buffer import DataParallelBuffer, ParamAndGradBuffer
     from sixfold.fsdp.buffers.temporary_memory import TemporaryBucketAllocator
-    from sixfold.fsdp.buffers.unit_buffer import DataParallelBuffer, ParamAndGradBuffer
     from sixfold.fsdp.config import BufferConfig, MixedPrecision
     from sixfold.fsdp.engine.gather import AllGatherPipeline
     from sixfold.fsdp.engine.reduce import GradReducePipeline
@@ -42,11 +42,11 @@ __all__ = [
 _NEED_TORCH = {
     "AllGatherPipeline": "engine.gather",
     "BufferConfig": "config",
-    "DataParallelBuffer": "buffers.unit_buffer",
+    "DataParallelBuffer": "buffers.flat_buffer",
     "FullyShardedDataParallel": "wrapper.fully_sharded",
     "GradReducePipeline": "engine.reduce",
     "MixedPrecision": "config",
-    "ParamAndGradBuffer": "buffers.unit_buffer",
+    "ParamAndGradBuffer": "buffers.flat_buffer",
     "StageHandle": "wrapper.pipeline_stage",
     "StateRecord": "state.records",
     "TemporaryBucketAllocator": "buffers.temporary_memory",

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.flat_tensor import ParamRecord
-from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.host_messages import exchange, exchange_text
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.state import full_state

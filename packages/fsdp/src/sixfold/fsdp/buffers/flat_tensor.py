@@ -20,7 +20,7 @@ from sixfold.fsdp.buffers.layout import Layout, Slice, TensorSpec
 from sixfold.fsdp.errors import FsdpError
 
 if TYPE_CHECKING:
-    from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
+    from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 
 
 class DataParallelBuffer:

@@ -1,6 +1,6 @@
 """Where each tensor lies in a flat buffer of N equal shards.
 
-    TensorSpec list --> plan_layout (this file) --> unit_buffer.py
+    TensorSpec list --> plan_layout (this file) --> flat_buffer.py
 
 Pure: no tensors, no ranks, no processes. Offsets are bytes in the gathered
 buffer, whose shard r is ``[r * shard_bytes, (r + 1) * shard_bytes)``.

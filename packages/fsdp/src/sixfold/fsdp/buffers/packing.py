@@ -1,6 +1,6 @@
 """Parameters of several dtypes in one gathered buffer: where each lies, and which bytes of it travel.
 
-    parameters + dtypes --> pack (this file) --> layout, bytes per position --> unit_buffer.py, weights.py
+    parameters + dtypes --> pack (this file) --> layout, bytes per position --> flat_buffer.py, weights.py
 
 Pure: no tensors, no ranks, no processes. A stream has one layout of positions, for main weights, gradients and gathered
 weights alike; ``pitch`` is how many gathered bytes a position has.

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.flat_tensor import ParamRecord
-from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 
 
 @dataclass(eq=False)

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.temporary_memory import NAN_BYTE
 from sixfold.fsdp.buffers.unit import Unit
-from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.weights import Weights
 from sixfold.fsdp.collectives.streams import SideStream
 from sixfold.fsdp.engine.grouped_gather import GroupedGather

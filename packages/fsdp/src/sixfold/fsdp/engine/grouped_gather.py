@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.unit import Unit
-from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.weights import Weights
 from sixfold.fsdp.collectives.comm import Ranks
 from sixfold.fsdp.config import MERGE_BYTES, BufferConfig

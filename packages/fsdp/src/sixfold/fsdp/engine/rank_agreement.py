@@ -19,10 +19,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.buffers.reduction_sizes import State
 from sixfold.fsdp.buffers.unit import Unit
-from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.comm import Ranks
 from sixfold.fsdp.collectives.host_messages import Control, Rows, StoreControl, exchange, farewell
 from sixfold.fsdp.errors import FsdpError

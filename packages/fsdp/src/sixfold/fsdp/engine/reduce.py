@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.buffers.gradients import Gradients, Taken
 from sixfold.fsdp.buffers.reduction_sizes import ReductionPath, State
 from sixfold.fsdp.buffers.stored_bytes import MIXED_NUMEL, NORM_BYTES
 from sixfold.fsdp.buffers.temporary_memory import TemporaryBucketAllocator
 from sixfold.fsdp.buffers.unit import Unit
-from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.gradient_sums import Finish, RankOrderSum
 from sixfold.fsdp.collectives.streams import SideStream
 from sixfold.fsdp.config import MixedPrecision

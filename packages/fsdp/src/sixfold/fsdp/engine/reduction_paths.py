@@ -15,10 +15,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.reduction_sizes import ReductionPath, ReductionSizes, State, largest_repeated, pool_slots
 from sixfold.fsdp.buffers.temporary_memory import TemporaryBucketAllocator
 from sixfold.fsdp.buffers.unit import Unit
-from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.gradient_sums import grad_sum_of
 from sixfold.fsdp.config import MixedPrecision
 

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.buffers.layout import Slice
-from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.comm import Comm, LocalComm
 from sixfold.fsdp.collectives.streams import make_stream
 from sixfold.fsdp.engine.engine import Engine

@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.unit import Unit
-from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.comm import Launches, Ranks
 from sixfold.fsdp.collectives.communicators import Communicators
 from sixfold.fsdp.collectives.host_messages import Control, StoreControl, control_of, exchange, exchange_text

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from sixfold.fsdp.buffers.unit_buffer import Granularity
+from sixfold.fsdp.buffers.flat_buffer import Granularity
 from sixfold.fsdp.collectives.default_group import resolve_group
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy, one_of
 from sixfold.fsdp.errors import FsdpError

@@ -3,7 +3,7 @@
     UnitSpec --> groups by mesh and requires_grad (this file) --> ParamAndGradBuffer of each --> Unit
 
 ``requires_grad`` decides, as it is when the model is wrapped; one that is frozen later stays in its group. The head of
-buffers/unit_buffer.py says why the two do not mix. The buffer of a group is a *stream* of its unit.
+buffers/flat_buffer.py says why the two do not mix. The buffer of a group is a *stream* of its unit.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import nn
 
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.unit import Unit
-from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.comm import Ranks
 from sixfold.fsdp.setup.options import Options
 from sixfold.fsdp.setup.unit_selection import UnitSpec

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.flat_tensor import ParamRecord
-from sixfold.fsdp.buffers.unit_buffer import ParamAndGradBuffer
 from sixfold.fsdp.collectives.host_messages import exchange
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.errors import FsdpError

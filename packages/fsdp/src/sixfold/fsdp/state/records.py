@@ -1,6 +1,6 @@
 """Live aliases of what a checkpoint holds.
 
-    buffers/unit_buffer.py, optimizer --> state_records (this file) --> gpt's checkpoint adapter, the user
+    buffers/flat_buffer.py, optimizer --> state_records (this file) --> gpt's checkpoint adapter, the user
 
 Communicates nothing; whole tensors are load_full_state.py's.
 """

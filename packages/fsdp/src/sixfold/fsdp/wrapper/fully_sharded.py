@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import DeviceMesh
 
-from sixfold.fsdp.buffers.unit_buffer import Granularity
+from sixfold.fsdp.buffers.flat_buffer import Granularity
 from sixfold.fsdp.config import BufferConfig, MixedPrecision, ShardingStrategy
 from sixfold.fsdp.engine.reduce import StageState
 from sixfold.fsdp.errors import FsdpError, MissingError

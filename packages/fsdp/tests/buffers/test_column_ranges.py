@@ -1,4 +1,4 @@
-"""Pieces of a stream: what travels together, against a plain walk over elements."""
+"""Pieces of a flat buffer: what travels together, against a plain walk over elements."""
 
 from __future__ import annotations
 

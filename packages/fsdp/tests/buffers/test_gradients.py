@@ -1,4 +1,4 @@
-"""The memory of a stream's gradients: every move, and walks of events against a plain model."""
+"""The memory of a flat buffer's gradients: every move, and walks of events against a plain model."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Peers(LocalComm):
         self.rank = rank
 
 
-def make_stream(strategy="optim_grads", rank=None, names=tuple(SHAPES), granularity="element", **precision):
+def make_flat_buffer(strategy="optim_grads", rank=None, names=tuple(SHAPES), granularity="element", **precision):
     torch.manual_seed(0)
     parameters = [(name, nn.Parameter(torch.randn(SHAPES[name]))) for name in names]
-    stream = ParamAndGradBuffer(
+    flat_buffer = ParamAndGradBuffer(
         "blocks.0",
         parameters,
         ranks=Ranks(shard=LocalComm() if rank is None else Peers(rank), outer=LocalComm()),
@@ -48,27 +48,27 @@ def make_stream(strategy="optim_grads", rank=None, names=tuple(SHAPES), granular
         device=torch.device("cpu"),
         granularity=lambda name, parameter: granularity,
     )
-    stream.weights.bind(None)
-    return stream
+    flat_buffer.weights.bind(None)
+    return flat_buffer
 
 
 def gradient_of(record, value: float) -> Tensor:
     return torch.full(record.spec.shape, value)
 
 
-def memory_of(stream) -> Tensor:
-    return torch.zeros(stream.gradients.sum_bytes, dtype=torch.uint8)
+def memory_of(flat_buffer) -> Tensor:
+    return torch.zeros(flat_buffer.gradients.sum_bytes, dtype=torch.uint8)
 
 
-def land_all(stream, taken) -> None:
+def land_all(flat_buffer, taken) -> None:
     """What a reduction in one process does."""
-    gradients = stream.gradients
-    numel = stream.cut.main_numel
+    gradients = flat_buffer.gradients
+    numel = flat_buffer.cut.main_numel
     place = gradients.result_place(taken, 0, numel)
     total = torch.empty(numel) if place is None else place
-    staged = torch.empty(stream.cut.parts * numel)
+    staged = torch.empty(flat_buffer.cut.parts * numel)
     gradients.stage(taken, 0, numel, staged)
-    total.copy_(staged.view(stream.cut.parts, -1)[stream.cut.part])
+    total.copy_(staged.view(flat_buffer.cut.parts, -1)[flat_buffer.cut.part])
     gradients.land(taken, total, 0, numel)
     gradients.landed(taken)
 
@@ -109,93 +109,93 @@ LEGAL = {
 @pytest.mark.parametrize("state", list(State), ids=lambda state: state.value)
 @pytest.mark.parametrize("move", MOVES)
 def test_a_move_leads_to_its_state_or_raises_with_state_and_history(state, move):
-    stream = make_stream()
+    flat_buffer = make_flat_buffer()
     for earlier in REACH[state]:
-        MOVES[earlier](stream)
-    assert stream.gradients.state is state
+        MOVES[earlier](flat_buffer)
+    assert flat_buffer.gradients.state is state
     after = LEGAL.get((state, move))
     if after is not None:
-        MOVES[move](stream)
-        assert stream.gradients.state is after
+        MOVES[move](flat_buffer)
+        assert flat_buffer.gradients.state is after
         return
     with pytest.raises(FsdpError, match=f"{move} while local gradients are {state.value}") as caught:
-        MOVES[move](stream)
+        MOVES[move](flat_buffer)
     assert caught.value.unit == "blocks.0"
     assert "History: " + (", ".join(one for one in REACH[state] if one != "add") or "none") in str(caught.value)
-    assert stream.gradients.state is state
+    assert flat_buffer.gradients.state is state
 
 
 def test_landing_is_for_reductions_only():
-    stream = make_stream()
-    stream.gradients.sum_in_own()
-    taken = stream.gradients.take(fill_zeros=True)
-    land_all(stream, taken)
-    assert stream.gradients.state is State.IDLE
+    flat_buffer = make_flat_buffer()
+    flat_buffer.gradients.sum_in_own()
+    taken = flat_buffer.gradients.take(fill_zeros=True)
+    land_all(flat_buffer, taken)
+    assert flat_buffer.gradients.state is State.IDLE
     with pytest.raises(FsdpError, match="land while local gradients are idle"):
-        stream.gradients.land(taken, torch.zeros(1), 0, 1)
+        flat_buffer.gradients.land(taken, torch.zeros(1), 0, 1)
     with pytest.raises(FsdpError, match="landed while local gradients are idle"):
-        stream.gradients.landed(taken)
+        flat_buffer.gradients.landed(taken)
 
 
 def test_sums_move_from_a_slot_to_own_memory_with_what_they_hold():
-    stream = make_stream()
-    memory = memory_of(stream)
-    stream.gradients.sum_in(memory)
-    MOVES["add"](stream)
-    stream.gradients.leave_slot()
+    flat_buffer = make_flat_buffer()
+    memory = memory_of(flat_buffer)
+    flat_buffer.gradients.sum_in(memory)
+    MOVES["add"](flat_buffer)
+    flat_buffer.gradients.leave_slot()
     memory.fill_(255)  # another unit's now
-    assert stream.gradients.state is State.OWN
-    MOVES["add"](stream)
-    land_all(stream, stream.gradients.take(fill_zeros=True))
-    assert torch.equal(stream.records[0].main.grad, torch.full((35,), 2.0))
+    assert flat_buffer.gradients.state is State.OWN
+    MOVES["add"](flat_buffer)
+    land_all(flat_buffer, flat_buffer.gradients.take(fill_zeros=True))
+    assert torch.equal(flat_buffer.records[0].main.grad, torch.full((35,), 2.0))
 
 
 def test_a_reduced_gradient_takes_the_place_of_its_local_sum_until_both_are_needed():
-    stream = make_stream("optim", rank=0)
-    for value, own in ((1.0, 0), (2.0, stream.cut.main_numel * 4)):
-        stream.gradients.sum_in_own()
-        stream.gradients.add(stream.records[0], gradient_of(stream.records[0], value))
-        assert stream.gradients.home_bytes == own
-        land_all(stream, stream.gradients.take(fill_zeros=True))
-    held = stream.records[0].main.grad
+    flat_buffer = make_flat_buffer("optim", rank=0)
+    for value, own in ((1.0, 0), (2.0, flat_buffer.cut.main_numel * 4)):
+        flat_buffer.gradients.sum_in_own()
+        flat_buffer.gradients.add(flat_buffer.records[0], gradient_of(flat_buffer.records[0], value))
+        assert flat_buffer.gradients.home_bytes == own
+        land_all(flat_buffer, flat_buffer.gradients.take(fill_zeros=True))
+    held = flat_buffer.records[0].main.grad
     assert torch.equal(held, torch.full_like(held, 3.0))
-    assert stream.gradients.own_local_bytes == stream.cut.full_numel * 4
+    assert flat_buffer.gradients.own_local_bytes == flat_buffer.cut.full_numel * 4
 
 
 def test_own_sums_are_not_released_under_main_gradients():
-    stream = make_stream("optim", rank=0)
-    stream.gradients.sum_in_own()
-    land_all(stream, stream.gradients.take(fill_zeros=True))
+    flat_buffer = make_flat_buffer("optim", rank=0)
+    flat_buffer.gradients.sum_in_own()
+    land_all(flat_buffer, flat_buffer.gradients.take(fill_zeros=True))
     with pytest.raises(FsdpError, match="main gradients lie in them"):
-        stream.gradients.release_own()
+        flat_buffer.gradients.release_own()
 
 
 def test_a_gradient_of_the_users_own_is_added_to_and_kept_in_our_memory():
-    stream = make_stream()
-    record = stream.records[0]
-    stream.gradients.sum_in_own()
-    land_all(stream, stream.gradients.take(fill_zeros=True))
+    flat_buffer = make_flat_buffer()
+    record = flat_buffer.records[0]
+    flat_buffer.gradients.sum_in_own()
+    land_all(flat_buffer, flat_buffer.gradients.take(fill_zeros=True))
     record.main.grad = torch.full_like(record.main, 5.0)
-    stream.gradients.sum_in_own()
-    stream.gradients.add(record, gradient_of(record, 2.0))
-    land_all(stream, stream.gradients.take(fill_zeros=True))
+    flat_buffer.gradients.sum_in_own()
+    flat_buffer.gradients.add(record, gradient_of(record, 2.0))
+    land_all(flat_buffer, flat_buffer.gradients.take(fill_zeros=True))
     assert torch.equal(record.main.grad, torch.full_like(record.main, 7.0))
 
 
-def test_a_rank_that_holds_nothing_of_a_stream_takes_part():
-    stream = make_stream(rank=1, names=["a"], granularity="tensor")
-    assert stream.records[0].main is None
+def test_a_rank_that_holds_nothing_of_a_flat_buffer_takes_part():
+    flat_buffer = make_flat_buffer(rank=1, names=["a"], granularity="tensor")
+    assert flat_buffer.records[0].main is None
     for _ in range(2):
-        stream.gradients.hold()
-        stream.gradients.add(stream.records[0], torch.ones(5, 7))
-        land_all(stream, stream.gradients.take(fill_zeros=True))
-    assert stream.gradients.state is State.IDLE
+        flat_buffer.gradients.hold()
+        flat_buffer.gradients.add(flat_buffer.records[0], torch.ones(5, 7))
+        land_all(flat_buffer, flat_buffer.gradients.take(fill_zeros=True))
+    assert flat_buffer.gradients.state is State.IDLE
 
 
 class Plain:
     """Gradients as a dictionary holds them."""
 
-    def __init__(self, stream) -> None:
+    def __init__(self, flat_buffer) -> None:
         self.local: dict[str, Tensor] = {}
         self.main: dict[str, Tensor] = {}
 
@@ -209,8 +209,8 @@ class Plain:
         self.local = {}
 
 
-def main_part(stream, record, whole: Tensor) -> Tensor:
-    part = stream.weights.main.slice(record.name)
+def main_part(flat_buffer, record, whole: Tensor) -> Tensor:
+    part = flat_buffer.weights.main.slice(record.name)
     return whole.reshape(-1)[part.start : part.stop]
 
 
@@ -219,16 +219,16 @@ def main_part(stream, record, whole: Tensor) -> Tensor:
 def test_a_random_walk_agrees_with_a_dictionary(seed):
     rng = random.Random(seed)
     strategy = rng.choice(list(ShardingStrategy))
-    stream = make_stream(strategy, rng.choice([None, 0, 1]))
-    gradients, plain = stream.gradients, Plain(stream)
-    memory = memory_of(stream)
-    pieces = rng.choice([stream.cut.main_numel, 8, 3])
+    flat_buffer = make_flat_buffer(strategy, rng.choice([None, 0, 1]))
+    gradients, plain = flat_buffer.gradients, Plain(flat_buffer)
+    memory = memory_of(flat_buffer)
+    pieces = rng.choice([flat_buffer.cut.main_numel, 8, 3])
     for _ in range(40):
         if gradients.state is State.IDLE:
             event = rng.choice(["own", "slot", "hold", "zero_grad"])
         else:
             event = rng.choice(["add", "add", "add", "reduce", "drop", "forget", "leave_slot", "zero one"])
-        record = rng.choice(stream.records)
+        record = rng.choice(flat_buffer.records)
         if event == "own":
             gradients.sum_in_own()
         elif event in ("slot", "hold") and strategy.shards_grads:
@@ -246,7 +246,7 @@ def test_a_random_walk_agrees_with_a_dictionary(seed):
         elif event == "leave_slot" and gradients.state is State.SLOT:
             gradients.leave_slot()
         elif event == "zero_grad":
-            for one in stream.records:
+            for one in flat_buffer.records:
                 if one.main is not None:
                     one.main.grad = None
             plain.main = {}
@@ -256,21 +256,21 @@ def test_a_random_walk_agrees_with_a_dictionary(seed):
         elif event == "reduce":
             fill = rng.random() < 0.5
             names = list(SHAPES) if fill else list(plain.local)
-            reduce_in_pieces(stream, fill, pieces)
+            reduce_in_pieces(flat_buffer, fill, pieces)
             plain.reduce(names)
-        for one in stream.records:
+        for one in flat_buffer.records:
             assert gradients.filled(one) == (one.name in plain.local), (seed, event)
             if one.main is not None:
                 expected = plain.main.get(one.name)
                 if expected is None:
                     assert one.main.grad is None, (seed, event, one.name)
                 else:
-                    assert torch.equal(one.main.grad.view(-1), main_part(stream, one, expected)), (seed, event)
+                    assert torch.equal(one.main.grad.view(-1), main_part(flat_buffer, one, expected)), (seed, event)
 
 
-def reduce_in_pieces(stream, fill: bool, width: int) -> None:
+def reduce_in_pieces(flat_buffer, fill: bool, width: int) -> None:
     """This rank's own part of its own gradients, ``width`` columns at a time."""
-    gradients, cut = stream.gradients, stream.cut
+    gradients, cut = flat_buffer.gradients, flat_buffer.cut
     taken = gradients.take(fill_zeros=fill)
     for start in range(0, cut.main_numel, width):
         stop = min(start + width, cut.main_numel)
@@ -296,16 +296,16 @@ def test_adding_in_parts_has_the_bits_of_adding_at_once(narrow):
 
 
 def test_a_step_finds_narrow_gradients_in_main_dtype_and_they_are_narrow_again_after_it():
-    stream = make_stream(rank=0, grad_dtype=torch.bfloat16)
-    record = stream.records[0]
-    stream.gradients.hold()
-    stream.gradients.add(record, torch.full((5, 7), 1 / 3))
-    land_all(stream, stream.gradients.take(fill_zeros=True))
+    flat_buffer = make_flat_buffer(rank=0, grad_dtype=torch.bfloat16)
+    record = flat_buffer.records[0]
+    flat_buffer.gradients.hold()
+    flat_buffer.gradients.add(record, torch.full((5, 7), 1 / 3))
+    land_all(flat_buffer, flat_buffer.gradients.take(fill_zeros=True))
     narrow = record.main.grad
     assert narrow.dtype is torch.bfloat16
-    stream.gradients.main.widen()
+    flat_buffer.gradients.main.widen()
     assert torch.equal(record.main.grad, torch.full((record.main.numel(),), 1 / 3).bfloat16().float())
-    stream.gradients.main.narrow()
+    flat_buffer.gradients.main.narrow()
     assert record.main.grad is narrow
 
 

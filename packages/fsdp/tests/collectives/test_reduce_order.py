@@ -70,14 +70,14 @@ def logged(at_once=True, **options):
     model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block, nn.Embedding, net.head], **options)
     log, reduction = Log(), model._engine.reduction
     reduction._side, reduction._at_once = log, at_once
-    for stream in (stream for unit in model._engine.units for stream in unit.trained):
-        watch(log, stream)
+    for flat_buffer in (one for unit in model._engine.units for one in unit.trained):
+        watch(log, flat_buffer)
     return net, model, log
 
 
-def watch(log, stream):
-    """The stream's sum over ranks, and its landing."""
-    gradients, name = stream.gradients, stream.unit or "root"
+def watch(log, flat_buffer):
+    """The flat buffer's sum over ranks, and its landing."""
+    gradients, name = flat_buffer.gradients, flat_buffer.unit or "root"
     land, landed = gradients.land, gradients.landed
 
     def noted_land(*args):
@@ -150,9 +150,9 @@ class Replica(LocalComm):
 def test_both_sums_of_hybrid_sharding_are_enqueued_before_a_unit_lands():
     _, model, log = logged(strategy="optim_grads")
     paths = model._engine.reduction.paths
-    for stream in (stream for unit in model._engine.units for stream in unit.trained):
-        stream.ranks = Ranks(shard=stream.ranks.shard, outer=Replica(log))
-        paths.sums[stream.ranks.outer] = BackendSum()
+    for flat_buffer in (one for unit in model._engine.units for one in unit.trained):
+        flat_buffer.ranks = Ranks(shard=flat_buffer.ranks.shard, outer=Replica(log))
+        paths.sums[flat_buffer.ranks.outer] = BackendSum()
     waits_and_landings(log, 2, model)
     lines = [line for line in log.lines if not line.startswith(("compute", "reduce follows")) and "free" not in line]
     assert lines[::2] == ["sum over replicas"] * (len(lines) // 2)

@@ -22,10 +22,10 @@ def test_a_shard_is_as_large_as_the_planned_layout_and_shards_hold_each_element_
     formats = BufferFormats(
         strategy=ShardingStrategy("optim_grads_params"), compute=2, main=4, grad=4, reduce=4, align=align
     )
-    stream = StreamSizes(sizes, formats, ranks)
+    planned = StreamSizes(sizes, formats, ranks)
     specs = [TensorSpec(f"t{at}", (numel,), torch.bfloat16) for at, numel in enumerate(sizes)]
-    assert stream.shard_numel * 2 == plan_layout(specs, ranks, align_bytes=align).shard_bytes
-    held = [stream.held_numel(rank) for rank in range(ranks)]
+    assert planned.shard_numel * 2 == plan_layout(specs, ranks, align_bytes=align).shard_bytes
+    held = [planned.held_numel(rank) for rank in range(ranks)]
     assert [sum(one) for one in zip(*held, strict=True)] == list(sizes)
 
 
@@ -70,13 +70,13 @@ def test_the_sum_is_that_of_a_models_report_and_of_its_optimizer(strategy):
 def test_eight_ranks_with_adam_keep_the_bytes_per_parameter_that_the_guide_names(strategy, trained, fp32):
     for compute, expected in ((2, trained), (4, fp32)):
         formats = BufferFormats(strategy=ShardingStrategy(strategy), compute=compute, main=4, grad=4, reduce=4)
-        streams = [
+        flat_buffers = [
             (None, [StreamSizes((8 * 4096,), formats, 8)]),
             *[("Layer", [StreamSizes((65536,), formats, 8)])] * 4,
         ]
         numel = 8 * 4096 + 4 * 65536
         adam = 2 * 4 * numel // (1 if strategy == "no_shard" else 8)
         found = stored_bytes(
-            streams, formats, per_microbatch=strategy in ("optim_grads", "optim_grads_params"), state_bytes=adam
+            flat_buffers, formats, per_microbatch=strategy in ("optim_grads", "optim_grads_params"), state_bytes=adam
         )
         assert found.parameters + found.gradients + found.optimizer == expected * numel

@@ -75,7 +75,7 @@ def test_a_budget_changes_traffic_and_no_bit(dtype: torch.dtype | None) -> None:
         for rank in range(2):
             for sizes, weights, calls, report in results[rank][at]:
                 assert same(expected, weights) == [], f"{options} on rank {rank}"
-                if "frozen" not in options:  # whose stream is a second all-gather of its unit
+                if "frozen" not in options:  # whose flat buffer is a second all-gather of its unit
                     assert calls == report["plan"]["gathers"] + 1, "the root unit once"
                 budget = report["plan"]["budget_bytes"]
                 assert report["plan"]["peak_bytes"] <= budget

@@ -120,10 +120,10 @@ def get_optimizer_state_dict(
             if "cut" not in what:
                 state[name][key] = _number(what)
     for unit in model._engine.units:
-        for stream in unit.streams:
-            for key, dtype in _cut_keys(stream, described):
-                values = _gather_state(model, optimizer, stream, key, dtype)
-                for record in stream.records:
+        for flat_buffer in unit.flat_buffers:
+            for key, dtype in _cut_keys(flat_buffer, described):
+                values = _gather_state(model, optimizer, flat_buffer, key, dtype)
+                for record in flat_buffer.records:
                     if "cut" in described.get(record.name, {"state": {}})["state"].get(key, {}):
                         state[record.name][key] = place(record, values.full(record.name))
     order = {name: {key: state[name][key] for key in described[name]["state"]} for name in state}
@@ -281,11 +281,11 @@ def _number(what: Mapping[str, Any]) -> Any:
     return torch.full(what["shape"], what["value"], dtype=getattr(torch, what["dtype"]))
 
 
-def _cut_keys(stream: ParamAndGradBuffer, described: Described) -> list[tuple[str, torch.dtype]]:
-    """Keys of state that is cut like the parameters of ``stream``, in the same order on all ranks."""
+def _cut_keys(flat_buffer: ParamAndGradBuffer, described: Described) -> list[tuple[str, torch.dtype]]:
+    """Keys of state that is cut like the parameters of ``flat_buffer``, in the same order on all ranks."""
     found = {
         (key, what["cut"])
-        for record in stream.records
+        for record in flat_buffer.records
         for key, what in described.get(record.name, {"state": {}})["state"].items()
         if "cut" in what
     }
@@ -295,17 +295,17 @@ def _cut_keys(stream: ParamAndGradBuffer, described: Described) -> list[tuple[st
 def _gather_state(
     model: FullyShardedDataParallel,
     optimizer: torch.optim.Optimizer,
-    stream: ParamAndGradBuffer,
+    flat_buffer: ParamAndGradBuffer,
     key: str,
     dtype: torch.dtype,
 ) -> Any:
-    flat = torch.zeros(stream.cut.main_numel, dtype=dtype, device=stream.device)
-    parts = stream.cut.view_of(flat)
-    for record in stream.records:
+    flat = torch.zeros(flat_buffer.cut.main_numel, dtype=dtype, device=flat_buffer.device)
+    parts = flat_buffer.cut.view_of(flat)
+    for record in flat_buffer.records:
         value = None if record.main is None else optimizer.state.get(record.main, {}).get(key)
         if isinstance(value, Tensor) and value.dtype == dtype:
             parts.local(record.name).copy_(value)
-    return stream.cut.view_of(full_state.whole_of(stream, flat, model._engine))
+    return flat_buffer.cut.view_of(full_state.whole_of(flat_buffer, flat, model._engine))
 
 
 def _groups(optimizer: torch.optim.Optimizer, described: Described) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
-"""Which elements of a stream travel together, and what is copied to bring them together.
+"""Which elements of a flat buffer travel together, and what is copied to bring them together.
 
     Cut, bucket_bytes --> columns, copies (this file) --> gradients.py, engine/reduce.py
 
-Pure integers: no tensor, no rank. A stream is N rows (shards) of S elements, its tensors lie in the rows one after the
-other. A *piece* is a range of columns: the same elements of every shard. So the reduce-scatter of a piece gives a
-contiguous part of each rank's shard.
+Pure integers: no tensor, no rank. A flat buffer is N rows (shards) of S elements; its tensors lie in the rows one
+after the other. A *piece* is a range of columns: the same elements of every shard. So the reduce-scatter of a piece
+gives a contiguous part of each rank's shard.
 
     N = 2, S = 6, tensors a (0..8) and b (8..11), one element of padding; the piece of columns 2..4:
 

@@ -1,9 +1,9 @@
-"""One stream of a unit: parameters that are sharded over one mesh and are all trainable, or all frozen.
+"""One flat buffer of a unit: parameters that are sharded over one mesh and are all trainable, or all frozen.
 
     layout.py --> ParamAndGradBuffer (this file) = cut + weights + gradients + records --> unit.py
 
-Puts the parts together; starts no collective and installs no hook. A frozen stream is one of its own: a layout
-shared with trainable parameters would give gathers and reductions different owners.
+Puts the parts together; starts no collective and installs no hook. Frozen parameters have a flat buffer of their own:
+a layout shared with trainable ones would give gathers and reductions different owners.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Granularity = Callable[[str, nn.Parameter], str | int]
 
 
 class ParamAndGradBuffer:
-    """The memory of one stream.
+    """A flat buffer: weights and gradients of its parameters, in one layout.
 
     Args:
-        held: bytes of whole tensors that each rank owns in other streams of this mesh; see ``plan_layout``.
+        held: bytes of whole tensors that each rank owns in other flat buffers of this mesh; see ``plan_layout``.
     Attributes:
         unit: its unit's name.
         ranks: the mesh it is sharded over.

@@ -1,9 +1,9 @@
-"""One flat tensor in the layout of a stream, and the record of a parameter that lies in it.
+"""One flat tensor in the layout of a flat buffer, and the record of a parameter that lies in it.
 
     layout.py --> Cut, DataParallelBuffer, ParamRecord (this file) --> weights.py, gradients.py, state/records.py
 
 Knows places and views; owns no weight and no gradient. N is the size of the shard dimension, S the elements of a
-shard. Compute weights, main weights and gradients of a stream share one element layout.
+shard. Compute weights, main weights and gradients of a flat buffer share one element layout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class DataParallelBuffer:
-    """One flat tensor in the layout of a unit: all shards, or this rank's alone.
+    """One flat tensor in the layout of a flat buffer: all shards, or this rank's alone.
 
     Args:
         layout: planned in elements of ``itemsize`` bytes.
@@ -81,7 +81,7 @@ def local_shape(spec: TensorSpec, part: Slice) -> tuple[int, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Where the elements of a stream lie on this rank.
+    """Where the elements of a flat buffer lie on this rank.
 
     Attributes:
         layout: planned in elements of ``itemsize`` bytes.
@@ -119,7 +119,7 @@ class Cut:
 
 
 class ParamRecord:
-    """One parameter in its stream's buffers.
+    """One parameter in its flat buffer.
 
     ``main`` is what the optimizer updates (None where nothing of it lies here); ``wanted`` is ``requires_grad`` as it
     was last set; ``left_out``: every backward since the last reduction was asked for others (``inputs=``);

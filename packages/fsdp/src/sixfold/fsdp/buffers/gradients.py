@@ -1,13 +1,13 @@
-"""The local gradients of a stream: where they are summed, and how a reduction takes them and brings its result.
+"""The local gradients of a flat buffer: where they are summed, and how a reduction takes them and brings its result.
 
     autograd --> Gradients.add (this file) --> take, stage --> engine/reduce.py --> land --> main_gradients.py
 
-Knows memory and its states; starts no collective, no stream, no hook. A local sum has the size of the whole stream,
-main gradients that of what this rank holds.
+Knows memory and its states; starts no collective, no stream, no hook. A local sum has the size of the whole flat
+buffer, main gradients that of what this rank holds.
 
 [Note: states of local gradients]
 
-    IDLE ---- sum_in_own ----> OWN ---+                     flat sums in main_dtype, in memory of the stream alone
+    IDLE ---- sum_in_own ----> OWN ---+                     flat sums in main_dtype, in memory of the flat buffer alone
       +------ sum_in --------> SLOT --+-- take --> REDUCING -- landed --> IDLE
       +------ hold ----------> HELD --+                     where autograd made them, in the compute dtype
 
@@ -67,7 +67,7 @@ class Taken:
 
 
 class Gradients:
-    """Local sums and main gradients of a stream; one of a frozen stream stays idle.
+    """Local sums and main gradients of a flat buffer; those of a frozen one stay idle.
 
     Args:
         main_dtype: of local sums, whatever the compute dtype is.
@@ -76,7 +76,7 @@ class Gradients:
 
     Attributes:
         state: of local gradients; whoever reduces them reads it.
-        sum_bytes: of a local sum of the whole stream.
+        sum_bytes: of a local sum of the whole flat buffer.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Gradients:
 
     @property
     def own_local_bytes(self) -> int:
-        """Bytes of full-size local sums that only this stream uses."""
+        """Bytes of full-size local sums that only this flat buffer uses."""
         return 0 if self._own is None else self._own.flat.nbytes
 
     @property
@@ -161,7 +161,7 @@ class Gradients:
         self.state = State.HELD
 
     def sum_in_own(self) -> None:
-        """Sum in memory of this stream alone."""
+        """Sum in memory of this flat buffer alone."""
         self._move("sum_in_own", State.IDLE)
         if self._own is None:
             self._own = self._make_sum(torch.zeros(self._cut.full_numel, dtype=self.dtype, device=self._device))

@@ -1,4 +1,4 @@
-"""The main gradients of a stream: where they lie, and in which dtype an optimizer finds them.
+"""The main gradients of a flat buffer: where they lie, and in which dtype an optimizer finds them.
 
     gradients.py lands sums --> MainGradients (this file) --> main.grad, which optimizers and their norms read
 
@@ -6,7 +6,7 @@ Whether a main gradient is *alive* is no state of ours: ``main.grad`` is the use
 
 [Note: narrow main gradients] torch's optimizers compute with the gradient's dtype, and raise when it is not the
 parameter's. Between the reduction and the step, main gradients lie in the narrower ``grad_dtype``. In the step, main
-parameters have copies in main_dtype: one stream after the other (optimizers/chunked_step.py), or all where the
+parameters have copies in main_dtype: one flat buffer after the other (optimizers/chunked_step.py), or all where the
 optimizer needs all. What a step does to the copies (GradScaler's unscaling) is gone after it.
 
 [Note: gradients that are held] A tensor ``g = main.grad`` that is kept over ``zero_grad()`` is the user's, as in plain

@@ -2,8 +2,8 @@
 
     parameters + dtypes --> pack (this file) --> layout, bytes per position --> flat_buffer.py, weights.py
 
-Pure: no tensors, no ranks, no processes. A stream has one layout of positions, for main weights, gradients and gathered
-weights alike; ``pitch`` is how many gathered bytes a position has.
+Pure: no tensors, no ranks, no processes. A flat buffer has one layout of positions, for main weights, gradients and
+gathered weights alike; ``pitch`` is how many gathered bytes a position has.
 
 [Note: one collective for several dtypes] Packing the dtypes of each rank one after the other would tear every tensor
 that lies on two ranks. Two buffers would be two collectives. So all tensors lie in one buffer. One whose elements have

@@ -1,4 +1,4 @@
-"""Where a stream's local gradients lie, and what memory their reduction takes beside them; in integers.
+"""Where a flat buffer's local gradients lie, and what memory their reduction takes beside them; in integers.
 
     sizes, dtypes, bucket_bytes --> ReductionSizes (this file) --> engine/reduction_paths.py; stored_bytes.py
 
@@ -34,7 +34,7 @@ OPEN = (State.OWN, State.SLOT, State.HELD)  # gradients may be added
 
 @dataclass(frozen=True, slots=True)
 class ReductionPath:
-    """One path of a stream to its main gradients.
+    """One path of a flat buffer to its main gradients.
 
     Attributes:
         kind: where its local gradients lie. [Note: states of local gradients]
@@ -56,7 +56,7 @@ class ReductionPath:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReductionSizes:
-    """What the paths of a stream follow from.
+    """What the paths of a flat buffer follow from.
 
     Attributes:
         row: elements of a rank's part of the sums, of which there are ``parts``.
@@ -76,14 +76,15 @@ class ReductionSizes:
     bucket_bytes: int
 
     def own(self) -> ReductionPath:
-        """The path of whole sums in the stream's own memory."""
+        """The path of whole sums in the flat buffer's own memory."""
         direct = not self.narrow and self._scratch(self.row) == (0, 0)
         pieces = ((0, self.row),) if direct else self._pieces()
         return self._path(State.OWN, pieces, staged=self.narrow or len(pieces) > 1)
 
     def fused(self, *, alone: bool) -> ReductionPath:
         """That of gradients that are reduced in the backward that makes them: in a slot where they fit and travel as
-        they are. ``alone``: no other stream of the unit is reduced, and all come through one backward (not the root's).
+        they are. ``alone``: no other flat buffer of the unit is reduced, and all come through one backward (not the
+        root's).
         """
         pieces = self._pieces()
         if alone and len(pieces) == 1 and not self.narrow:
@@ -112,16 +113,16 @@ class ReductionSizes:
 
 
 def pool_slots(paths: Iterable[Sequence[ReductionPath]], slots: int) -> tuple[int, int]:
-    """(slots of the pool, bytes of each): at most ``slots``, each large enough for a piece of any of the streams."""
-    of_streams = [list(one) for one in paths]
-    largest = max((path.slot_bytes for one in of_streams for path in one), default=0)
-    pieces = sum(max(len(path.pieces) for path in one) for one in of_streams)
+    """(slots of the pool, bytes of each): at most ``slots``, each large enough for a piece of any flat buffer."""
+    of_flat_buffers = [list(one) for one in paths]
+    largest = max((path.slot_bytes for one in of_flat_buffers for path in one), default=0)
+    pieces = sum(max(len(path.pieces) for path in one) for one in of_flat_buffers)
     return (min(slots, pieces), largest) if largest else (0, 0)
 
 
 def largest_repeated(sums: Iterable[tuple[object, int]]) -> int:
-    """Bytes of a bucket, from (class of a unit, bytes of local sums of its largest stream): the largest of a class that
-    occurs twice; the largest if none does. At least a sixteenth of the largest of all.
+    """Bytes of a bucket, from (class of a unit, bytes of local sums of its largest flat buffer): the largest of a class
+    that occurs twice; the largest if none does. At least a sixteenth of the largest of all.
     """
     sizes = list(sums)
     kinds = Counter(kind for kind, _ in sizes)

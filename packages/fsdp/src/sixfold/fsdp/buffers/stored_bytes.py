@@ -55,7 +55,7 @@ class BufferFormats:
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """A stream in equal shards of positions, with the padding that alignment takes.
+    """A flat buffer in equal shards of positions, with the padding that alignment takes.
 
     Where matrices travel as fp8, a position is either a byte or as wide as the other tensors. In the first case an
     element of another tensor takes several positions; in the second, fp8 travels widened. The one that moves fewer
@@ -126,7 +126,7 @@ class StreamSizes:
         return tuple(one * numel // size for one, numel, size in zip(here, self.tensors, sizes, strict=True))
 
     def _paths(self, bucket_bytes: int, *, alone: bool) -> list[ReductionPath]:
-        """Of its reductions; ``alone``: the only stream of a unit other than the root."""
+        """Of its reductions; ``alone``: the only flat buffer of a unit other than the root."""
         formats = self.formats
         sizes = ReductionSizes(
             row=self.main_numel,
@@ -201,12 +201,12 @@ def stored_bytes(
     """What a rank holds of ``units`` from the first step's end on.
 
     Args:
-        units: (class, streams) of each, the root unit first. Units whose class occurs twice share memory.
+        units: (class, flat buffers) of each, the root unit first. Units whose class occurs twice share memory.
         per_microbatch: True: gradients are reduced in each backward. False: they are summed whole until the last one.
         state_bytes: bytes of the optimizer's state in the device's memory.
         slot_bytes: bytes of all slots, if another package makes the reductions.
     """
-    strategy, held = formats.strategy, [stream for _, streams in units for stream in streams]
+    strategy, held = formats.strategy, [one for _, flat_buffers in units for one in flat_buffers]
     mains, sums = sum(one.main_numel for one in held), sum(one.sum_bytes for one in held)
     slots = _slot_bytes(units, formats) if slot_bytes is None else slot_bytes
     home = mains * formats.grad
@@ -228,7 +228,7 @@ def stored_bytes(
 
 def _gathered_bytes(units: Sequence[tuple[object, Sequence[StreamSizes]]], formats: BufferFormats) -> int:
     """The root's own, and the turns of the others."""
-    (_, root), *others = [(kind, sum(one.gathered_bytes for one in streams)) for kind, streams in units]
+    (_, root), *others = [(kind, sum(one.gathered_bytes for one in flat_buffers)) for kind, flat_buffers in units]
     turns = [(0, kind, size) for kind, size in others if size]
     total = sum(size for _, _, size in turns)
     if isinstance(formats.gathered_bytes, int):
@@ -239,13 +239,13 @@ def _gathered_bytes(units: Sequence[tuple[object, Sequence[StreamSizes]]], forma
 
 
 def _slot_bytes(units: Sequence[tuple[object, Sequence[StreamSizes]]], formats: BufferFormats) -> int:
-    sums = [(kind, max((one.sum_bytes for one in streams), default=0)) for kind, streams in units]
+    sums = [(kind, max((one.sum_bytes for one in flat_buffers), default=0)) for kind, flat_buffers in units]
     bucket = formats.bucket_bytes or largest_repeated(sums)
     known: dict[tuple[int, bool], list[ReductionPath]] = {}  # layers are alike: worked out once
     paths = []
-    for at, (_, streams) in enumerate(units):
-        alone = bool(at) and len(streams) == 1
-        for one in streams:
+    for at, (_, flat_buffers) in enumerate(units):
+        alone = bool(at) and len(flat_buffers) == 1
+        for one in flat_buffers:
             if (id(one), alone) not in known:
                 known[id(one), alone] = one._paths(bucket, alone=alone)
             paths.append(known[id(one), alone])

@@ -1,6 +1,6 @@
 """A unit at work: parameters that are gathered and freed together, and the modules whose calls use them.
 
-    setup/unit_selection.py's UnitSpec + streams --> Unit (this file) --> engine/engine.py
+    setup/unit_selection.py's UnitSpec + flat buffers --> Unit (this file) --> engine/engine.py
 
 A record: starts nothing.
 """
@@ -19,17 +19,17 @@ from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 
 @dataclass(eq=False)
 class Unit:
-    """A unit at work: its streams, whether it ``shares`` gathered memory, and the stage that drives it (None: none).
+    """A unit at work: its flat buffers, whether it ``shares`` gathered memory, and the stage that drives it or None.
 
-    ``streams`` are keyed by (mesh, trainable), trainable ones first. ``gathered_bytes`` lie here; ``turn_bytes`` count
-    where units take turns, the most that any rank gathers: all ranks plan alike.
+    ``flat_buffers`` are keyed by (mesh, trainable), trainable ones first. ``gathered_bytes`` lie here; ``turn_bytes``
+    count where units take turns, the most that any rank gathers: all ranks plan alike.
     """
 
     name: str
     index: int
     module: nn.Module
     around: tuple[Unit, ...]  # units that hold this one, the root left out
-    streams: tuple[ParamAndGradBuffer, ...]
+    flat_buffers: tuple[ParamAndGradBuffer, ...]
     device: torch.device
     shares: bool = False
     stage: object | None = None
@@ -37,8 +37,8 @@ class Unit:
     beside: tuple[nn.Module, ...] = ()  # modules that were merged into it
 
     def __post_init__(self) -> None:
-        self.trained = tuple(stream for stream in self.streams if stream.trainable)
-        self.gathered_bytes = sum(stream.weights.slot_bytes for stream in self.streams)
+        self.trained = tuple(one for one in self.flat_buffers if one.trainable)
+        self.gathered_bytes = sum(one.weights.slot_bytes for one in self.flat_buffers)
         self.gathered_ranges: tuple[tuple[int, int], ...] = ()  # addresses of what turns to other units' weights
         self.turn_bytes = self.gathered_bytes
 
@@ -49,8 +49,8 @@ class Unit:
 
     @property
     def records(self) -> list[ParamRecord]:
-        """Of all streams, trainable ones first."""
-        return [record for stream in self.streams for record in stream.records]
+        """Of all flat buffers, trainable ones first."""
+        return [record for flat_buffer in self.flat_buffers for record in flat_buffer.records]
 
 
 def tied_in_root(root: Unit) -> list[str]:

@@ -1,4 +1,4 @@
-"""The weights of a stream: main weights, what a gather sends, and the gathered compute weights.
+"""The weights of a flat buffer: main weights, what a gather sends, and the gathered compute weights.
 
     packing.py, flat_tensor.py --> Weights (this file) --> engine/gather.py, state/records.py, report/model_report.py
 
@@ -68,7 +68,7 @@ class Weights:
         self.aliased = self.dtype == main_dtype and not fp8  # main weights are the gather source
         self.scales: Fp8Scales | None = None
         self.gathered: Tensor
-        self._kept: Tensor | None = None  # gathered memory of this stream alone
+        self._kept: Tensor | None = None  # gathered memory of this flat buffer alone
         self._copies: tuple[list[Tensor], list[Tensor]] = [], []  # what layers read, and what travelled for it
         if shards_params:
             self.source = torch.zeros(cut.main_numel * pitch, dtype=torch.uint8, device=device).view(self.dtype)
@@ -138,7 +138,7 @@ class Weights:
 
     @property
     def slot_bytes(self) -> int:
-        """``gathered_bytes`` rounded up, so that the next stream in a slot starts aligned."""
+        """``gathered_bytes`` rounded up, so that the next flat buffer in a slot starts aligned."""
         return round_up(self.gathered_bytes, self._align)
 
     def _copied_as(self, record: ParamRecord) -> torch.dtype | None:
@@ -147,7 +147,7 @@ class Weights:
         return None if wanted == self._travel[record.name] else wanted
 
     def bind(self, memory: Tensor | None) -> None:
-        """Take ``memory`` (bytes) for gathered weights, again only when their unit moves; None: this stream's own."""
+        """Take ``memory`` (bytes) for gathered weights, again only when their unit moves; None: memory of its own."""
         if memory is None:
             if self._kept is None:
                 self._kept = torch.zeros(self.slot_bytes, dtype=torch.uint8, device=self._device)

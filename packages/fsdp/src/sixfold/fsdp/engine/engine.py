@@ -63,8 +63,8 @@ class Engine:
             record.parameter: record for unit in units for record in unit.records
         }
         self.numbered = tuple(self.records.values())
-        self._trained = [stream for unit in units for stream in unit.trained]
-        self._trainable = [record for stream in self._trained for record in stream.records]
+        self._trained = [flat_buffer for unit in units for flat_buffer in unit.trained]
+        self._trainable = [record for flat_buffer in self._trained for record in flat_buffer.records]
         self._by_name = {unit.name: unit for unit in units}
         self._holds_others = {0, *(outer.index for unit in units for outer in unit.around)}
         self.reduce_policy = ReducePolicy(grad_reduce, shards_grads=strategy.shards_grads)
@@ -277,22 +277,22 @@ class Engine:
         """Autograd finished ``record``'s gradient."""
         if self.faults.failed is not None:
             return
-        stream = record.buffer
-        if stream.unit not in self._here:
+        flat_buffer = record.buffer
+        if flat_buffer.unit not in self._here:
             raise FsdpError(
                 f"the gradient of {record.name} came while its unit's weights were not gathered: a tensor left the "
                 "unit in this step for the first time, and not through its outputs. Return it in a tuple, list or "
                 'dict, or use BufferConfig(gathered_bytes="all")',
-                unit=stream.unit,
+                unit=flat_buffer.unit,
                 step=self.faults.step,
                 op="reduce",
             )
-        if stream.gradients.state not in OPEN:
-            unit = self._by_name[stream.unit]
+        if flat_buffer.gradients.state not in OPEN:
+            unit = self._by_name[flat_buffer.unit]
             backward = self._backward or self._begin_backward()
             self._touched.add(unit.index)
-            self.reduction.acquire(stream, pooled=self._shards_grads and unit.index in backward.reduces)
-        stream.gradients.add(record, gradient, self.reduction.wide)
+            self.reduction.acquire(flat_buffer, pooled=self._shards_grads and unit.index in backward.reduces)
+        flat_buffer.gradients.add(record, gradient, self.reduction.wide)
 
     def deliver_deferred(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """A driven program brings a gradient that autograd did not deliver: the same local sum."""
@@ -402,8 +402,8 @@ class Engine:
         self.finish_grad_sync(inside_step=True)
         self.gathering.settle()
         self.faults.check()  # [Note: flag before abort]
-        for stream in self._trained if widen else ():
-            stream.gradients.main.widen()
+        for flat_buffer in self._trained if widen else ():
+            flat_buffer.gradients.main.widen()
         self.main_parameters.adopt()
         self.main_parameters.show(nn.Parameter)
         self.stepping = True
@@ -413,8 +413,8 @@ class Engine:
         self.stepping = False
         self.main_parameters.show(MainParameter)
         self.main_parameters.adopt()
-        for stream in self._trained:
-            stream.gradients.main.narrow()
+        for flat_buffer in self._trained:
+            flat_buffer.gradients.main.narrow()
         self.main_changed(frozen=False)
         self._stepped = True
 
@@ -436,7 +436,7 @@ class Engine:
             record.main.grad = None
         gone = self._forgotten.setdefault(unit.index, set())
         gone.add(record)
-        if len(gone) == sum(len(stream.records) for stream in unit.trained):
+        if len(gone) == sum(len(one.records) for one in unit.trained):
             self.reduction.drop(unit, gone)
             self._touched.discard(unit.index)
             self._outstanding[unit.index] = 0
@@ -453,5 +453,5 @@ class Engine:
         records = set(self.records.values() if parameters is None else [self.records[one] for one in parameters])
         self.reduction.discard(records)
         self._touched -= {
-            unit.index for unit in self.units if all(records.issuperset(stream.records) for stream in unit.trained)
+            unit.index for unit in self.units if all(records.issuperset(one.records) for one in unit.trained)
         }

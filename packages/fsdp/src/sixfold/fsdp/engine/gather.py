@@ -227,7 +227,7 @@ class Gathering:
             for unit in self._units
             if unit.name in self._sizes
             and not self._written_over(unit)
-            and any(not one.trainable and one.weights.gathered_once for one in unit.streams)
+            and any(not one.trainable and one.weights.gathered_once for one in unit.flat_buffers)
         ]
         with self._stream.inside:
             self._arena.fill_free(frozen)
@@ -391,13 +391,13 @@ class Gathering:
                     self._arena.memory(name).copy_(place)
             return partial(self._finish, name, [])
         works: list[tuple[Weights, Any]] = []
-        sends = not unit.streams  # [Note: one gather for several]
+        sends = not unit.flat_buffers  # [Note: one gather for several]
         with self._stream.inside:
-            for stream in unit.streams:
-                weights = stream.weights
-                if not stream.trainable and weights.gathered_once and not self._written_over(unit):
+            for flat_buffer in unit.flat_buffers:
+                weights = flat_buffer.weights
+                if not flat_buffer.trainable and weights.gathered_once and not self._written_over(unit):
                     continue  # frozen weights that stay do not change
-                group = self._grouped.get(stream)
+                group = self._grouped.get(flat_buffer)
                 if group is not None:
                     sends |= group.start(lambda work: self._wait(work, name, "gather"))
                     works.append((weights, group))
@@ -406,8 +406,8 @@ class Gathering:
                 if weights.source_stale:
                     weights.refresh_source(lambda work: self._wait(work, name, "gather"))
                 weights.gathered_once = True
-                if stream.cut.parts > 1 or weights.shards_params:
-                    works.append((weights, stream.ranks.shard.all_gather(weights.gathered, weights.source)))
+                if flat_buffer.cut.parts > 1 or weights.shards_params:
+                    works.append((weights, flat_buffer.ranks.shard.all_gather(weights.gathered, weights.source)))
                 else:
                     works.append((weights, None))
         self.gathers += sends
@@ -445,17 +445,17 @@ class Gathering:
         """Main weights changed: gathered copies are stale (``frozen``: those of frozen parameters too)."""
         self.settle()
         for unit in self._units:
-            for stream in unit.streams:
-                if stream.trainable or frozen:
-                    stream.weights.main_changed()
+            for flat_buffer in unit.flat_buffers:
+                if flat_buffer.trainable or frozen:
+                    flat_buffer.weights.main_changed()
             if self.versions is not None:
                 self.versions.changed(unit.name, frozen=frozen)
             if unit.name in self._sizes:
                 self._drop(unit.name)
             elif self.ready(unit):
                 self.pipeline.free(unit.name)
-                for stream in unit.streams if self._fills else ():
-                    if stream.weights.shards_params and (stream.trainable or frozen):
-                        stream.weights.gathered.view(torch.uint8).fill_(NAN_BYTE)
+                for flat_buffer in unit.flat_buffers if self._fills else ():
+                    if flat_buffer.weights.shards_params and (flat_buffer.trainable or frozen):
+                        flat_buffer.weights.gathered.view(torch.uint8).fill_(NAN_BYTE)
         if self._fills:
             self._fill_free()

@@ -27,10 +27,10 @@ _MESSAGE_BYTES = 1 << 20  # of one gather: the next one runs beside the layers o
 
 
 class GroupedGather:
-    """Streams of one mesh whose gathers are one message; memory for what it brings."""
+    """Flat buffers of one mesh whose gathers are one message; memory for what it brings."""
 
-    def __init__(self, streams: Sequence[ParamAndGradBuffer], ranks: Ranks, device: torch.device) -> None:
-        self._weights = [stream.weights for stream in streams]
+    def __init__(self, flat_buffers: Sequence[ParamAndGradBuffer], ranks: Ranks, device: torch.device) -> None:
+        self._weights = [one.weights for one in flat_buffers]
         self._comm = ranks.shard
         ends = [0, *accumulate(one.source.nbytes for one in self._weights)]
         self._full = torch.zeros(self._comm.size * ends[-1], dtype=torch.uint8, device=device)
@@ -65,7 +65,7 @@ class GroupedGather:
             wait(work)
 
     def bring(self, weights: Weights, wait: Callable[[Any], None]) -> None:
-        """``weights`` of a stream to where its layers read them."""
+        """``weights`` of a flat buffer to where its layers read them."""
         self._arrive(wait)
         weights.gathered.view(torch.uint8).view(self._comm.size, -1).copy_(self._places[weights])
 
@@ -76,20 +76,20 @@ def grouped_gathers(
     """The groups of a model whose layers were merged unasked and which is small as a whole: units that follow each
     other. Over a CPU's back end alone, where a message costs more than its bytes; empty else."""
     unasked = buffers.merge_bytes == "auto" and buffers.gathered_bytes is None and any(unit.beside for unit in units)
-    streams = [stream for unit in units if unit.shares for stream in unit.streams]
-    small = sum(stream.weights.wire_bytes for stream in streams) <= MERGE_BYTES
+    flat_buffers = [flat_buffer for unit in units if unit.shares for flat_buffer in unit.flat_buffers]
+    small = sum(one.weights.wire_bytes for one in flat_buffers) <= MERGE_BYTES
     if not unasked or not small or device.type != "cpu" or ranks.shard.size == 1:
         return {}
     groups: list[list[ParamAndGradBuffer]] = []
     held = 0
-    for stream in streams:
-        if stream.cut.parts == 1 or stream.ranks is not ranks or stream.weights.quantized:
+    for flat_buffer in flat_buffers:
+        if flat_buffer.cut.parts == 1 or flat_buffer.ranks is not ranks or flat_buffer.weights.quantized:
             continue
-        nbytes = stream.weights.wire_bytes
+        nbytes = flat_buffer.weights.wire_bytes
         if not groups or held + nbytes > _MESSAGE_BYTES:
             groups.append([])
             held = 0
-        groups[-1].append(stream)
+        groups[-1].append(flat_buffer)
         held += nbytes
     made = [(group, GroupedGather(group, ranks, device)) for group in groups]
-    return {stream: gather for group, gather in made for stream in group}
+    return {flat_buffer: gather for group, gather in made for flat_buffer in group}

@@ -65,7 +65,7 @@ class UsedParameters:
     """The bits of this rank since they were taken last.
 
     Args:
-        first: by stream, the number of its first record's bit; the same on all ranks that share the stream.
+        first: by flat buffer, the number of its first record's bit; the same on all ranks that share it.
         count: bits in all, the same on all ranks; 0: there is one rank.
 
     Attributes:
@@ -76,27 +76,27 @@ class UsedParameters:
         self.count = count
         self.round = 0
         self._first = dict(first)
-        self._all = {stream: ((1 << len(stream.records)) - 1) << at for stream, at in self._first.items()}
+        self._all = {one: ((1 << len(one.records)) - 1) << at for one, at in self._first.items()}
         self._bits = 0
-        self._partly: dict[ParamAndGradBuffer, None] = {}  # streams that may be unsure of something
+        self._partly: dict[ParamAndGradBuffer, None] = {}  # flat buffers that may be unsure of something
 
-    def took(self, stream: ParamAndGradBuffer, mine: tuple[bool, ...]) -> None:
-        """A reduction took gradients of ``stream``'s records, of those that are ``mine``."""
+    def took(self, flat_buffer: ParamAndGradBuffer, mine: tuple[bool, ...]) -> None:
+        """A reduction took gradients of ``flat_buffer``'s records, of those that are ``mine``."""
         if not self.count:  # one process
             return
         if all(mine):
-            self._bits |= self._all[stream]
+            self._bits |= self._all[flat_buffer]
             return
-        first = self._first[stream]
+        first = self._first[flat_buffer]
         self._bits |= sum(1 << (first + at) for at, one in enumerate(mine) if one)
-        self._partly[stream] = None
+        self._partly[flat_buffer] = None
 
     def forget(self, records: Set[ParamRecord]) -> None:
         """What was taken of ``records`` is not wanted. The same on all ranks."""
         if not self._bits:
             return
-        for stream, first in self._first.items():
-            for at, record in enumerate(stream.records):
+        for flat_buffer, first in self._first.items():
+            for at, record in enumerate(flat_buffer.records):
                 if record in records:
                     self._bits &= ~(1 << (first + at))
 
@@ -109,14 +109,14 @@ class UsedParameters:
     @property
     def unsure(self) -> bool:
         """Main gradients of zeros may have to be None again."""
-        return any(stream.gradients.unsure for stream in self._partly)
+        return any(one.gradients.unsure for one in self._partly)
 
     def settle(self, union: int, of_round: int) -> None:
         """``union`` are the bits of all ranks: what nobody had up to ``of_round`` is None."""
-        for stream in list(self._partly):
-            stream.gradients.settle(union >> self._first[stream], of_round)
-            if not stream.gradients.unsure and stream.gradients.state is State.IDLE:
-                del self._partly[stream]
+        for flat_buffer in list(self._partly):
+            flat_buffer.gradients.settle(union >> self._first[flat_buffer], of_round)
+            if not flat_buffer.gradients.unsure and flat_buffer.gradients.state is State.IDLE:
+                del self._partly[flat_buffer]
 
 
 class OrderCheck:
@@ -128,7 +128,7 @@ class OrderCheck:
     ) -> None:
         self._checks = checks if ranks.size > 1 else "off"
         # Of the main mesh: what lies on others may differ between them.
-        self._bytes = [sum(one.weights.slot_bytes for one in unit.streams if one.ranks is ranks) for unit in units]
+        self._bytes = [sum(one.weights.slot_bytes for one in unit.flat_buffers if one.ranks is ranks) for unit in units]
         self._units = units
         self._control = control
         self._faults = faults
@@ -244,7 +244,7 @@ class OrderCheck:
             )
         bad = {rank: one[4] for rank, one in enumerate(rows) if one[4] >= 0}
         if bad:
-            names = [record.name for stream in unit.trained for record in stream.records]
+            names = [record.name for flat_buffer in unit.trained for record in flat_buffer.records]
             names += [f"parameter {at}" for at in range(len(names), max(bad.values()) + 1)]  # of a peer's mesh
             where = "; ".join(f"of {names[at]} on rank {rank}" for rank, at in bad.items())
             raise self._all_know(

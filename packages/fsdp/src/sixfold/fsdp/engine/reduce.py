@@ -134,7 +134,7 @@ class ReducePolicy:
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """One collective of a stream's reduction, on its way: columns ``[start, stop)``.
+    """One collective of a flat buffer's reduction, on its way: columns ``[start, stop)``.
 
     Attributes:
         taken: the local gradients that it sends.
@@ -143,7 +143,7 @@ class _Piece:
         holder: of a slot that is given back once it has landed, or None.
     """
 
-    stream: ParamAndGradBuffer
+    flat_buffer: ParamAndGradBuffer
     taken: Taken
     start: int
     stop: int
@@ -158,7 +158,7 @@ class _Flight:
 
     Attributes:
         pieces: that have not landed.
-        taken: what it took of each of the unit's streams.
+        taken: what it took of each of the unit's flat buffers.
         slots: that its pieces read.
         event: after the last of them on the reduce stream, where all are enqueued at once.
     """
@@ -235,11 +235,11 @@ class Reduction:
     """Local gradients of units and their reductions.
 
     Args:
-        paths, pool: how each stream's gradients get to their reduction, and the slots for it.
+        paths, pool: how each flat buffer's gradients get to their reduction, and the slots for it.
         at_once: a Work's wait() stops a stream and not the host, so a unit's whole reduction is enqueued when its
             backward is done; else the host waits, as late as it may. [Note: who waits for a reduction]
-        own_meshes: ranks hold different streams (experts on meshes of their own), and so run out of slots at different
-            moments: a piece whose sum takes two collectives is finished before the next one starts.
+        own_meshes: ranks hold different flat buffers (experts on meshes of their own), and so run out of slots at
+            different moments: a piece whose sum takes two collectives is finished before the next one starts.
 
     Attributes:
         wide: the scratch of mixed additions, or None.
@@ -280,7 +280,7 @@ class Reduction:
         self._at_once = at_once
         self.own_meshes = own_meshes
         self._used = used
-        kinds = {record.dtype for unit in units for stream in unit.trained for record in stream.records}
+        kinds = {record.dtype for unit in units for flat_buffer in unit.trained for record in flat_buffer.records}
         mixed = device.type == "cpu" and len(kinds | {main, reduce, precision.grad_dtype or main}) > 1
         self.wide = torch.zeros(MIXED_NUMEL, dtype=main, device=device) if mixed else None
         # A tensor on the device: CUDA multiplies by the reciprocal of a host number.
@@ -307,22 +307,22 @@ class Reduction:
 
     # ---- local gradients
 
-    def acquire(self, stream: ParamAndGradBuffer, pooled: bool) -> None:
-        """Room for ``stream``'s local gradients; ``pooled``: the reduction follows in the same backward."""
-        unit = self._by_name[stream.unit]
+    def acquire(self, flat_buffer: ParamAndGradBuffer, pooled: bool) -> None:
+        """Room for ``flat_buffer``'s local gradients; ``pooled``: the reduction follows in the same backward."""
+        unit = self._by_name[flat_buffer.unit]
         while self.pipeline.flying(unit.name):
             self.pipeline.drain(len(self.pipeline) - 1)
-        kind = self.paths.as_made[stream] if pooled else State.OWN
+        kind = self.paths.as_made[flat_buffer] if pooled else State.OWN
         if kind is State.HELD:
-            stream.gradients.hold()
+            flat_buffer.gradients.hold()
             return
         slot = self._free_slot(unit.name) if kind is State.SLOT else None
         if slot is None:  # also when units that are not done hold the whole pool
-            stream.gradients.sum_in_own()
+            flat_buffer.gradients.sum_in_own()
             return
         if slot in self._reads:
             self._side.join(self._reads.pop(slot))
-        stream.gradients.sum_in(self.pool.memory(slot))
+        flat_buffer.gradients.sum_in(self.pool.memory(slot))
 
     def _free_slot(self, owner: str) -> int | None:
         """A slot for ``owner``; reductions in flight are finished for it, the oldest first."""
@@ -341,9 +341,9 @@ class Reduction:
             slot = self.pool.allocate(owner, 0)
         if slot is None:  # units that are not done sum in all of them: one goes on elsewhere
             for unit in self._by_name.values():
-                for stream in unit.trained:
-                    if slot is None and stream.gradients.state is State.SLOT:
-                        stream.gradients.leave_slot()
+                for flat_buffer in unit.trained:
+                    if slot is None and flat_buffer.gradients.state is State.SLOT:
+                        flat_buffer.gradients.leave_slot()
                         self.pool.free(unit.name)
                         slot = self.pool.allocate(owner, 0)
         assert slot is not None, f"no slot is free for {owner}: {self.pool.slot_bytes}"
@@ -356,7 +356,7 @@ class Reduction:
     def not_finite(self, unit: Unit) -> int:
         """The place of the first local gradient that is not finite among all of ``unit``, or -1. Reads the device: for
         ``checks="unit"`` only."""
-        gradients = [one for stream in unit.trained for one in stream.gradients.delivered()]
+        gradients = [one for flat_buffer in unit.trained for one in flat_buffer.gradients.delivered()]
         bad = (at for at, one in enumerate(gradients) if one is not None and not bool(torch.isfinite(one).all()))
         return next(bad, -1)
 
@@ -370,20 +370,20 @@ class Reduction:
             self.drop(unit, records)
 
     def drop(self, unit: Unit, records: Set[ParamRecord]) -> None:
-        """No sum of ``unit`` is wanted of streams whose ``records`` are all forgotten."""
-        for stream in unit.trained:
-            if stream.gradients.state is not State.IDLE and records >= set(stream.records):
-                if stream.gradients.state is State.SLOT:
+        """No sum of ``unit`` is wanted of flat buffers whose ``records`` are all forgotten."""
+        for flat_buffer in unit.trained:
+            if flat_buffer.gradients.state is not State.IDLE and records >= set(flat_buffer.records):
+                if flat_buffer.gradients.state is State.SLOT:
                     self.pool.free(unit.name)
-                stream.gradients.drop()
+                flat_buffer.gradients.drop()
 
     def release_own_sums(self) -> None:
         """Give back the full-size sums of all units but the root: from now on they take turns in the pool."""
         self.pipeline.finish()
         for unit in self._by_name.values():
-            for stream in unit.trained if unit.index else ():
-                if stream.gradients.state is State.IDLE:
-                    stream.gradients.release_own()
+            for flat_buffer in unit.trained if unit.index else ():
+                if flat_buffer.gradients.state is State.IDLE:
+                    flat_buffer.gradients.release_own()
 
     # ---- reductions
 
@@ -392,11 +392,11 @@ class Reduction:
         while self.pipeline.flying(unit.name):
             self.pipeline.drain(len(self.pipeline) - 1)
         held = full = False
-        for stream in unit.trained:
-            if stream.gradients.state is State.IDLE and stream.ranks.size > 1:
-                self.acquire(stream, pooled=True)
-            held = held or stream.gradients.state is State.HELD
-            full = full or stream.gradients.state is not State.IDLE
+        for flat_buffer in unit.trained:
+            if flat_buffer.gradients.state is State.IDLE and flat_buffer.ranks.size > 1:
+                self.acquire(flat_buffer, pooled=True)
+            held = held or flat_buffer.gradients.state is State.HELD
+            full = full or flat_buffer.gradients.state is not State.IDLE
         if held:
             self.pipeline.drain(self._slots - 1)  # autograd's memory of few units is kept, not of all
         if full:
@@ -406,9 +406,9 @@ class Reduction:
         self.reductions += 1
         self._flying_bytes[name] = 0
         flight = _Flight(name)
-        for at, stream in enumerate(self._by_name[name].trained):
-            if stream.gradients.state is not State.IDLE:
-                flight.taken.append((stream.gradients, self._start_stream(stream, f"{name} {at}", flight)))
+        for at, flat_buffer in enumerate(self._by_name[name].trained):
+            if flat_buffer.gradients.state is not State.IDLE:
+                flight.taken.append((flat_buffer.gradients, self._start_pieces(flat_buffer, f"{name} {at}", flight)))
         if self._at_once:
             with self._side.inside:
                 self._finish_pieces(flight)
@@ -432,45 +432,45 @@ class Reduction:
         while flight.pieces:
             self._land(flight.pieces.popleft())
 
-    def _start_stream(self, stream: ParamAndGradBuffer, owner: str, flight: _Flight) -> Taken:
-        """Start one collective for each piece of ``stream``, as far as there are slots."""
-        gradients = stream.gradients
+    def _start_pieces(self, flat_buffer: ParamAndGradBuffer, owner: str, flight: _Flight) -> Taken:
+        """Start one collective for each piece of ``flat_buffer``, as far as there are slots."""
+        gradients = flat_buffer.gradients
         kind = gradients.state
-        path = self.paths.of[stream, kind]
-        taken = gradients.take(fill_zeros=stream.ranks.size > 1)
+        path = self.paths.of[flat_buffer, kind]
+        taken = gradients.take(fill_zeros=flat_buffer.ranks.size > 1)
         taken.round = self._used.round
-        self._used.took(stream, taken.mine)
+        self._used.took(flat_buffer, taken.mine)
         pieces = min(len(path.pieces), self._slots)
-        self._flying_bytes[stream.unit] += pieces * path.nbytes[0] if kind is State.HELD else gradients.sum_bytes
+        self._flying_bytes[flat_buffer.unit] += pieces * path.nbytes[0] if kind is State.HELD else gradients.sum_bytes
         for at, piece in enumerate(path.pieces):
             slot, holder = None, f"{owner} {at}"
             if kind is State.SLOT:
-                slot = self.pool.holders[stream.unit]
+                slot = self.pool.holders[flat_buffer.unit]
             elif path.slot_bytes:
                 slot = self._slot_for_piece(holder, flight.pieces)
                 flight.slots.append(slot)
             with self._side.inside:
-                flight.pieces.append(self._start_piece(stream, path, taken, piece, slot, holder))
-                if self.own_meshes and self._takes_two(stream):
+                flight.pieces.append(self._start_piece(flat_buffer, path, taken, piece, slot, holder))
+                if self.own_meshes and self._takes_two(flat_buffer):
                     self._finish_pieces(flight)
         return taken
 
-    def _takes_two(self, stream: ParamAndGradBuffer) -> bool:
-        """Finishing a sum of ``stream`` starts another collective."""
-        whole = stream.cut.parts == 1 and isinstance(self.paths.sums[stream.ranks.shard], RankOrderSum)
-        return whole or stream.ranks.outer.size > 1
+    def _takes_two(self, flat_buffer: ParamAndGradBuffer) -> bool:
+        """Finishing a sum of ``flat_buffer`` starts another collective."""
+        whole = flat_buffer.cut.parts == 1 and isinstance(self.paths.sums[flat_buffer.ranks.shard], RankOrderSum)
+        return whole or flat_buffer.ranks.outer.size > 1
 
     def _sections_of(
-        self, stream: ParamAndGradBuffer, path: ReductionPath, start: int, stop: int, slot: int
+        self, flat_buffer: ParamAndGradBuffer, path: ReductionPath, start: int, stop: int, slot: int
     ) -> Sections:
-        key = stream, path.kind is State.OWN, start, slot
+        key = flat_buffer, path.kind is State.OWN, start, slot
         if key not in self._sections:
-            self._sections[key] = self.paths.sections(path, stream, start, stop, self.pool.memory(slot))
+            self._sections[key] = self.paths.sections(path, flat_buffer, start, stop, self.pool.memory(slot))
         return self._sections[key]
 
     def _start_piece(
         self,
-        stream: ParamAndGradBuffer,
+        flat_buffer: ParamAndGradBuffer,
         path: ReductionPath,
         taken: Taken,
         piece: tuple[int, int],
@@ -478,8 +478,8 @@ class Reduction:
         owner: str,
     ) -> _Piece:
         """[Note: order of a sum]"""
-        ranks, gradients, (start, stop) = stream.ranks, stream.gradients, piece
-        memory = None if slot is None else self._sections_of(stream, path, start, stop, slot)
+        ranks, gradients, (start, stop) = flat_buffer.ranks, flat_buffer.gradients, piece
+        memory = None if slot is None else self._sections_of(flat_buffer, path, start, stop, slot)
         if path.staged:
             assert memory is not None, f"{owner}: what travels has no slot"
             sent = memory.sent
@@ -495,21 +495,21 @@ class Reduction:
             (self._nothing, self._nothing) if memory is None else (memory.received, memory.from_replicas)
         )
         shard_sum = self.paths.sums[ranks.shard]
-        start_sum = shard_sum.all_reduce if stream.all_reduced else shard_sum.reduce_scatter
+        start_sum = shard_sum.all_reduce if flat_buffer.all_reduced else shard_sum.reduce_scatter
         finish = start_sum(ranks.shard, sent, result, received, self.wide)
         holder = None if path.kind is State.SLOT else owner
-        return _Piece(stream, taken, start, stop, finish, from_replicas, holder)
+        return _Piece(flat_buffer, taken, start, stop, finish, from_replicas, holder)
 
     def _land(self, piece: _Piece) -> None:
         """Finish its sum, and make it main gradients. [Note: order of a sum]"""
-        stream = piece.stream
-        outer = stream.ranks.outer
-        wait = self._waits[stream.unit]
+        flat_buffer = piece.flat_buffer
+        outer = flat_buffer.ranks.outer
+        wait = self._waits[flat_buffer.unit]
         total = piece.finish(wait)
         if outer.size > 1:  # in main_dtype, never rounded between
             total = self.paths.sums[outer].all_reduce(outer, total, total, piece.from_replicas, self.wide)(wait)
         if self._divisor is not None:
             total.div_(self._divisor)
-        stream.gradients.land(piece.taken, total, piece.start, piece.stop, self.wide)
+        flat_buffer.gradients.land(piece.taken, total, piece.start, piece.stop, self.wide)
         if piece.holder is not None:
             self._free(piece.holder)

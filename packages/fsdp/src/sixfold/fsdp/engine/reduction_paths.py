@@ -1,6 +1,6 @@
-"""How a stream's local gradients get to their reduction, and what memory that takes beside them.
+"""How a flat buffer's local gradients get to their reduction, and what memory that takes beside them.
 
-    streams, dtypes, bucket_bytes --> ReductionPaths, Sections (this file) --> reduce.py
+    flat buffers, dtypes, bucket_bytes --> ReductionPaths, Sections (this file) --> reduce.py
 
 Decided once, when the model is wrapped. A slot of the pool holds what one reduction in flight needs, side by side:
 
@@ -34,14 +34,14 @@ class Sections:
 
 
 class ReductionPaths:
-    """The paths of all streams of a model.
+    """The paths of all flat buffers of a model.
 
     Args:
         bucket_bytes: of main_dtype, all ranks' parts together; None: the largest unit whose class occurs twice.
     Attributes:
         sums: how to sum over each Comm.
-        of: the path of each stream when its gradients lie so.
-        as_made: where gradients of each stream go that are reduced in the backward that makes them.
+        of: the path of each flat buffer when its gradients lie so.
+        as_made: where gradients of each flat buffer go that are reduced in the backward that makes them.
     """
 
     def __init__(
@@ -50,30 +50,30 @@ class ReductionPaths:
         self.sums = {
             comm: grad_sum_of(precision.grad_sum, comm)
             for unit in units
-            for stream in unit.trained
-            for comm in (stream.ranks.shard, stream.ranks.outer)
+            for flat_buffer in unit.trained
+            for comm in (flat_buffer.ranks.shard, flat_buffer.ranks.outer)
         }
         self._main, self._reduce = precision.main_dtype, precision.reduce_dtype or precision.main_dtype
         self.bucket_bytes = bucket_bytes_of(units) if bucket_bytes is None else bucket_bytes
         self.of: dict[tuple[ParamAndGradBuffer, State], ReductionPath] = {}
         self.as_made: dict[ParamAndGradBuffer, State] = {}
         for unit in units:
-            for stream in unit.trained:
-                sizes, alone = self._sizes(stream), unit.index > 0 and len(unit.trained) == 1
+            for flat_buffer in unit.trained:
+                sizes, alone = self._sizes(flat_buffer), unit.index > 0 and len(unit.trained) == 1
                 for path in [sizes.own(), *([sizes.fused(alone=alone)] if shards_grads else [])]:
-                    self.of[stream, path.kind] = path
-                    self.as_made[stream] = path.kind
+                    self.of[flat_buffer, path.kind] = path
+                    self.as_made[flat_buffer] = path.kind
 
     def make_pool(self, slots: int, device: torch.device, *, fill: bool = False) -> TemporaryBucketAllocator:
-        """At most ``slots`` slots, each large enough for a piece of any stream; ``fill``: with NaN when given back."""
+        """At most ``slots`` slots, each large enough for any piece; ``fill``: with NaN when given back."""
         paths: dict[ParamAndGradBuffer, list[ReductionPath]] = {}
-        for (stream, _), path in self.of.items():
-            paths.setdefault(stream, []).append(path)
+        for (flat_buffer, _), path in self.of.items():
+            paths.setdefault(flat_buffer, []).append(path)
         count, nbytes = pool_slots(paths.values(), slots)
         return TemporaryBucketAllocator([nbytes] * count, device, fill=fill)
 
     def sections(
-        self, path: ReductionPath, stream: ParamAndGradBuffer, start: int, stop: int, memory: Tensor
+        self, path: ReductionPath, flat_buffer: ParamAndGradBuffer, start: int, stop: int, memory: Tensor
     ) -> Sections:
         """``memory`` (bytes) as the parts that the piece of columns ``[start, stop)`` needs."""
         at = 0
@@ -84,18 +84,18 @@ class ReductionPaths:
             at += nbytes
         sent, received, result, from_replicas = parts
         width = stop - start
-        return Sections(sent[: stream.cut.parts * width], received, result[:width], from_replicas)
+        return Sections(sent[: flat_buffer.cut.parts * width], received, result[:width], from_replicas)
 
-    def _sizes(self, stream: ParamAndGradBuffer) -> ReductionSizes:
-        shard, outer = stream.ranks.shard, stream.ranks.outer
+    def _sizes(self, flat_buffer: ParamAndGradBuffer) -> ReductionSizes:
+        shard, outer = flat_buffer.ranks.shard, flat_buffer.ranks.outer
         sums = self.sums[shard]
         return ReductionSizes(
-            row=stream.cut.main_numel,
-            parts=stream.cut.parts,
+            row=flat_buffer.cut.main_numel,
+            parts=flat_buffer.cut.parts,
             ranks=shard.size,
             replicas=outer.size,
             exchanges=(
-                sums.exchanges_whole if stream.all_reduced else sums.exchanges_shards,
+                sums.exchanges_whole if flat_buffer.all_reduced else sums.exchanges_shards,
                 self.sums[outer].exchanges_whole,
             ),
             main=self._main.itemsize,
@@ -107,5 +107,5 @@ class ReductionPaths:
 
 def bucket_bytes_of(units: Collection[Unit]) -> int:
     """Of the largest unit whose class occurs twice."""
-    sums = (max((stream.gradients.sum_bytes for stream in unit.trained), default=0) for unit in units)
+    sums = (max((one.gradients.sum_bytes for one in unit.trained), default=0) for unit in units)
     return largest_repeated(zip((type(unit.module) for unit in units), sums, strict=True))

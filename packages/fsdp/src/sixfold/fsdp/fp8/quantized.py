@@ -78,7 +78,7 @@ def dequantize(q: Tensor, scale: Tensor, out: Tensor, scratch: Scratch) -> None:
 
 
 class QuantizedTensor:
-    """One fp8 parameter of a stream.
+    """One fp8 parameter of a flat buffer.
 
     Attributes:
         name: the parameter's.
@@ -155,14 +155,14 @@ class Fp8Scales:
     """The scales of all fp8 tensors of a model.
 
     Args:
-        streams: (its mesh or None where every rank holds all, whether it is trainable, its fp8 tensors) of each.
+        flat_buffers: (its mesh or None where every rank holds all, whether it is trainable, its fp8 tensors) of each.
     """
 
     def __init__(
-        self, streams: Iterable[tuple[Comm | None, bool, Sequence[QuantizedTensor]]], device: torch.device
+        self, flat_buffers: Iterable[tuple[Comm | None, bool, Sequence[QuantizedTensor]]], device: torch.device
     ) -> None:
         by_comm: dict[tuple[int, bool], tuple[Comm | None, list[QuantizedTensor]]] = {}
-        for comm, trainable, tensors in streams:
+        for comm, trainable, tensors in flat_buffers:
             if tensors:
                 by_comm.setdefault((id(comm), trainable), (comm, []))[1].extend(tensors)
         self._groups = [_ScaleGroup(comm, tensors, device) for comm, tensors in by_comm.values()]

@@ -83,7 +83,7 @@ def install(engine: Engine, root: nn.Module, cast_to: torch.dtype | None) -> lis
         root.register_forward_hook(whole.after, with_kwargs=True, always_call=True),
     ]
     for unit in engine.units:
-        if unit.index and unit.streams:
+        if unit.index and unit.flat_buffers:
             call = _UnitCall(engine, unit)
             # Before the module's own hooks: those of weight_norm, spectral_norm and prune read its weights.
             for module in unit.modules:

@@ -1,8 +1,8 @@
-"""A step that goes over one stream of parameters after the other.
+"""A step that goes over the parameters of one flat buffer after the other.
 
     optimizer.step --> ChunkedStep (this file) --> before and after each chunk: state_offload.py, Widened (this file)
 
-A chunk is what an optimizer holds of one stream of a unit. Knows parameter groups; moves nothing itself.
+A chunk is what an optimizer holds of one flat buffer of a unit. Knows parameter groups; moves nothing itself.
 
 [Note: chunks step alone] torch's optimizers treat each parameter by itself, except LBFGS. So a step over some
 parameters and then over the others gives the bits of one step. Nothing is known of other optimizers.
@@ -89,8 +89,8 @@ class ChunkedStep:
     """The steps of one optimizer.
 
     Args:
-        chunks: main parameters, stream by stream: all that its groups may ever hold (``add_param_group``). A step
-            goes over those of which its groups hold one.
+        chunks: main parameters, by flat buffer: all that its groups may ever hold (``add_param_group``). A step goes
+            over those of which its groups hold one.
         plain: says whether this is no step of the user's (state is being made ahead).
     """
 

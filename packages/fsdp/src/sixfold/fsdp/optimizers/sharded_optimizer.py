@@ -127,7 +127,7 @@ def shard_optimizer(
 
 
 def _step_in_chunks(optimizer: torch.optim.Optimizer, engine: Engine, attached: Attached, *, in_pieces: bool) -> bool:
-    """A step of ``optimizer`` goes stream by stream where that saves memory; returns whether it widens gradients."""
+    """A step of ``optimizer`` goes by flat buffer where that saves memory; returns whether it widens gradients."""
     chunks: dict[ParamAndGradBuffer, list[nn.Parameter]] = {}
     for record in engine.numbered:
         if record.buffer.trainable and record.main is not None:  # all: groups may be added
@@ -140,7 +140,7 @@ def _step_in_chunks(optimizer: torch.optim.Optimizer, engine: Engine, attached: 
         optimizer.register_load_state_dict_post_hook(lambda _: host.keep_all())
         attached.hosts.add(host)
         visitors.append(host)
-    mains = [stream.gradients.main for stream in chunks]
+    mains = [one.gradients.main for one in chunks]
     alone = chunked_step.steps_alone(optimizer) and chunked_step.replaced_step(optimizer) is None
     widens = any(one.narrow_at_rest for one in mains) and not in_pieces and alone
     if widens:

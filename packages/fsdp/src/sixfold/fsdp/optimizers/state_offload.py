@@ -1,4 +1,4 @@
-"""Optimizer state in host memory: a step brings one stream's state at a time to the device, and takes it back.
+"""Optimizer state in host memory: a step brings one flat buffer's state at a time to the device, and takes it back.
 
     chunked_step.py --> HostState (this file): copy in, copy out --> optimizer.state
 
@@ -49,7 +49,7 @@ class HostState:
     """The state of one optimizer, in host memory between steps.
 
     Args:
-        chunks: main parameters that it may ever hold, stream by stream.
+        chunks: main parameters that it may ever hold, by flat buffer.
         pinned: host memory that the device copies from by itself.
     """
 

@@ -51,8 +51,8 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 _set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 
 
-class _Stream:
-    """Versions of one stream's parameters: even while its weights are here (``home``), odd while they are not."""
+class _FlatBufferVersions:
+    """Versions of one flat buffer's parameters: even while its weights are here (``home``), odd while they are not."""
 
     __slots__ = ("always", "count", "home", "now", "of", "parameters")
 
@@ -90,12 +90,12 @@ class Versions:
     def __init__(self, units: Sequence[Unit]) -> None:
         self.written: set[nn.Parameter] = set()
         with torch._C.DisableTorchFunctionSubclass():
-            self._streams = {unit.name: [_Stream(one) for one in unit.streams] for unit in units}
+            self._by_unit = {unit.name: [_FlatBufferVersions(one) for one in unit.flat_buffers] for unit in units}
 
     @uncompiled
     def here(self, unit: str) -> None:
         """``unit`` is gathered."""
-        for one in self._streams[unit]:
+        for one in self._by_unit[unit]:
             if one.now != one.home:
                 one.set(one.home)
 
@@ -103,7 +103,7 @@ class Versions:
     def gone(self, unit: str) -> None:
         """``unit`` gives its memory up."""
         with torch._C.DisableTorchFunctionSubclass():
-            for one in self._streams[unit]:
+            for one in self._by_unit[unit]:
                 self._note_written(one)
                 if not one.always:
                     one.set(one.home + 1)
@@ -112,7 +112,7 @@ class Versions:
     def changed(self, unit: str, *, frozen: bool) -> None:
         """Main weights changed (``frozen``: those of frozen parameters too): what was saved before is of no use."""
         with torch._C.DisableTorchFunctionSubclass():
-            for one in self._streams[unit]:
+            for one in self._by_unit[unit]:
                 if one.of.trainable or frozen:
                     one.home += 2
                     if not one.now & 1:
@@ -122,7 +122,7 @@ class Versions:
     @uncompiled
     def accept(self, record: ParamRecord) -> None:
         """What was done to a parameter so far is no write."""
-        for one in self._streams[record.buffer.unit]:
+        for one in self._by_unit[record.buffer.unit]:
             if one.of is record.buffer:
                 _set_versions((record.parameter,), (one.now,))
 
@@ -130,16 +130,16 @@ class Versions:
     def look(self) -> nn.Parameter | None:
         """A parameter that was written to in place since the wrap."""
         with torch._C.DisableTorchFunctionSubclass():
-            for streams in self._streams.values():
-                for one in streams:
+            for all_of_unit in self._by_unit.values():
+                for one in all_of_unit:
                     self._note_written(one)
         return next(iter(self.written), None)
 
     @uncompiled
-    def _note_written(self, stream: _Stream) -> None:
-        at = stream.written()
+    def _note_written(self, versions: _FlatBufferVersions) -> None:
+        at = versions.written()
         if at is not None:
-            self.written.add(stream.parameters[at])
+            self.written.add(versions.parameters[at])
 
 
 class SavedViews:
@@ -192,7 +192,7 @@ class SavedWeights:
     ) -> None:
         self._unit = unit
         self._views = views
-        self._units = [one for one in (unit, *unit.around) if one.streams]
+        self._units = [one for one in (unit, *unit.around) if one.flat_buffers]
         self._needed, self._stale = needed, stale
         self.found = False  # a gradient entered otherwise than through outputs
         self.entered = -1  # autograd's task that came through outputs last
@@ -372,7 +372,7 @@ class EscapedViews:
         self.began.clear()
 
     def _storages(self) -> set[int]:
-        return {stream.weights.gathered.untyped_storage()._cdata for stream in self._unit.streams}
+        return {one.weights.gathered.untyped_storage()._cdata for one in self._unit.flat_buffers}
 
     @uncompiled
     def _counts(self) -> dict[int, int]:

@@ -94,22 +94,22 @@ class Placement:
     def _bind(self) -> None:
         for unit in self._units.values():
             if unit.name not in self.sizes:
-                for stream in unit.streams:
-                    stream.weights.bind(None)
+                for flat_buffer in unit.flat_buffers:
+                    flat_buffer.weights.bind(None)
                 unit.gathered_ranges = () if not unit.index else _addresses(unit)
                 continue
             memory, at = self.arena.memory(unit.name), 0
-            for stream in unit.streams:
-                stream.weights.bind(memory[at : at + stream.weights.gathered_bytes])
-                stream.weights.gathered_once = False
-                at += stream.weights.slot_bytes
+            for flat_buffer in unit.flat_buffers:
+                flat_buffer.weights.bind(memory[at : at + flat_buffer.weights.gathered_bytes])
+                flat_buffer.weights.gathered_once = False
+                at += flat_buffer.weights.slot_bytes
             unit.shares = self.arena.shares(unit.name)
             unit.gathered_ranges = _addresses(unit)
 
 
 def _addresses(unit: Unit) -> tuple[tuple[int, int], ...]:
-    """(first, end) of each stream whose memory does not hold main weights."""
-    kept = [stream.weights for stream in unit.streams if not stream.weights.main_in_gathered]
+    """(first, end) of each flat buffer whose memory does not hold main weights."""
+    kept = [one.weights for one in unit.flat_buffers if not one.weights.main_in_gathered]
     return tuple((one.gathered.data_ptr(), one.gathered.data_ptr() + one.slot_bytes) for one in kept)
 
 
@@ -135,7 +135,7 @@ def placement_of(
         FsdpError: a budget below what must be here at once; says what is needed.
     """
     budget = gathered_bytes if isinstance(gathered_bytes, int) else None
-    own = [unit for unit in units[1:] if unit.streams]
+    own = [unit for unit in units[1:] if unit.flat_buffers]
     if budget is not None:
         _check_budget(budget, units, own, strategy)
     if not strategy.shards_params or gathered_bytes == "all":

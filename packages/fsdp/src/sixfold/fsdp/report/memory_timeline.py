@@ -226,8 +226,8 @@ def look_at(engine: Engine) -> Callable[[str], UnitBytes]:
     def look(name: str) -> UnitBytes:
         unit = units[name]
         flying = engine.reduction.pipeline.flying(name)
-        summed = sum(stream.gradients.summing_bytes for stream in unit.trained)
-        idle = not any(stream.gradients.state in OPEN for stream in unit.trained)
+        summed = sum(one.gradients.summing_bytes for one in unit.trained)
+        idle = not any(one.gradients.state in OPEN for one in unit.trained)
         return UnitBytes(
             weights=engine.gathering.pipeline.state(name).value.lower(),
             sums="reducing" if flying else "idle" if idle else "summing",

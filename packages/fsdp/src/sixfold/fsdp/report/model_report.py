@@ -21,8 +21,8 @@ from sixfold.fsdp.setup.options import Options
 
 def report(engine: Engine, options: Options, fp8: Fp8, communicators: Communicators) -> dict[str, Any]:
     """Bytes on this rank, and choices."""
-    streams = [stream for unit in engine.units for stream in unit.streams]
-    weights = [stream.weights for stream in streams]
+    flat_buffers = [one for unit in engine.units for one in unit.flat_buffers]
+    weights = [one.weights for one in flat_buffers]
     placement = engine.gathering.placement
     arena = placement.arena
     return {
@@ -33,10 +33,10 @@ def report(engine: Engine, options: Options, fp8: Fp8, communicators: Communicat
             unit.name: {
                 "parameters": sum(record.spec.numel for record in unit.records),
                 "gathered_bytes": unit.gathered_bytes,
-                "wire_bytes": sum(stream.weights.wire_bytes for stream in unit.streams),
-                "padding_bytes": sum(stream.cut.layout.padding_bytes for stream in unit.streams),
+                "wire_bytes": sum(one.weights.wire_bytes for one in unit.flat_buffers),
+                "padding_bytes": sum(one.cut.layout.padding_bytes for one in unit.flat_buffers),
                 "range": arena.range_of(unit.name) if unit.name in arena else None,
-                "layout": [str(stream.cut.layout) for stream in unit.streams],
+                "layout": [str(one.cut.layout) for one in unit.flat_buffers],
             }
             for unit in engine.units
         },
@@ -49,8 +49,8 @@ def report(engine: Engine, options: Options, fp8: Fp8, communicators: Communicat
             "gather_arena": arena.nbytes + arena.own_bytes + arena.scratch_bytes + engine.gathering.waiting_bytes,
             "reduce_buffers": sum(engine.reduction.pool.slot_bytes),
             "reduce_scratch": engine.reduction.scratch_bytes,
-            "local_gradients": sum(stream.gradients.own_local_bytes for stream in streams),
-            "main_gradients": sum(stream.gradients.home_bytes for stream in streams),
+            "local_gradients": sum(one.gradients.own_local_bytes for one in flat_buffers),
+            "main_gradients": sum(one.gradients.home_bytes for one in flat_buffers),
             "fp8_scratch": fp8.scales.nbytes + sum(one.nan_bytes for one in weights),
             "fp8_transposed": 0 if fp8.transposes is None else fp8.transposes.nbytes,
         },
@@ -106,7 +106,7 @@ def _plan(gathering: Gathering, units: Sequence[Unit]) -> dict[str, Any]:
     found: dict[str, Any] = {
         "arena_bytes": arena.nbytes,
         "arena_used_bytes": arena.used_bytes,
-        "padding_bytes": sum(stream.cut.layout.padding_bytes for unit in units for stream in unit.streams),
+        "padding_bytes": sum(one.cut.layout.padding_bytes for unit in units for one in unit.flat_buffers),
         "peak_bytes": placement.kept_bytes + arena.peak_bytes,
         "budget_bytes": placement.budget_bytes,
         "gathers_done": gathering.last_gathers,
@@ -136,9 +136,9 @@ def _owners(engine: Engine) -> list[dict[str, Any]]:
     ``imbalance``: bytes of the rank that owns most over the even share; in an optimizer step the others wait for it.
     """
     owned: dict[Ranks, list[int]] = {}
-    for stream in (stream for unit in engine.units for stream in unit.trained if stream.cut.parts > 1):
-        before = owned.get(stream.ranks, [0] * stream.cut.parts)
-        owned[stream.ranks] = [a + b for a, b in zip(before, stream.cut.layout.whole_bytes(), strict=True)]
+    for flat_buffer in (one for unit in engine.units for one in unit.trained if one.cut.parts > 1):
+        before = owned.get(flat_buffer.ranks, [0] * flat_buffer.cut.parts)
+        owned[flat_buffer.ranks] = [a + b for a, b in zip(before, flat_buffer.cut.layout.whole_bytes(), strict=True)]
     return [
         {"ranks": len(one), "most_bytes": max(one), "even_bytes": sum(one) / len(one), "imbalance": _over_even(one)}
         for one in owned.values()

@@ -261,20 +261,23 @@ def _end_with_faults(faults: Faults, control: Control, communicators: Communicat
 
 def _fp8_of(units: Sequence[Unit], options: Options, device: torch.device) -> Fp8:
     """Scales of all fp8 parameters, and where their layers multiply bytes, transposed copies of them."""
-    streams = [stream for unit in units for stream in unit.streams]
+    flat_buffers = [one for unit in units for one in unit.flat_buffers]
     scales = Fp8Scales(
         (
-            (stream.ranks.shard if stream.cut.parts > 1 else None, stream.trainable, stream.weights.quantized)
-            for stream in streams
+            (one.ranks.shard if one.cut.parts > 1 else None, one.trainable, one.weights.quantized)
+            for one in flat_buffers
         ),
         device,
     )
-    for stream in streams:
-        stream.weights.scales = scales if stream.weights.quantized else None
+    for flat_buffer in flat_buffers:
+        flat_buffer.weights.scales = scales if flat_buffer.weights.quantized else None
     if not Fp8Matmul(options.mixed_precision.fp8_matmul).on_bytes:
         return Fp8(scales, None)
     tensors = {
-        unit.name: (len(unit.around) if unit.index else -1, [t for one in unit.streams for t in one.weights.quantized])
+        unit.name: (
+            len(unit.around) if unit.index else -1,
+            [t for one in unit.flat_buffers for t in one.weights.quantized],
+        )
         for unit in units
     }
     return Fp8(scales, Transposes(tensors, device))
@@ -305,22 +308,22 @@ def _used(
     if main.size == 1:
         return UsedParameters(first, count)
     beside: dict[str, list[ParamAndGradBuffer]] = {}
-    for stream in (stream for unit in units for stream in unit.trained):
-        if stream.ranks is main or meshes is None:
-            first[stream] = count
-            count += len(stream.records)
+    for flat_buffer in (one for unit in units for one in unit.trained):
+        if flat_buffer.ranks is main or meshes is None:
+            first[flat_buffer] = count
+            count += len(flat_buffer.records)
         else:
-            place = ",".join(map(str, meshes.own[stream.records[0].name].place))
-            beside.setdefault(place, []).append(stream)
+            place = ",".join(map(str, meshes.own[flat_buffer.records[0].name].place))
+            beside.setdefault(place, []).append(flat_buffer)
     if meshes is not None:
-        sizes = {place: sum(len(stream.records) for stream in streams) for place, streams in beside.items()}
+        sizes = {place: sum(len(one.records) for one in flat_buffers) for place, flat_buffers in beside.items()}
         texts = exchange_text(control, "\n".join(f"{place}|{size}" for place, size in sizes.items()), wait)
         told = {line.split("|")[0]: int(line.split("|")[1]) for text in texts for line in text.split("\n") if line}
         for place in sorted(told):
             at = count
-            for stream in beside.get(place, ()):
-                first[stream] = at
-                at += len(stream.records)
+            for flat_buffer in beside.get(place, ()):
+                first[flat_buffer] = at
+                at += len(flat_buffer.records)
             count += told[place]
     return UsedParameters(first, count)
 

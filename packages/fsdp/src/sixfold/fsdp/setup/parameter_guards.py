@@ -24,8 +24,8 @@ from sixfold.fsdp.torch_private import in_backward
 def guard_parameters(engine: Engine, *, as_sharded: bool) -> None:
     """From now on parameters are read in calls of their units; ``as_sharded``: also where all weights are here."""
     for unit in engine.units:
-        for stream in unit.streams:
-            stream.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
+        for flat_buffer in unit.flat_buffers:
+            flat_buffer.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
     engine.guards = [
         UnitGuard(
             [
@@ -49,7 +49,7 @@ def guard_parameters(engine: Engine, *, as_sharded: bool) -> None:
 
 def _reads(engine: Engine, unit: Unit, *, as_sharded: bool) -> Callable[[], bool]:
     """Whether values of ``unit`` may be read now by code that is not of the unit's own call."""
-    always = not as_sharded and all(stream.weights.whole_here for stream in unit.streams)
+    always = not as_sharded and all(one.weights.whole_here for one in unit.flat_buffers)
 
     def readable() -> bool:
         if always or engine.state_dict_asked:

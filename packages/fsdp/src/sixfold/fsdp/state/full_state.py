@@ -1,6 +1,6 @@
 """Whole tensors out of the shards of all ranks, one unit in memory at a time.
 
-    main weights, buffers --> stream, full_state_dict (this file) --> a consumer, a dict, torch_state.py
+    main weights, module buffers --> stream_full_state, full_state_dict (this file) --> a consumer, torch_state.py
     a DTensor --> whole_dtensor (this file) --> load_full_state.py, torch_state.py
 
 Everything here is collective, and every wait has the model's deadline. No file format is known here.
@@ -27,10 +27,10 @@ def visit_whole(engine: Engine, visit: Callable[[ParamRecord, Tensor], None]) ->
     """Collective: ``visit(record, whole main weight)`` for all; a view that the next unit overwrites."""
     engine.before_save()
     engine.main_parameters.adopt()
-    streams = [stream for unit in engine.units for stream in unit.streams]
-    cut = [_whole_bytes(one) for one in streams if one.cut.parts > 1]
+    flat_buffers = [one for unit in engine.units for one in unit.flat_buffers]
+    cut = [_whole_bytes(one) for one in flat_buffers if one.cut.parts > 1]
     room = torch.empty(max(cut, default=0), dtype=torch.uint8, device=engine.units[0].device)
-    for one in streams:
+    for one in flat_buffers:
         whole = one.cut.view_of(whole_of(one, one.weights.main.flat.detach(), engine, room))
         for record in one.records:
             visit(record, whole.full(record.name))
@@ -52,7 +52,7 @@ def whole_of(of: ParamAndGradBuffer, flat: Tensor, engine: Engine, room: Tensor 
     return full
 
 
-def stream(module: nn.Module, engine: Engine, consume: Consumer | None) -> None:
+def stream_full_state(module: nn.Module, engine: Engine, consume: Consumer | None) -> None:
     """``consume(name, tensor)`` for everything of the module's state dict, unit by unit. Collective.
 
     The tensor is a view that is gone when ``consume`` returns. Ranks that want nothing give None. Buffers come last.

@@ -49,10 +49,10 @@ def state_records(units: Sequence[Unit], optimizer: torch.optim.Optimizer | None
     """Records of everything held here; communicates nothing. Scalar state stays in ``optimizer.state``."""
     found: list[StateRecord] = []
     for unit in units:
-        for buffer in unit.streams:
-            replica = buffer.ranks.outer.rank if buffer.cut.parts > 1 else buffer.ranks.rank
-            for record in buffer.records:
-                part = buffer.weights.main.slice(record.name)
+        for flat_buffer in unit.flat_buffers:
+            replica = flat_buffer.ranks.outer.rank if flat_buffer.cut.parts > 1 else flat_buffer.ranks.rank
+            for record in flat_buffer.records:
+                part = flat_buffer.weights.main.slice(record.name)
                 if part is None or record.main is None:
                     continue
                 tensors = {"param": record.main.detach()}

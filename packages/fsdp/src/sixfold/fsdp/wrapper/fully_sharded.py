@@ -328,7 +328,7 @@ class FullyShardedDataParallel(nn.Module):
         The tensor is a view that is gone when ``consume`` returns. A rank that wants nothing gives None. If a consumer
         raises, this raises on all ranks.
         """
-        full_state.stream(self.module, self._engine, consume)
+        full_state.stream_full_state(self.module, self._engine, consume)
 
     def load_full_state_dict(self, source: streamed.Source, *, strict: bool = True) -> streamed.IncompatibleKeys:
         """Collective: main weights and buffers become those of ``source``, under the names of ``full_state_dict``.
@@ -408,7 +408,7 @@ class FullyShardedDataParallel(nn.Module):
         | ``units.*.wire_bytes`` | bytes | that one gather fills |
         | ``units.*.padding_bytes`` | bytes | of ``layout`` that hold no element, all ranks together |
         | ``units.*.range`` | bytes | first byte and length in the arena; None: memory of its own |
-        | ``units.*.layout`` | text | by stream: where each tensor lies and is cut |
+        | ``units.*.layout`` | text | by flat buffer: where each tensor lies and is cut |
         | ``root.units_made`` | names | of units that no selector named (``root_units``) |
         | ``root.tied.*.gathered_bytes`` ``root.tied.*.local_gradient_bytes`` | bytes | what a tied parameter costs |
         | ``whole_tensors[].ranks`` | ranks | of a mesh whose ranks own tensors as a whole |
@@ -417,7 +417,7 @@ class FullyShardedDataParallel(nn.Module):
         | ``bytes.main_weights`` ``bytes.main_gradients`` | bytes | that optimizers update and read, where not below |
         | ``bytes.gather_source`` | bytes | main weights once more, as they travel |
         | ``bytes.kept_gathered`` ``bytes.gather_arena`` | bytes | gathered weights that stay; that take turns |
-        | ``bytes.local_gradients`` | bytes | sums of full size that one stream has for itself |
+        | ``bytes.local_gradients`` | bytes | sums of full size that one flat buffer has for itself |
         | ``bytes.reduce_buffers`` ``bytes.reduce_scratch`` | bytes | slots of sums; of mixed additions and norms |
         | ``bytes.fp8_scratch`` ``bytes.fp8_transposed`` | bytes | amaxes, scales and scratch; transposed copies |
         | ``bytes.offload_slots`` | bytes | on the device for optimizer state of the host; with ``offload`` only |

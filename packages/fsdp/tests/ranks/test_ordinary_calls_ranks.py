@@ -73,7 +73,7 @@ def other_buffers(rank, ranks):
 
 def test_buffers_that_differ_at_the_start_are_told_and_each_remedy_works():
     for rank, (text, values) in enumerate(run_ranks(other_buffers, 2)):
-        assert "the buffer angles differs on rank 1 at the start" in text
+        assert "the module buffer angles differs on rank 1 at the start" in text
         assert values == [0.0, float(rank)]
 
 

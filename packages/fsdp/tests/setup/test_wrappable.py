@@ -23,7 +23,7 @@ def test_parameters_tied_by_data_are_refused_with_how_to_tie_them():
 def test_a_buffer_over_a_weight_is_refused_and_parts_of_one_memory_are_not():
     net = nn.Linear(4, 4)
     net.register_buffer("seen", net.weight.detach()[1:])
-    with pytest.raises(FsdpError, match=r"buffer seen lies in the memory of weight"):
+    with pytest.raises(FsdpError, match=r"module buffer seen lies in the memory of weight"):
         fully_shard(net)
     net.seen = net.seen.clone()  # the remedy
     fully_shard(net)

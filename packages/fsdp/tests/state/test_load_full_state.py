@@ -230,5 +230,7 @@ def test_an_entry_of_a_state_dict_hook_cannot_be_streamed_and_says_so():
     net.register_state_dict_post_hook(lambda module, state, prefix, local: state.update({"made": 1}))
     model = FullyShardedDataParallel(net)
     assert model.full_state_dict()["made"] == 1
-    with pytest.raises(FsdpError, match="made of the module's state dict is no parameter, buffer or extra state"):
+    with pytest.raises(
+        FsdpError, match="made of the module's state dict is no parameter, module buffer or extra state"
+    ):
         model.load_full_state_dict(model.full_state_dict())

@@ -91,7 +91,7 @@ class BufferConfig:
     Args:
         gathered_bytes: how many gathered weights a rank holds.
             ``"double"``: the root unit and two slots, or the largest unit where that is more.
-            ``"all"``: a buffer for each unit, gathered once a step.
+            ``"all"``: memory for each unit, gathered once a step.
             A number: at most so many bytes, those of prefetched units and of the root included. From the second step
             on, units lie where the recorded order gathers the fewest bytes.
             None: ``"double"``; one process runs as ``no_shard``.

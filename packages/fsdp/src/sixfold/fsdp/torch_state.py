@@ -54,7 +54,7 @@ def set_state_dict(
 
 
 def get_model_state_dict(model: FullyShardedDataParallel, *, options: StateDictOptions | None = None) -> dict[str, Any]:
-    """Main weights as DTensors (plain tensors where every rank holds all) and buffers, as of an FSDP2 model.
+    """Main weights as DTensors (plain tensors where every rank holds all) and module buffers, as of an FSDP2 model.
 
     It takes memory for a shard of the model and one unit. The tensors are copies: load by ``set_model_state_dict``.
 
@@ -82,7 +82,7 @@ def get_model_state_dict(model: FullyShardedDataParallel, *, options: StateDictO
 def set_model_state_dict(
     model: FullyShardedDataParallel, state: Mapping[str, Any], *, options: StateDictOptions | None = None
 ) -> IncompatibleKeys:
-    """Load main weights and buffers from ``state``, which is the same on all ranks.
+    """Load main weights and module buffers from ``state``, which is the same on all ranks.
 
     With ``broadcast_from_rank0`` the state of the first rank counts; that of others is ignored. With ``strict=False``
     names that are missing or unexpected are left out, and returned.
@@ -161,7 +161,7 @@ def set_optimizer_state_dict(
         for name in described:  # the same order on all ranks: DTensors are gathered
             record = records[name]
             mine = {} if record.main is None else optimizer.state.get(record.main, {})
-            part = record.buffer.weights.main.slice(name)
+            part = record.flat_buffer.weights.main.slice(name)
             for key, value in state["state"].get(name, {}).items():
                 full = full_state.whole_dtensor(key, value, model._engine) if isinstance(value, DTensor) else value
                 if key not in mine or part is None:
@@ -206,19 +206,19 @@ class _Place:
     def __init__(self, model: FullyShardedDataParallel) -> None:
         options, engine = model._options, model._engine
         for record in engine.records.values():
-            if record.buffer.ranks is not engine.ranks:
+            if record.flat_buffer.ranks is not engine.ranks:
                 raise FsdpError(
                     f"{record.name} is on a mesh of its own, whose ranks may hold other values under that name; use "
                     "state_records()",
-                    unit=record.buffer.unit,
+                    unit=record.flat_buffer.unit,
                 )
         self._mesh = options.mesh
         if self._mesh is None and options.group is not None:
             self._mesh = DeviceMesh.from_group(options.group, engine.units[0].device.type)
 
     def __call__(self, record: ParamRecord, value: Tensor) -> Tensor:
-        ranks = record.buffer.ranks.shard
-        if record.buffer.cut.parts == 1 or self._mesh is None:
+        ranks = record.flat_buffer.ranks.shard
+        if record.flat_buffer.cut.parts == 1 or self._mesh is None:
             return value.clone()
         local, along = value, Shard(0)
         if value.dim():
@@ -238,9 +238,9 @@ def _describe(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer)
     own: Described = {}
     problem = ""
     for record in engine.records.values():
-        part = record.buffer.weights.main.slice(record.name)
-        ranks = record.buffer.ranks
-        first = ranks.outer.rank == 0 if record.buffer.cut.parts > 1 else ranks.rank == 0
+        part = record.flat_buffer.weights.main.slice(record.name)
+        ranks = record.flat_buffer.ranks
+        first = ranks.outer.rank == 0 if record.flat_buffer.cut.parts > 1 else ranks.rank == 0
         if not first or record.main is None or part is None or part.start or id(record.main) not in group_of:
             continue
         mine = optimizer.state.get(record.main, {})
@@ -271,7 +271,7 @@ def _what(record: ParamRecord, key: str, value: Any) -> dict[str, Any]:
     raise FsdpError(
         f"optimizer state {key!r} of {record.name} is neither a number nor of its parameter's shape, and has no "
         "DTensor form; save model.state_records(optimizer)",
-        unit=record.buffer.unit,
+        unit=record.flat_buffer.unit,
     )
 
 

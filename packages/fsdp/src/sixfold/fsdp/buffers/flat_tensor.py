@@ -51,7 +51,7 @@ class DataParallelBuffer:
     def full(self, name: str) -> Tensor:
         """The whole tensor, in its shape."""
         if not self._whole:
-            raise FsdpError(f"{name}: this buffer holds one shard; a full view needs the gathered buffer")
+            raise FsdpError(f"{name}: this flat tensor holds one shard; a full view needs the gathered one")
         offset, spec = self._specs[name]
         return self.flat[offset : offset + spec.numel].view(spec.shape)
 
@@ -126,16 +126,16 @@ class ParamRecord:
     ``parameter.data`` is ``compute`` for ever. [Note: views made once]
     """
 
-    __slots__ = ("buffer", "compute", "dtype", "left_out", "main", "name", "parameter", "spec", "wanted")
+    __slots__ = ("compute", "dtype", "flat_buffer", "left_out", "main", "name", "parameter", "spec", "wanted")
 
     def __init__(
-        self, name: str, parameter: nn.Parameter, spec: TensorSpec, dtype: torch.dtype, buffer: ParamAndGradBuffer
+        self, name: str, parameter: nn.Parameter, spec: TensorSpec, dtype: torch.dtype, flat_buffer: ParamAndGradBuffer
     ) -> None:
         self.name = name
         self.parameter = parameter
         self.spec = spec
         self.dtype = dtype
-        self.buffer = buffer
+        self.flat_buffer = flat_buffer
         self.compute: Tensor
         self.main: nn.Parameter | None = None
         self.left_out = False
@@ -145,4 +145,4 @@ class ParamRecord:
     def whole_on_one_rank(self) -> bool:
         """Its main parameter has the parameter's own shape, on the one rank that holds it. The same on all ranks."""
         in_shape = self.spec.granularity == "tensor" or len(self.spec.shape) == 1
-        return in_shape and not self.buffer.cut.layout.is_cut(self.name)
+        return in_shape and not self.flat_buffer.cut.layout.is_cut(self.name)

@@ -199,8 +199,8 @@ class Gradients:
         self._filled = filled
 
     def _make_sum(self, flat: Tensor) -> _Sum:
-        buffer = self._cut.view_of(flat)
-        return _Sum(flat, [buffer.full(record.name) for record in self._records], self._cut.part_of(flat))
+        whole = self._cut.view_of(flat)
+        return _Sum(flat, [whole.full(record.name) for record in self._records], self._cut.part_of(flat))
 
     def add(self, record: ParamRecord, gradient: Tensor, scratch: Tensor | None = None) -> None:
         """Add what autograd made for ``record``; the first one is copied, or kept.

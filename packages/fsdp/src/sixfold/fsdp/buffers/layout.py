@@ -106,7 +106,7 @@ class Layout:
         return order, [self.offsets_bytes[i] for i in order]
 
     def slices(self, rank: int) -> tuple[Slice, ...]:
-        """What shard ``rank`` holds, in the order of the buffer; at most one slice per tensor."""
+        """What shard ``rank`` holds, in the order of the flat buffer; at most one slice per tensor."""
         if not 0 <= rank < self.world_size:
             raise FsdpError(f"rank is {rank}; this layout has shards 0 to {self.world_size - 1}")
         low, high = rank * self.shard_bytes, (rank + 1) * self.shard_bytes

@@ -128,8 +128,8 @@ class MainGradients:
         return self._flat
 
     def _make_views(self, flat: Tensor) -> list[Tensor | None]:
-        buffer = self._cut.view_of(flat)
-        views = [None if record.main is None else buffer.local(record.name) for record in self._records]
+        mine = self._cut.view_of(flat)
+        views = [None if record.main is None else mine.local(record.name) for record in self._records]
         for main, view in zip(self._mains, views, strict=True):
             if view is not None and main is not None:
                 if self._cut.parts > 1:

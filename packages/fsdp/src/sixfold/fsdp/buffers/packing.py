@@ -6,7 +6,7 @@ Pure: no tensors, no ranks, no processes. A flat buffer has one layout of positi
 gathered weights alike; ``pitch`` is how many gathered bytes a position has.
 
 [Note: one collective for several dtypes] Packing the dtypes of each rank one after the other would tear every tensor
-that lies on two ranks. Two buffers would be two collectives. So all tensors lie in one buffer. One whose elements have
+that lies on two ranks. Two flat buffers would be two collectives. So all tensors lie in one. One whose elements have
 ``pitch`` bytes lies there as it is. A wider one takes several positions for each element and is not cut between ranks,
 so that its bytes lie in one piece too. Main weights and gradients leave the positions behind its elements empty. A
 narrower one travels widened, and is copied out. The pitch is the one that moves the fewest bytes. It is the narrowest

@@ -194,7 +194,7 @@ class GroupComm:
         return self._exchange(received, sent, list(incoming), list(outgoing), self._exchange_options)
 
     def broadcast(self, full: Tensor, source: int = 0) -> Any:
-        """One broadcast, of bytes: buffers have any dtype, and no back end sends all of them."""
+        """One broadcast, of bytes: module buffers have any dtype, and no back end sends all of them."""
         self.launches[0].add(_BROADCAST, full)
         self._broadcast_options.rootRank = source
         return self.gathers.broadcast([full.view(-1).view(torch.uint8)], self._broadcast_options)

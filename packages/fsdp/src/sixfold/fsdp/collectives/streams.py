@@ -1,6 +1,6 @@
 """Side streams for gathers and reductions; a null object where there are none.
 
-    device --> make_streams (this file) --> engine/gather.py, engine/reduce.py
+    device --> make_stream (this file) --> engine/gather.py, engine/reduce.py
 
 [Note: one code path] The engine always says "on the gather stream", "the compute stream waits"; on a CPU
 these words do nothing. They are chosen once, by the device, so no other file asks which device it is.

@@ -277,7 +277,7 @@ class Engine:
         """Autograd finished ``record``'s gradient."""
         if self.faults.failed is not None:
             return
-        flat_buffer = record.buffer
+        flat_buffer = record.flat_buffer
         if flat_buffer.unit not in self._here:
             raise FsdpError(
                 f"the gradient of {record.name} came while its unit's weights were not gathered: a tensor left the "
@@ -298,20 +298,20 @@ class Engine:
         """A driven program brings a gradient that autograd did not deliver: the same local sum."""
         self.faults.check()
         record = self.records.get(parameter)
-        if record is None or not record.buffer.trainable:
+        if record is None or not record.flat_buffer.trainable:
             what = "frozen" if record is not None else "not of this model"
             raise FsdpError(f"accumulate: the parameter of shape {tuple(parameter.shape)} is {what}")
         if self.reduce_policy.each_microbatch:
             raise FsdpError(
                 f"{record.name}: accumulate() brings its gradient after a backward with fused=True, which was "
                 "reduced at its end; make the handle with fused=False, or wrap with grad_reduce='last'",
-                unit=record.buffer.unit,
+                unit=record.flat_buffer.unit,
                 op="reduce",
             )
-        self._touched.add(self._by_name[record.buffer.unit].index)
-        if record.buffer.gradients.state not in OPEN:
-            self.reduction.acquire(record.buffer, pooled=False)
-        record.buffer.gradients.add(record, gradient, self.reduction.wide)
+        self._touched.add(self._by_name[record.flat_buffer.unit].index)
+        if record.flat_buffer.gradients.state not in OPEN:
+            self.reduction.acquire(record.flat_buffer, pooled=False)
+        record.flat_buffer.gradients.add(record, gradient, self.reduction.wide)
 
     def _end_backward(self) -> None:
         """Autograd's final callback. [Note: when a unit's backward is done]"""
@@ -426,12 +426,12 @@ class Engine:
 
     def forget(self, record: ParamRecord) -> None:
         """``.grad = None`` of one of the module's parameters: what ``discard_local`` does for all, one by one."""
-        if self.faults.failed is not None or not record.buffer.trainable:
+        if self.faults.failed is not None or not record.flat_buffer.trainable:
             return
-        unit = self._by_name[record.buffer.unit]
+        unit = self._by_name[record.flat_buffer.unit]
         if self.reduction.pipeline.flying(unit.name):
             self.reduction.pipeline.finish()
-        record.buffer.gradients.forget(record)
+        record.flat_buffer.gradients.forget(record)
         if record.main is not None:
             record.main.grad = None
         gone = self._forgotten.setdefault(unit.index, set())

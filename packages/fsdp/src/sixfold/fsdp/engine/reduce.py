@@ -365,7 +365,7 @@ class Reduction:
         self.pipeline.finish()
         self._used.forget(records)
         for record in records:
-            record.buffer.gradients.forget(record)
+            record.flat_buffer.gradients.forget(record)
         for unit in self._by_name.values():
             self.drop(unit, records)
 

@@ -83,7 +83,7 @@ class QuantizedTensor:
     Attributes:
         name: the parameter's.
         main: what this rank holds of it, flat; None where nothing lies here.
-        source: where its bytes wait for the gather (None likewise); an integer dtype as wide as the buffer's pitch.
+        source: where its bytes wait for the gather (None likewise); an integer dtype as wide as a position.
         gathered: (numel,) where they arrive, in that dtype.
         q: the parameter's shape, uint8: the bytes; ``gathered`` itself unless that is wider.
         compute: (numel,) the weights that they stand for, or None where the bytes themselves are multiplied.

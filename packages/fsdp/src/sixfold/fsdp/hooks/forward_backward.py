@@ -90,7 +90,7 @@ def install(engine: Engine, root: nn.Module, cast_to: torch.dtype | None) -> lis
                 handles.append(module.register_forward_pre_hook(call.before, prepend=True))
                 handles.append(module.register_forward_hook(call.after, always_call=True))
     for number, record in enumerate(engine.numbered):
-        if record.buffer.trainable:
+        if record.flat_buffer.trainable:
             register: Any = record.parameter.register_post_accumulate_grad_hook
             handles.append(register(_grad_hook(engine, number)))
     return handles

@@ -157,7 +157,7 @@ def refuse_changed_parameters(engine: Engine) -> None:
                 record = engine.records[parameter]
                 raise FsdpError(
                     f"{record.name} is no longer the Parameter that was wrapped; change the module before wrapping",
-                    unit=record.buffer.unit,
+                    unit=record.flat_buffer.unit,
                 )
             if parameter is written:
                 raise written_in_place(guard, engine.units[0].module)

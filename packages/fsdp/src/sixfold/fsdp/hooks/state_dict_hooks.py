@@ -28,7 +28,7 @@ LOAD = "use the wrapper's load_full_state_dict(), or copy into its state_records
 class StateDict(Hook):
     """``module.state_dict()`` of the wrapped module or a part of it: whole in one process, else refused.
 
-    With ``keep_vars=True`` it holds the Parameter objects themselves, which ask whoever reads them: names, and buffers.
+    With ``keep_vars=True`` it holds module buffers and the Parameter objects themselves, whose guards see each read.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -62,7 +62,8 @@ class StateDict(Hook):
 def whole_main(record: ParamRecord) -> Tensor:
     """In one process: a copy of the main weight in the parameter's shape."""
     if record.main is None:  # no elements
-        return torch.zeros(record.spec.shape, dtype=record.buffer.weights.main_dtype, device=record.buffer.device)
+        flat_buffer = record.flat_buffer
+        return torch.zeros(record.spec.shape, dtype=flat_buffer.weights.main_dtype, device=flat_buffer.device)
     return record.main.detach().clone().view(record.spec.shape)
 
 

@@ -27,8 +27,8 @@ def square_sum(engine: Engine, include: Callable[[str], bool]) -> Tensor:
     its shards, or by its first rank, and added over the whole main mesh: its expert-parallel peers are there.
     """
     records = [record for record in engine.records.values() if record.main is not None and include(record.name)]
-    on_main = [record for record in records if record.buffer.ranks is engine.ranks]
-    on_own = [record for record in records if record.buffer.ranks is not engine.ranks and _counts(record)]
+    on_main = [record for record in records if record.flat_buffer.ranks is engine.ranks]
+    on_own = [record for record in records if record.flat_buffer.ranks is not engine.ranks and _counts(record)]
     sums = torch.stack([_squares(on_main, engine), _squares(on_own, engine)])
     if engine.shards_optimizer:
         engine.faults.wait(
@@ -42,7 +42,7 @@ def square_sum(engine: Engine, include: Callable[[str], bool]) -> Tensor:
 
 
 def _counts(record: ParamRecord) -> bool:
-    return record.buffer.cut.parts > 1 or record.buffer.ranks.rank == 0
+    return record.flat_buffer.cut.parts > 1 or record.flat_buffer.ranks.rank == 0
 
 
 def _squares(records: Sequence[ParamRecord], engine: Engine) -> Tensor:

@@ -150,7 +150,7 @@ class PieceMuon:
         self._wait = wait
         shapes: list[Shape] = [(record.spec.shape[0], record.spec.shape[1]) for _, record in matrices]
         self.owners = spread_owners(shapes, comm.size)
-        parts = [record.buffer.cut.layout.parts(record.name) for _, record in matrices]
+        parts = [record.flat_buffer.cut.layout.parts(record.name) for _, record in matrices]
         self.groups = plan_groups(shapes, parts, self.owners, comm.rank, comm.size)
 
     def report(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class PieceMuon:
                 self._apply(piece, flight)
 
     def _send(self, group: ShapeGroup) -> _Flight:
-        device = self._matrices[0][1].buffer.device
+        device = self._matrices[0][1].flat_buffer.device
         pieces = torch.empty(sum(group.sent), dtype=torch.bfloat16, device=device)
         for piece in group.mine:
             place = pieces[piece.offset : piece.offset + piece.numel]

@@ -113,7 +113,7 @@ def shard_optimizer(
     # Main parameters differ from rank to rank and tell nothing of the rest; what is forgotten must be the same on all.
     _discard_with_zero_grad(optimizer, engine, list(records) if given_mains else covered)
     _stamp_state_dicts(optimizer, engine, records)
-    if any(record.buffer.cut.parts > 1 for record in records.values()):
+    if any(record.flat_buffer.cut.parts > 1 for record in records.values()):
         optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]  # GradScaler then says that it is there
     names = {id(record.main): record.name for record in records.values() if record.main is not None}
     marked = attached.materializing
@@ -130,8 +130,8 @@ def _step_in_chunks(optimizer: torch.optim.Optimizer, engine: Engine, attached: 
     """A step of ``optimizer`` goes by flat buffer where that saves memory; returns whether it widens gradients."""
     chunks: dict[ParamAndGradBuffer, list[nn.Parameter]] = {}
     for record in engine.numbered:
-        if record.buffer.trainable and record.main is not None:  # all: groups may be added
-            chunks.setdefault(record.buffer, []).append(record.main)
+        if record.flat_buffer.trainable and record.main is not None:  # all: groups may be added
+            chunks.setdefault(record.flat_buffer, []).append(record.main)
     visitors: list[chunked_step.Visitor] = []
     device, number, marked = engine.units[0].device, id(optimizer), attached.materializing
     if attached.offload:
@@ -163,7 +163,7 @@ def _move_first_state(optimizer: torch.optim.Optimizer, records: Mapping[nn.Para
             if record is None or parameter not in optimizer.state:
                 continue
             state = optimizer.state.pop(parameter)
-            part = record.buffer.weights.main.slice(record.name)
+            part = record.flat_buffer.weights.main.slice(record.name)
             if record.main is not None and part is not None:
                 optimizer.state[record.main] = {
                     key: _part_of_first(value, record.main, part, group)
@@ -192,7 +192,7 @@ def _pieces_for_muon(
         raise FsdpError(
             f"Muon is given main parameters, and {pieces[0][1].name} lies in pieces; ranks that hold none of it would "
             "not step with the others. Build it on the module's own parameters",
-            unit=pieces[0][1].buffer.unit,
+            unit=pieces[0][1].flat_buffer.unit,
         )
     return pieces
 
@@ -208,7 +208,7 @@ def _exchange_pieces(
     local = LocalComm()
     by_comm: dict[Comm, list[tuple[int, ParamRecord]]] = {}
     for number, record in pieces:
-        comm = record.buffer.ranks.shard if record.buffer.cut.parts > 1 else local
+        comm = record.flat_buffer.ranks.shard if record.flat_buffer.cut.parts > 1 else local
         by_comm.setdefault(comm, []).append((number, record))
     steps = [
         PieceMuon(optimizer, members, comm, lambda work: engine.faults.wait(work, None, "step"))
@@ -247,7 +247,7 @@ def _refuse_unfit(
     what = type(optimizer).__name__
     if names & _SPARSE:
         raise FsdpError(f"{what} steps on sparse gradients, and local sums are dense; use torch.optim.Adam or AdamW")
-    if names & _ALL_AT_ONCE and any(record.buffer.cut.parts > 1 for record in records):
+    if names & _ALL_AT_ONCE and any(record.flat_buffer.cut.parts > 1 for record in records):
         raise FsdpError(
             f"{what} takes products over all parameters at once, and this rank holds a shard of them; use "
             "strategy='no_shard', where every rank holds all"
@@ -262,9 +262,9 @@ def _refuse_unfit(
             if not record.whole_on_one_rank and record not in exchanged:
                 raise FsdpError(
                     f"{what} updates {record.name} {record.spec.shape} as a whole tensor, and on this rank it is "
-                    f"{'cut between ranks' if record.buffer.cut.layout.is_cut(record.name) else 'flat'}; wrap with "
-                    "granularity=lambda name, parameter: 'tensor' (or for the parameters of this optimizer alone)",
-                    unit=record.buffer.unit,
+                    f"{'cut between ranks' if record.flat_buffer.cut.layout.is_cut(record.name) else 'flat'}; wrap "
+                    "with granularity=lambda name, parameter: 'tensor' (or for the parameters of this optimizer alone)",
+                    unit=record.flat_buffer.unit,
                 )
 
 
@@ -305,7 +305,7 @@ def _stamp_state_dicts(
 
     def stamp(of: torch.optim.Optimizer) -> dict[str, Any]:
         held = [of_main[id(main)] for group in of.param_groups for main in group["params"] if id(main) in of_main]
-        parts = [(record.name, record.buffer.weights.main.slice(record.name)) for record in held]
+        parts = [(record.name, record.flat_buffer.weights.main.slice(record.name)) for record in held]
         text = "\n".join(f"{name} {part}" for name, part in parts)
         return {
             "rank": engine.ranks.rank, "ranks": engine.ranks.size, "parts": hashlib.sha256(text.encode()).hexdigest()

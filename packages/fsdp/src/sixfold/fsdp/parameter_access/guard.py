@@ -87,7 +87,7 @@ class Guard:
         """``what`` was done to the parameter; ``remedy`` says what to do instead."""
         if self.gone:
             remedy = KEEP
-        return FsdpError(f"{self.record.name}: {what}; {remedy}", unit=self.record.buffer.unit, op="read")
+        return FsdpError(f"{self.record.name}: {what}; {remedy}", unit=self.record.flat_buffer.unit, op="read")
 
     def ask(self, name: str, sets: bool, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Raise unless function or property ``name`` may be used now; ``sets``: the property is assigned."""
@@ -125,7 +125,7 @@ class Guard:
             raise self.error(f"{name}() reads a view of it that a call of its unit left behind", VIEW)
 
     def _set_wanted(self, wanted: bool) -> None:
-        if wanted and not self.record.buffer.trainable:
+        if wanted and not self.record.flat_buffer.trainable:
             raise self.error("requires_grad was False when it was wrapped and is set to True", UNFREEZE)
         self.record.wanted = wanted
 
@@ -217,7 +217,7 @@ class GuardedParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         record = self.__dict__[MARK].record
-        return f"Parameter {record.name} {tuple(self.shape)} {self.dtype} of unit {record.buffer.unit or '(root)'}"
+        return f"Parameter {record.name} {tuple(self.shape)} {self.dtype} of unit {record.flat_buffer.unit or '(root)'}"
 
     def __format__(self, spec: str) -> str:
         return format(repr(self), spec)
@@ -338,7 +338,7 @@ class UnitGuard:
         self._views = views
         self._swaps = []
         for one in guards:
-            whole = one.record.buffer.weights.whole_here and not as_sharded
+            whole = one.record.flat_buffer.weights.whole_here and not as_sharded
             shown = shown_class(one.own_class, placed=whole, strides=strides)
             self._swaps.append((one.record.parameter, shown, guarded_class(one.own_class)))
             one.mark()

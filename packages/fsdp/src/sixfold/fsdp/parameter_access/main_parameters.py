@@ -55,7 +55,7 @@ class MainParameters:
         self._records = [record for record in records if record.main is not None]
         self._all = [record.main for record in self._records if record.main is not None]
         self.ids = frozenset(map(id, self._all))
-        self._places = [record.buffer.weights.main.local(record.name) for record in self._records]
+        self._places = [record.flat_buffer.weights.main.local(record.name) for record in self._records]
         self._addresses = [*map(_address, self._places)]
         self._versions = [*map(_version, self._all)]
         self._taken: dict[int, tuple[nn.Parameter, int]] = {}  # digests of values whose .data was taken, by id
@@ -130,7 +130,7 @@ class MainParameters:
                     f"{record.name}: .data of its main parameter was set to a tensor of shape {tuple(value.shape)}, "
                     f"{value.dtype} on {value.device}; this rank's part is {tuple(place.shape)}, {place.dtype} on "
                     f"{place.device}. Set it to a tensor like main.data",
-                    unit=record.buffer.unit,
+                    unit=record.flat_buffer.unit,
                 )
             place.copy_(value)
             _data.__set__(main, place)

@@ -122,8 +122,8 @@ class Versions:
     @uncompiled
     def accept(self, record: ParamRecord) -> None:
         """What was done to a parameter so far is no write."""
-        for one in self._by_unit[record.buffer.unit]:
-            if one.of is record.buffer:
+        for one in self._by_unit[record.flat_buffer.unit]:
+            if one.of is record.flat_buffer:
                 _set_versions((record.parameter,), (one.now,))
 
     @uncompiled

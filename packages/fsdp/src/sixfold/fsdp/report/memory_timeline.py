@@ -7,7 +7,7 @@ done. Between moves nothing of ours changes.
 
 [Note: what is ours] Main weights, what gathers send and where they arrive, local sums, main gradients, and the
 optimizer's state if the optimizer is given. Activations, the gradients that autograd makes before they are added,
-temporaries of layers and optimizers, the back end's own buffers and the caching allocator's rest are not:
+temporaries of layers and optimizers, the back end's own memory and the caching allocator's rest are not:
 torch.profiler with profile_memory=True and torch.cuda.memory._snapshot() show those.
 """
 

@@ -86,8 +86,8 @@ def _root(engine: Engine) -> dict[str, Any]:
             record.name: {
                 "gathered_bytes": record.spec.numel * record.dtype.itemsize,
                 "local_gradient_bytes": record.spec.numel
-                * record.buffer.weights.main_dtype.itemsize
-                * (record.buffer.gradients.own_local_bytes > 0),
+                * record.flat_buffer.weights.main_dtype.itemsize
+                * (record.flat_buffer.gradients.own_local_bytes > 0),
             }
             for record in root.records
             if record.name in tied
@@ -153,4 +153,4 @@ def _over_even(loads: list[int]) -> float:
 def _own_meshes(engine: Engine) -> dict[str, int]:
     """Parameters that are not on the main mesh, and the ranks that share each."""
     records = engine.records.values()
-    return {one.name: one.buffer.ranks.size for one in records if one.buffer.ranks is not engine.ranks}
+    return {one.name: one.flat_buffer.ranks.size for one in records if one.flat_buffer.ranks is not engine.ranks}

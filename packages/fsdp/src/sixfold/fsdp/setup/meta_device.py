@@ -4,7 +4,7 @@
 
 One module is made real at a time, in the order of ``named_modules``; attention comes together with its output
 projection. So with the seed of ``Net()`` the generator gives every module the numbers that it gave there. Knows no
-rank and no buffer of ours.
+rank and no flat buffer.
 
 [Note: what a tied layer drew] ``head.weight = embedding.weight`` comes after the head drew a weight of its own, and
 what was drawn after it depends on that. So a module that shares a parameter with an earlier one draws it too, into
@@ -28,7 +28,7 @@ _GIVE = "give init_fn=(name, module) -> None"
 
 
 class Meta:
-    """Makes the meta parameters and buffers of one model real.
+    """Makes the meta parameters and module buffers of one model real.
 
     Args:
         init_fn: fills a module that had any; None: its ``reset_parameters``.
@@ -39,8 +39,8 @@ class Meta:
         self._init_fn = init_fn
         self._made: set[nn.Parameter] = set()  # by this object
         self._kept: set[nn.Parameter] = set()  # of these, those of earlier groups: their values lie elsewhere now
-        self._buffers: dict[Tensor, Tensor] = {}
-        self._unsaved: list[tuple[str, nn.Module, str]] = []  # buffers that no state dict brings
+        self._module_buffers: dict[Tensor, Tensor] = {}
+        self._unsaved: list[tuple[str, nn.Module, str]] = []  # module buffers that no state dict brings
 
     def groups(self, module: nn.Module) -> Iterator[list[nn.Module]]:
         """Modules in order, made real and filled: what the caller is to keep before it asks for the next.
@@ -66,8 +66,8 @@ class Meta:
             yield list(group.values())
             self._kept |= self._made
         for name, part, key in self._unsaved:
-            buffer = part._buffers.get(key)
-            if buffer is not None and _is_unset(buffer):
+            module_buffer = part._buffers.get(key)
+            if module_buffer is not None and _is_unset(module_buffer):
                 who = "init_fn" if self._init_fn else "reset_parameters()"
                 raise FsdpError(
                     f"{_full(name, key)} was on the meta device, {who} left it as it was, and no state dict holds it "
@@ -85,7 +85,7 @@ class Meta:
                 self._draw_in_vain(part)
 
     def _materialize(self, name: str, part: nn.Module) -> bool:
-        """Memory for ``part``'s own meta parameters and buffers; True if it had any. Parameters keep their identity."""
+        """Memory for ``part``'s own meta parameters and module buffers; True if any. Parameters keep their identity."""
         found = False
         if isinstance(part, nn.RNNBase):
             part._flat_weight_refs = []
@@ -104,13 +104,13 @@ class Meta:
                 self._made.add(parameter)
         if isinstance(part, nn.RNNBase):
             part._flat_weight_refs = [None if one is None else weakref.ref(one) for one in part._flat_weights]
-        for key, buffer in part.named_buffers(recurse=False):
-            if buffer in self._buffers:
-                setattr(part, key, self._buffers[buffer])
-            elif buffer.is_meta:
+        for key, module_buffer in part.named_buffers(recurse=False):
+            if module_buffer in self._module_buffers:
+                setattr(part, key, self._module_buffers[module_buffer])
+            elif module_buffer.is_meta:
                 found = True
-                self._buffers[buffer] = _unset(buffer, self._device)
-                setattr(part, key, self._buffers[buffer])
+                self._module_buffers[module_buffer] = _unset(module_buffer, self._device)
+                setattr(part, key, self._module_buffers[module_buffer])
                 if key in part._non_persistent_buffers_set:
                     self._unsaved.append((name, part, key))
         return found
@@ -154,12 +154,12 @@ def _unset(like: Tensor, device: torch.device) -> Tensor:
     return made if made.dtype is torch.bool or made.dtype.is_complex else made.fill_(torch.iinfo(made.dtype).min)
 
 
-def _is_unset(buffer: Tensor) -> bool:
-    if not buffer.numel() or buffer.dtype is torch.bool or buffer.dtype.is_complex or buffer.dtype is torch.uint8:
+def _is_unset(value: Tensor) -> bool:
+    if not value.numel() or value.dtype is torch.bool or value.dtype.is_complex or value.dtype is torch.uint8:
         return False
-    if buffer.dtype.is_floating_point:
-        return bool(buffer.isnan().all())
-    return bool((buffer == torch.iinfo(buffer.dtype).min).all())
+    if value.dtype.is_floating_point:
+        return bool(value.isnan().all())
+    return bool((value == torch.iinfo(value.dtype).min).all())
 
 
 def _reset_of(part: nn.Module) -> Callable[[], Any] | None:

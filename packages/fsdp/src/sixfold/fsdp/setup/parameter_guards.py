@@ -67,11 +67,11 @@ def _reads(engine: Engine, unit: Unit, *, as_sharded: bool) -> Callable[[], bool
 
 def _owes_gradient(engine: Engine) -> Callable[[ParamRecord], bool]:
     def owes(record: ParamRecord) -> bool:
-        if record.buffer.gradients.filled(record) or engine.reduction.pipeline.flying(record.buffer.unit):
+        if record.flat_buffer.gradients.filled(record) or engine.reduction.pipeline.flying(record.flat_buffer.unit):
             return True
         if record.main is not None:
             return record.main.grad is not None
-        return any(one.main is not None and one.main.grad is not None for one in record.buffer.records)
+        return any(one.main is not None and one.main.grad is not None for one in record.flat_buffer.records)
 
     return owes
 

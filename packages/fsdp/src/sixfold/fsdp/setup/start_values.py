@@ -1,6 +1,6 @@
 """Start values: ranks compared, each rank's shard kept, views handed out.
 
-    module + buffers, meta_device.py --> agree, set_start_values (this file) --> a model ready for its first forward
+    module, meta_device.py --> agree, set_start_values (this file) --> a model ready for its first forward
 
 One module at a time, so no rank ever holds more full parameters than one module owns.
 """
@@ -141,31 +141,31 @@ def set_start_values(
         FsdpError: a meta module cannot be initialised; ``initial="check"`` and values differ (on all ranks).
     """
     done: dict[nn.Parameter, int] = {}
-    kept: dict[Tensor, int] = {}  # buffers
+    kept: dict[Tensor, int] = {}  # module buffers
     sent = initial == "broadcast" and ranks.size > 1
     for group in Meta(device, init_fn).groups(module):
         for parameter in (one for part in group for one in part.parameters(recurse=False)):
             if parameter in done:
                 continue
             record = records[parameter]
-            value = _broadcast(parameter.data, record.buffer.ranks, wait) if sent else parameter.data
+            value = _broadcast(parameter.data, record.flat_buffer.ranks, wait) if sent else parameter.data
             done[parameter] = tensor_digest(value) if initial == "check" and ranks.size > 1 else 0
-            record.buffer.weights.store_main(record, value)
+            record.flat_buffer.weights.store_main(record, value)
             parameter.data = record.compute
             del value  # the next module is made before this name is given another tensor
-        for buffer in (one for part in group for one in part.buffers(recurse=False)):
+        for module_buffer in (one for part in group for one in part.buffers(recurse=False)):
             if sent:
-                buffer.copy_(_broadcast(buffer, ranks, wait))
+                module_buffer.copy_(_broadcast(module_buffer, ranks, wait))
             elif initial == "check" and ranks.size > 1:
-                kept[buffer] = tensor_digest(buffer)
+                kept[module_buffer] = tensor_digest(module_buffer)
     if initial == "check" and ranks.size > 1:
         found = {records[parameter].name: digest for parameter, digest in done.items()}
         _compare([(name, digest) for name, digest in found.items() if name not in meshes.own], control, wait)
-        names = {buffer: name for name, buffer in module.named_buffers()}
+        names = {one: name for name, one in module.named_buffers()}
         apart = {name.rpartition(".")[0] for name in meshes.own}  # experts: other modules on other ranks
-        buffers = [(names[one], digest) for one, digest in kept.items() if names[one].rpartition(".")[0] not in apart]
+        digests = [(names[one], digest) for one, digest in kept.items() if names[one].rpartition(".")[0] not in apart]
         if not own_meshes:
-            _compare_buffers(module, buffers, control, wait)
+            _compare_module_buffers(module, digests, control, wait)
         if own_meshes:
             _compare_on_meshes(
                 [(name, meshes.own[name].place, f"{found[name]:x}") for name in found if name in meshes.own],
@@ -176,8 +176,10 @@ def set_start_values(
             )
 
 
-def _compare_buffers(module: nn.Module, digests: list[tuple[str, int]], control: Control, wait: WaitWork) -> None:
-    """The same buffers with the same values on all ranks; a running statistic that will part is warned of."""
+def _compare_module_buffers(
+    module: nn.Module, digests: list[tuple[str, int]], control: Control, wait: WaitWork
+) -> None:
+    """The same module buffers with the same values on all ranks; a running statistic that will part is warned of."""
     text = " ".join(f"{name}:{digest:x}" for name, digest in digests)
     mine = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little")
     _, odd = odd_ranks(exchange(control, [mine], wait))
@@ -187,8 +189,9 @@ def _compare_buffers(module: nn.Module, digests: list[tuple[str, int]], control:
         usual = said[next(rank for rank in range(len(said)) if rank not in odd)]
         differ = [a.rpartition(":")[0] for a, b in zip(usual, said[odd[0]], strict=False) if a != b]
         raise FsdpError(
-            f"the buffer {differ[0] if differ else 'list'} differs on rank {', '.join(map(str, odd))} at the start; "
-            'seed all ranks alike, or use initial="broadcast". Where ranks are meant to differ use initial="trust"',
+            f"the module buffer {differ[0] if differ else 'list'} differs on rank {', '.join(map(str, odd))} at the "
+            'start; seed all ranks alike, or use initial="broadcast". Where ranks are meant to differ use '
+            'initial="trust"',
             op="check",
             ranks=odd,
         )
@@ -208,10 +211,10 @@ def warn_of_statistics(module: nn.Module) -> None:
             return
 
 
-def broadcast_buffers(module: nn.Module, ranks: Ranks, wait: WaitWork) -> None:
-    """Buffers of the mesh's rank 0, on every rank."""
-    for buffer in module.buffers():
-        buffer.copy_(_broadcast(buffer, ranks, wait))
+def broadcast_module_buffers(module: nn.Module, ranks: Ranks, wait: WaitWork) -> None:
+    """Module buffers of the mesh's rank 0, on every rank."""
+    for module_buffer in module.buffers():
+        module_buffer.copy_(_broadcast(module_buffer, ranks, wait))
 
 
 def _broadcast(value: Tensor, ranks: Ranks, wait: WaitWork) -> Tensor:

@@ -58,14 +58,14 @@ def _merged(module: nn.Module, specs: list[UnitSpec], options: Options) -> list[
 
 
 def _refuse_shared_memory(module: nn.Module) -> None:
-    """Two Parameter objects over one memory would part: each gets a place of its own. So would a buffer and one.
+    """Two Parameter objects over one memory would part: each gets a place of its own. So would a module buffer and one.
 
     And a view in an attribute, which would keep start values.
     """
     ranges = []
     named_tensors = (
         ("", module.named_parameters()),
-        ("buffer ", module.named_buffers()),
+        ("module buffer ", module.named_buffers()),
         ("attribute ", _named_attributes(module)),
     )
     for kind, named in named_tensors:
@@ -122,8 +122,8 @@ def _fault_of(parameter: nn.Parameter, main_dtype: torch.dtype) -> str | None:
     """What is wrong with a parameter, and what to do."""
     if guard_of(parameter) is not None:
         return (
-            "was wrapped before, and its weights lie in that wrapper's buffers; wrap the whole model once and name its "
-            "units in fsdp_unit_modules"
+            "was wrapped before, and its weights lie in that wrapper's flat buffers; wrap the whole model once and "
+            "name its units in fsdp_unit_modules"
         )
     if is_lazy(parameter):
         return "has no shape yet (a lazy module); run one forward before wrapping"
@@ -133,7 +133,7 @@ def _fault_of(parameter: nn.Parameter, main_dtype: torch.dtype) -> str | None:
             "weights, and keep other axes outside the mesh given here"
         )
     if not parameter.is_floating_point():
-        return f"is {parameter.dtype}; parameters are floating, others are buffers"
+        return f"is {parameter.dtype}; parameters are floating, others are module buffers"
     if parameter.dtype.itemsize > main_dtype.itemsize:
         return (
             f"is {parameter.dtype} and main weights would be {main_dtype}, which rounds it; use "

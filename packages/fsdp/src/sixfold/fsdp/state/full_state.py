@@ -55,7 +55,8 @@ def whole_of(of: ParamAndGradBuffer, flat: Tensor, engine: Engine, room: Tensor 
 def stream_full_state(module: nn.Module, engine: Engine, consume: Consumer | None) -> None:
     """``consume(name, tensor)`` for everything of the module's state dict, unit by unit. Collective.
 
-    The tensor is a view that is gone when ``consume`` returns. Ranks that want nothing give None. Buffers come last.
+    The tensor is a view that is gone when ``consume`` returns. Ranks that want nothing give None. Module buffers come
+    last.
 
     Raises:
         FsdpError: on the ranks where nothing went wrong, when another rank's consumer raised; there its own error.
@@ -101,7 +102,7 @@ def stream_full_state(module: nn.Module, engine: Engine, consume: Consumer | Non
 def full_state_dict(
     module: nn.Module, engine: Engine, rank: int | None, device: torch.device | None
 ) -> dict[str, Tensor]:
-    """Main weights in full shapes and persistent buffers, in the state dict's order; tied names share a tensor.
+    """Main weights in full shapes and persistent module buffers, in the state dict's order; tied names share a tensor.
 
     Collective. ``rank``: the only one that keeps it (the others get an empty dict); ``device``: where copies lie.
     """
@@ -131,7 +132,7 @@ def _plain(value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
 
 
 def entries(module: nn.Module, engine: Engine) -> dict[str, Any]:
-    """The module's own state dict: its Parameter objects and buffers, of which nothing is read."""
+    """The module's own state dict: its Parameter objects and module buffers, of which nothing is read."""
     before, engine.state_dict_asked = engine.state_dict_asked, "names"
     try:
         return dict(module.state_dict(keep_vars=True))

@@ -1,6 +1,6 @@
 """A whole state into the shards, tensor by tensor.
 
-    dict or (name, tensor) pairs, on one rank or on all --> load (this file) --> main weights, buffers
+    dict or (name, tensor) pairs, on one rank or on all --> load (this file) --> main weights, module buffers
 
 Beyond the shards a rank holds one tensor. Optimizer state is not touched, and no file format is known here: who reads
 safetensors gives an iterator of its tensors.
@@ -51,15 +51,15 @@ class IncompatibleKeys(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Target:
-    """Names of one entry of the module's state dict and where its value goes: a parameter's main weight, a buffer, or
-    ``extra``, the module whose ``set_extra_state`` takes whatever ``get_extra_state`` gave."""
+    """Names of one entry of the module's state dict and where its value goes: a parameter's main weight, a module
+    buffer, or ``extra``, the module whose ``set_extra_state`` takes whatever ``get_extra_state`` gave."""
 
     names: tuple[str, ...]
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     record: ParamRecord | None
-    buffer: Tensor | None
+    module_buffer: Tensor | None
     extra: nn.Module | None = None
 
     def store(self, value: Any) -> None:
@@ -67,9 +67,9 @@ class Target:
         if self.extra is not None:
             self.extra.set_extra_state(value)
         elif self.record is not None:
-            self.record.buffer.weights.store_main(self.record, value)
-        elif self.buffer is not None:
-            self.buffer.copy_(value)
+            self.record.flat_buffer.weights.store_main(self.record, value)
+        elif self.module_buffer is not None:
+            self.module_buffer.copy_(value)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -87,7 +87,7 @@ class _Load:
 
 
 def targets_of(module: nn.Module, engine: Engine) -> list[Target]:
-    """Every entry of ``module.state_dict()``: parameters unit by unit, then persistent buffers and extra state.
+    """Every entry of ``module.state_dict()``: parameters unit by unit, then persistent module buffers and extra state.
 
     Raises:
         FsdpError: an entry that is none of these (a hook's product).
@@ -100,8 +100,8 @@ def targets_of(module: nn.Module, engine: Engine) -> list[Target]:
     found = []
     for record in engine.records.values():
         if record.parameter in names:
-            shape, dtype = tuple(record.spec.shape), record.buffer.weights.main_dtype
-            at = record.buffer.device
+            shape, dtype = tuple(record.spec.shape), record.flat_buffer.weights.main_dtype
+            at = record.flat_buffer.device
             found.append(Target(tuple(names.pop(record.parameter)), shape, dtype, at, record, None))
     for value, given in names.items():
         extra = extras.get(given[0])
@@ -110,8 +110,8 @@ def targets_of(module: nn.Module, engine: Engine) -> list[Target]:
             continue
         if value not in own:
             raise FsdpError(
-                f"{given[0]} of the module's state dict is no parameter, buffer or extra state (a state dict hook made "
-                "it), and cannot be streamed; load parameters through state_records() and this by the module",
+                f"{given[0]} of the module's state dict is no parameter, module buffer or extra state (a state dict "
+                "hook made it), and cannot be streamed; load parameters through state_records() and this by the module",
                 op="load",
             )
         found.append(Target(tuple(given), tuple(value.shape), value.dtype, value.device, None, value))
@@ -119,7 +119,7 @@ def targets_of(module: nn.Module, engine: Engine) -> list[Target]:
 
 
 def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool, strict: bool = True) -> IncompatibleKeys:
-    """Main weights and buffers become those of ``source``; gathered copies are stale afterwards. Collective.
+    """Main weights and module buffers become those of ``source``; gathered copies are stale afterwards. Collective.
 
     One rank gives a source and the others None (its values are broadcast), or every rank gives one and reads for
     itself; ``compare`` then makes sure that all read the same. Without ``strict`` names that are missing or unexpected
@@ -179,7 +179,7 @@ def _problem_of_givers(givers: Sequence[int], targets: Sequence[Target], engine:
 
 def _on_main(target: Target, engine: Engine) -> bool:
     """A parameter of the main mesh."""
-    return target.record is not None and target.record.buffer.ranks is engine.ranks
+    return target.record is not None and target.record.flat_buffer.ranks is engine.ranks
 
 
 def _look(
@@ -353,7 +353,7 @@ def _from_own(job: _Load, *, compare: bool) -> None:
     assert job.source is not None, "every rank gives a source"
     targets, loaded, engine, wait = job.targets, job.loaded, job.engine, job.wait
     error: Exception | None = None
-    # Of parameters of the main mesh: the same ones on all ranks. Others and buffers may differ from rank to rank.
+    # Of parameters of the main mesh: the same ones on all ranks. Others and module buffers may differ between ranks.
     several = compare and engine.ranks.size > 1
     digests = dict.fromkeys((at for at, one in enumerate(targets) if several and _on_main(one, engine)), 0)
     try:

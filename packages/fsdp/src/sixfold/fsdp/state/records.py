@@ -95,5 +95,5 @@ def _unfit(record: ParamRecord, key: str, what: str) -> FsdpError:
     return FsdpError(
         f"optimizer state {key!r} of {record.name} is {what}: no record can say which part of a tensor it is. Wrap "
         "with granularity 'tensor' for this parameter, or save optimizer.state_dict() on each rank",
-        unit=record.buffer.unit,
+        unit=record.flat_buffer.unit,
     )

@@ -62,8 +62,8 @@ class FullyShardedDataParallel(nn.Module):
         grad_divisor: what sums of gradients are divided by. None: the ranks of the main mesh. 1.0 keeps sums.
         grad_reduce: ``"auto"``, ``"last"`` or ``"microbatch"``: when a pipeline's program (``stage_handle``) reduces.
         init_fn: ``(module name, module)`` fills a module that was on the meta device.
-        initial: whether weights and buffers start equal on all ranks: ``"check"`` compares them, ``"broadcast"`` sends
-            the first rank's, ``"trust"`` does neither.
+        initial: whether weights and module buffers start equal on all ranks: ``"check"`` compares them, ``"broadcast"``
+            sends the first rank's, ``"trust"`` does neither.
         checks: ``"off"``, ``"order"`` (one digest per step) or ``"unit"``. ``"unit"`` exchanges before each collective;
             it is a debug mode that reads device values. All three exchange which parameters got a gradient.
         fault_store: where the ranks that are left find out which rank is lost. None: the store of the given group.
@@ -275,14 +275,14 @@ class FullyShardedDataParallel(nn.Module):
                 main.grad.zero_()
 
     def broadcast_buffers(self) -> None:
-        """Collective: buffers of the module become those of the main mesh's first rank, in place.
+        """Collective: module buffers become those of the main mesh's first rank, in place.
 
         Without it BatchNorm's statistics are those of each rank's own batches. DDP does this before each forward. Here
         call it once before an evaluation or a checkpoint.
         """
         self._engine.faults.check()
         wait = self._engine.faults.for_control(None, "load")
-        start_values.broadcast_buffers(self.module, self._engine.ranks, wait)
+        start_values.broadcast_module_buffers(self.module, self._engine.ranks, wait)
 
     # ---- main weights and state
 
@@ -315,7 +315,7 @@ class FullyShardedDataParallel(nn.Module):
     def full_state_dict(
         self, *, rank: int | None = None, device: torch.device | str | None = None
     ) -> dict[str, Tensor]:
-        """Collective: main weights in full shapes, and buffers, under the module's own names.
+        """Collective: main weights in full shapes, and module buffers, under the module's own names.
 
         On every rank, or on ``rank`` alone (an empty dict on the others); on ``device``, or where the weights are.
         """
@@ -331,7 +331,7 @@ class FullyShardedDataParallel(nn.Module):
         full_state.stream_full_state(self.module, self._engine, consume)
 
     def load_full_state_dict(self, source: streamed.Source, *, strict: bool = True) -> streamed.IncompatibleKeys:
-        """Collective: main weights and buffers become those of ``source``, under the names of ``full_state_dict``.
+        """Collective: main weights and module buffers become those of ``source``, under names of ``full_state_dict``.
 
         Args:
             source: a dict (or another mapping, read one name at a time), an open safetensors file, or an iterable of
@@ -374,7 +374,9 @@ class FullyShardedDataParallel(nn.Module):
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        raise FsdpError("to(), cuda(), half() ... would move parameters out of their buffers; convert before wrapping")
+        raise FsdpError(
+            "to(), cuda(), half() ... would move parameters out of their flat buffers; convert before wrapping"
+        )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise FsdpError(forward_backward.COPY)
@@ -454,7 +456,7 @@ class FullyShardedDataParallel(nn.Module):
 
         It has every byte of this package by purpose. At each gather, reduction and free it has what is in flight and
         what is there. The optimizer's state counts if you give it. Not in it: activations, autograd's gradients before
-        they are added, temporaries of layers and optimizers, the back end's buffers. No communication.
+        they are added, temporaries of layers and optimizers, the back end's own memory. No communication.
         """
         with memory.recording(self._engine, lambda: self.report()["bytes"], optimizer) as recorded:
             yield recorded

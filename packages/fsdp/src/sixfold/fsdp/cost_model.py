@@ -1,4 +1,4 @@
-"""When communication hides behind computation, and what a rank stores: the formulas, and the command that prints them.
+"""When communication hides behind computation, and what a rank holds: the formulas, and the command that prints them.
 
     cost/formulas.py, buffers/stored_bytes.py --> names (this file) --> the user, sixfold.gpt
     python -m sixfold.fsdp.cost_model [flags] (this file) --> cost/command.py --> text or JSON

@@ -2,7 +2,7 @@
 
     setup/unit_selection.py's UnitSpec + flat buffers --> Unit (this file) --> engine/engine.py
 
-A record: starts nothing.
+Data alone: starts nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Unit:
 
     def __post_init__(self) -> None:
         self.trained = tuple(one for one in self.flat_buffers if one.trainable)
-        self.gathered_bytes = sum(one.weights.slot_bytes for one in self.flat_buffers)
+        self.gathered_bytes = sum(one.weights.padded_bytes for one in self.flat_buffers)
         self.gathered_ranges: tuple[tuple[int, int], ...] = ()  # addresses of what turns to other units' weights
         self.turn_bytes = self.gathered_bytes
 

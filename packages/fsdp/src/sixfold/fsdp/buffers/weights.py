@@ -73,7 +73,7 @@ class Weights:
         if shards_params:
             self.source = torch.zeros(cut.main_numel * pitch, dtype=torch.uint8, device=device).view(self.dtype)
         else:
-            self._kept = torch.zeros(self.slot_bytes, dtype=torch.uint8, device=device)
+            self._kept = torch.zeros(self.padded_bytes, dtype=torch.uint8, device=device)
             start = 0 if cut.parts == 1 else cut.part * cut.shard_numel * pitch
             self.source = self._kept[start : start + cut.main_numel * pitch].view(self.dtype)
         main = self.source if self.aliased else torch.zeros(cut.main_numel, dtype=main_dtype, device=device)
@@ -137,8 +137,8 @@ class Weights:
         return sum(one.dtype.itemsize for one in self._records if one.name in self._of and self._matmul.on_bytes)
 
     @property
-    def slot_bytes(self) -> int:
-        """``gathered_bytes`` rounded up, so that the next flat buffer in a slot starts aligned."""
+    def padded_bytes(self) -> int:
+        """``gathered_bytes`` rounded up, so that the unit's next flat buffer starts aligned."""
         return round_up(self.gathered_bytes, self._align)
 
     def _copied_as(self, record: ParamRecord) -> torch.dtype | None:
@@ -150,7 +150,7 @@ class Weights:
         """Take ``memory`` (bytes) for gathered weights, again only when their unit moves; None: memory of its own."""
         if memory is None:
             if self._kept is None:
-                self._kept = torch.zeros(self.slot_bytes, dtype=torch.uint8, device=self._device)
+                self._kept = torch.zeros(self.padded_bytes, dtype=torch.uint8, device=self._device)
             memory = self._kept
         self.gathered = memory[: self.wire_bytes].view(self.dtype)
         self._copies = [], []
@@ -187,7 +187,7 @@ class Weights:
             if record.name in self._of and self._matmul.on_bytes:
                 show_bytes_only(record.parameter, self._of[record.name], self._matmul, replaced)
 
-    def store_main(self, record: ParamRecord, value: Tensor) -> None:
+    def write_main(self, record: ParamRecord, value: Tensor) -> None:
         """Keep this rank's part of a full start value."""
         part = self.main.slice(record.name)
         if part is not None and record.main is not None:

@@ -1,4 +1,4 @@
-"""When communication hides behind computation, and what a rank stores: formulas only.
+"""When communication hides behind computation, and what a rank holds: formulas only.
 
     bandwidth, FLOP/s, model --> thresholds, bytes, collectives (this file) --> terms.py, command.py, formulas.py
 

@@ -121,7 +121,7 @@ class Cluster:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """How the model is split and stored.
+    """How the model is split over ranks.
 
     Args:
         replicas: copies of the shards (HSDP). A shard group has data-parallel size / replicas ranks.

@@ -211,13 +211,13 @@ class Engine:
             guard.hide()
         return self._calls[-1] if self._calls else None
 
-    def _use(self, unit: Unit, record: bool) -> None:
-        if record:
+    def _use(self, unit: Unit, in_step: bool) -> None:
+        if in_step:
             self._order_check.use(unit)
         busy = self.running or unit.around
         if self._backward is not None and unit.index in self._holds_others:
             busy = [*busy, *self._backward.opened_inside(unit)]
-        self.gathering.use(unit, busy, record=record)
+        self.gathering.use(unit, busy, in_step=in_step)
 
     # ---- backward
 

@@ -161,14 +161,14 @@ class Gathering:
         """Its weights are there."""
         return unit.name in self.pipeline.ready
 
-    def use(self, unit: Unit, busy: Collection[Unit], *, record: bool = True) -> None:
+    def use(self, unit: Unit, busy: Collection[Unit], *, in_step: bool = True) -> None:
         """Weights of ``unit`` are needed now; ``busy`` units (their forward runs) keep their ranges.
 
-        ``record``: a use of a step; else of an evaluation, which leaves the recorded order and a given plan alone.
+        ``in_step``: a use of a step; else of an evaluation, which leaves the recorded order and a given plan alone.
         """
         beside: Sequence[Action] = ()
         coming: Iterable[int] | None
-        if record:
+        if in_step:
             place = unit.name if unit.name in self._sizes else None
             before, beside, coming = self.expected.use(unit.index, place)
             self._move(before, busy)

@@ -128,7 +128,9 @@ class OrderCheck:
     ) -> None:
         self._checks = checks if ranks.size > 1 else "off"
         # Of the main mesh: what lies on others may differ between them.
-        self._bytes = [sum(one.weights.slot_bytes for one in unit.flat_buffers if one.ranks is ranks) for unit in units]
+        self._bytes = [
+            sum(one.weights.padded_bytes for one in unit.flat_buffers if one.ranks is ranks) for unit in units
+        ]
         self._units = units
         self._control = control
         self._faults = faults

@@ -64,7 +64,7 @@ def assign_addresses(
     """
     names = _by_first_use(uses, unit_bytes)
     if len(sizes := set(unit_bytes.values())) == 1 and (size := sizes.pop()):
-        arena_bytes -= arena_bytes % size if arena_bytes >= size else 0  # slots of one size side by side
+        arena_bytes -= arena_bytes % size if arena_bytes >= size else 0  # ranges of one size side by side
     search = _Search(names, [unit_bytes[name] for name in names], arena_bytes, _pairs(names, apart))
     search.read(uses, ahead, stays)
     return search.run()

@@ -102,7 +102,7 @@ class Placement:
             for flat_buffer in unit.flat_buffers:
                 flat_buffer.weights.bind(memory[at : at + flat_buffer.weights.gathered_bytes])
                 flat_buffer.weights.gathered_once = False
-                at += flat_buffer.weights.slot_bytes
+                at += flat_buffer.weights.padded_bytes
             unit.shares = self.arena.shares(unit.name)
             unit.gathered_ranges = _addresses(unit)
 
@@ -110,7 +110,7 @@ class Placement:
 def _addresses(unit: Unit) -> tuple[tuple[int, int], ...]:
     """(first, end) of each flat buffer whose memory does not hold main weights."""
     kept = [one.weights for one in unit.flat_buffers if not one.weights.main_in_gathered]
-    return tuple((one.gathered.data_ptr(), one.gathered.data_ptr() + one.slot_bytes) for one in kept)
+    return tuple((one.gathered.data_ptr(), one.gathered.data_ptr() + one.padded_bytes) for one in kept)
 
 
 def _show(unit: Unit) -> None:

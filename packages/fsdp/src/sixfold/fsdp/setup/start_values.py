@@ -150,7 +150,7 @@ def set_start_values(
             record = records[parameter]
             value = _broadcast(parameter.data, record.flat_buffer.ranks, wait) if sent else parameter.data
             done[parameter] = tensor_digest(value) if initial == "check" and ranks.size > 1 else 0
-            record.flat_buffer.weights.store_main(record, value)
+            record.flat_buffer.weights.write_main(record, value)
             parameter.data = record.compute
             del value  # the next module is made before this name is given another tensor
         for module_buffer in (one for part in group for one in part.buffers(recurse=False)):

@@ -62,12 +62,12 @@ class Target:
     module_buffer: Tensor | None
     extra: nn.Module | None = None
 
-    def store(self, value: Any) -> None:
+    def write(self, value: Any) -> None:
         """Keep this rank's part of ``value``, which is whole."""
         if self.extra is not None:
             self.extra.set_extra_state(value)
         elif self.record is not None:
-            self.record.flat_buffer.weights.store_main(self.record, value)
+            self.record.flat_buffer.weights.write_main(self.record, value)
         elif self.module_buffer is not None:
             self.module_buffer.copy_(value)
 
@@ -307,14 +307,14 @@ def _from_one(job: _Load, giver: int) -> None:
         target = targets[at]
         if kind == _OBJECT:
             packed = exchange_text(engine.control, text if offers is not None else "", wait)[giver]
-            target.store(value if offers is not None else _unpacked(packed))
+            target.write(value if offers is not None else _unpacked(packed))
             job.loaded.add(at)
             continue
         if value is _NOTHING:
             value = _room_for(target, _DTYPES[dtype], targets, room)
         value = value.detach().to(target.device).resolve_conj().resolve_neg().contiguous()
         _broadcast(value, giver, engine.ranks, wait)
-        target.store(value)
+        target.write(value)
         job.loaded.add(at)
 
 
@@ -359,7 +359,7 @@ def _from_own(job: _Load, *, compare: bool) -> None:
     try:
         for at, value in _offers(job, gathers=True):
             target = targets[at]
-            target.store(value)
+            target.write(value)
             loaded.add(at)
             if at in digests:
                 digests[at] = _digest(value, target.dtype)

@@ -247,26 +247,41 @@ def counted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return (((output - target) ** 2).mean(1) * kept).sum(), kept.sum()
 
 
-def check_tokens_of_shards(rank: int, ranks: int) -> None:
+def check_tokens_of_all_replicas(rank: int, ranks: int) -> None:
     """Ranks whose batches have other numbers of tokens have the gradient of the mean over all tokens."""
-    torch.manual_seed(5)
-    plain = [nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(2)]
-    theirs = nn.Sequential(*copy.deepcopy(plain))
-    ours = [fully_shard(module) for module in plain]
     batches = [batch(other, 0) for other in range(ranks)]
     for other, (_, targets) in enumerate(batches):
         for y in targets[: len(targets) - 1 if other else 0]:
             y[:] = -100.0
-    runner = PipelineRunner(
-        one_f_one_b(2, M), [Stage(m, s) for s, m in enumerate(ours)], None, counted_loss, scale="token"
-    )
-    sums, counts = zip(*(counted_loss(theirs(torch.cat(x)), torch.cat(y)) for x, y in batches), strict=True)
-    (sum(sums) / sum(counts)).backward()
-    for _ in range(2):
+    for program, wrap in (
+        (one_f_one_b(2, M), fully_shard),
+        (one_f_one_b(2, M), DistributedDataParallel),
+        (zb_h1(2, M), DistributedDataParallel),
+    ):
+        torch.manual_seed(5)
+        plain = [nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, WIDTH)) for _ in range(2)]
+        theirs = nn.Sequential(*copy.deepcopy(plain))
+        ours = [wrap(module) for module in plain]
+        runner = PipelineRunner(
+            program, [Stage(m, s) for s, m in enumerate(ours)], None, counted_loss, scale="token", timeout_s=20
+        )
+        sums, counts = zip(*(counted_loss(theirs(torch.cat(x)), torch.cat(y)) for x, y in batches), strict=True)
+        (sum(sums) / sum(counts)).backward()
+        for steps in (1, 2):  # gradients add up, and those that are there are not divided again
+            runner.step(*batches[rank])
+            for a, b in zip((p for m in ours for p in m.parameters()), theirs.parameters(), strict=True):
+                gradient = a.grad.full_tensor() if hasattr(a.grad, "full_tensor") else a.grad
+                assert torch.allclose(gradient, steps * b.grad, atol=1e-6), f"{wrap}, {steps}"
+    with unsynced(ours), pytest.raises(ScheduleError, match=r"stage 0 is within no_sync\(\)"):
         runner.step(*batches[rank])
-        for a, b in zip((p for m in ours for p in m.parameters()), theirs.parameters(), strict=True):
-            assert torch.allclose(a.grad.full_tensor(), b.grad, atol=1e-6)
-            a.grad = None
+    runner = PipelineRunner(
+        zb_h1(2, M), [Stage(m, s) for s, m in enumerate(ours)], None, counted_loss, scale="token", timeout_s=20
+    )
+    before = [p.grad.clone() for m in ours for p in m.parameters()]
+    for _ in range(2):  # as the message says
+        runner.step(*batches[rank])
+    for was, p, b in zip(before, (p for m in ours for p in m.parameters()), theirs.parameters(), strict=True):
+        assert torch.allclose(p.grad - was, 2 * b.grad, atol=1e-6)
 
 
 def check_norm_beside_shards(rank: int, ranks: int) -> None:
@@ -348,7 +363,7 @@ def check_everything(rank: int, ranks: int) -> None:
     check_refused(rank, ranks)
     check_fully_shard(rank, ranks)
     check_evaluations_around_shards(rank, ranks)
-    check_tokens_of_shards(rank, ranks)
+    check_tokens_of_all_replicas(rank, ranks)
     check_norm_beside_shards(rank, ranks)
     check_autocast_around_shards(rank, ranks)
     check_tied_shards(rank, ranks)

@@ -4,7 +4,8 @@
 
 The total is known once the last stage has run all forwards of a batch, which is before
 any stage is done with its backwards; it is sent at that moment, on the control channel.
-A stage under ``fully_shard`` has the shards of a mean over ranks of other batches: its divisor is the mean of theirs.
+A stage under ``fully_shard``, or in a DistributedDataParallel, gets the mean of gradients over ranks with batches of their
+own: its divisor is the mean of their totals.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.stage.compute import StageRun
+from sixfold.pipeline.stage.distributed_data_parallel import Replicas
 from sixfold.pipeline.stage.fully_shard import mean_over, mesh_of_shards
 from sixfold.pipeline.stage.loss import LossTail
 
@@ -141,7 +143,7 @@ class TokenCount:
         self._before = SetAside()
         self._totals: dict[int, float] = {}
         self._meshes: dict[int, Any] = {}  # of stages under fully_shard
-        self._means: dict[tuple[int, Any], float] = {}  # by batch and mesh
+        self._means: dict[tuple[int, Any], float] = {}  # by batch, and mesh or group of replicas
 
     def order(self, stages: Iterable[int]) -> None:
         """The order in which stages reduce, which says which of them is the last to hold a parameter."""
@@ -156,6 +158,9 @@ class TokenCount:
         self._totals.clear()
         self._means.clear()
         self._meshes = {stage: mesh_of_shards(self._runs[stage].stage) for stage in self._stages}
+        for handle in map(self._replicas, self._stages):
+            if handle is not None:
+                handle.check_synced()
         self._divided.clear()
         taken: set[int] = set()
         for stage in reversed(self._stages):
@@ -203,10 +208,7 @@ class TokenCount:
         """REDUCE_GRAD of ``stage``: divide its gradients in place."""
         if (total := self._totals.get(batch)) is None:
             total = self._totals[batch] = self._receive(action)
-        if (mesh := self._meshes[stage]) is not None:
-            if (batch, mesh) not in self._means:
-                self._means[batch, mesh] = mean_over(mesh, total)
-            total = self._means[batch, mesh]
+        total = self._mean(stage, batch, total)
         for parameter in self._parameters[stage]:
             if parameter.grad is not None:
                 parameter.grad.div_(total)
@@ -218,6 +220,20 @@ class TokenCount:
                 sum_before = self._divided.get(tensor)
                 self._divided[tensor] = gradient if sum_before is None else sum_before.add_(gradient)
                 tensor.grad = None
+
+    def _replicas(self, stage: int) -> Replicas | None:
+        handle = self._runs[stage].stage.data_parallel
+        return handle if isinstance(handle, Replicas) else None
+
+    def _mean(self, stage: int, batch: int, total: float) -> float:
+        """Of the totals of all ranks over which the gradients of ``stage`` are averaged."""
+        mesh, handle = self._meshes[stage], self._replicas(stage)
+        ranks = mesh if handle is None else handle.group
+        if ranks is None:
+            return total
+        if (batch, ranks) not in self._means:
+            self._means[batch, ranks] = mean_over(mesh, total) if handle is None else handle.mean(total)
+        return self._means[batch, ranks]
 
     def _receive(self, action: Action) -> float:
         assert self._control is not None, "in one process the total is known"

@@ -19,6 +19,7 @@ from sixfold.pipeline.passes import lower, reduce_grad
 from sixfold.pipeline.program.action import Kind
 from sixfold.pipeline.program.program import Program, Weights, program_given
 from sixfold.pipeline.proof.verify import verify
+from sixfold.pipeline.stage.distributed_data_parallel import Replicas
 from sixfold.pipeline.stage.stage import Stage
 
 __all__ = ["check_loss", "check_program", "check_stages", "check_timeout", "complete", "given_stages", "refusal"]
@@ -79,8 +80,12 @@ def check_loss(loss_fn: Callable[[Any, Any], Any] | None, scale: str, stages: Se
     """The loss and its scale."""
     if scale not in ("mean", "sum", "token"):
         raise ScheduleError(f"scale is {scale!r}; it is 'mean', 'sum' or 'token'")
-    if scale == "token" and any(stage.data_parallel is not None for stage in stages):
-        raise ScheduleError("scale='token' divides .grad, which data_parallel owns; use 'sum' and divide there")
+    owned = [stage.index for stage in stages if not isinstance(stage.data_parallel, Replicas | None)]
+    if scale == "token" and owned:
+        raise ScheduleError(
+            f"scale='token' divides .grad, which data_parallel owns on stage {owned[0]}; use 'sum', and divide the "
+            "gradients in its reduce_grad"
+        )
     if scale == "token" and isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
         raise ScheduleError(
             "scale='token' divides the gradients of stages; loss_fn has parameters: make it part of the last stage"

@@ -6,8 +6,8 @@ DDP's reducer counts on one forward and one backward per iteration, and sees nei
 microbatches. The runner therefore runs the module inside of it, and the reducer does nothing. The gradients are
 averaged here: over DDP's own process group, once, at the program's REDUCE_GRAD.
 
-Divided and then added, as DDP does, in flat buckets of DDP's size. Waits: the all-reduce of a bucket and the broadcast
-of the buffers, each with ``timeout_s`` as its deadline, or that of the group.
+Divided and then added, as DDP does, in flat buckets of DDP's size. Waits: the all-reduce of a bucket, or of the
+count of tokens, and the broadcast of the buffers, each with ``timeout_s`` as its deadline, or that of the group.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Replicas:
         ddp: over the replicas of one stage, one per pipeline. Within its ``no_sync()`` a step reduces nothing.
         index: of the stage.
     Attributes:
+        group: DDP's process group.
         timeout_s: deadline of every wait; None: that of the process group.
     Raises:
         ScheduleError: ``ddp`` reduces in a way of its own: communication hooks, mixed precision, sparse gradients,
@@ -55,7 +56,7 @@ class Replicas:
         self._index = index
         self._ddp = ddp
         self._module: nn.Module = ddp.module
-        self._group: dist.ProcessGroup = ddp.process_group
+        self.group: dist.ProcessGroup = ddp.process_group
         self._ignored = set(ddp.parameters_to_ignore)
         self._step_begins = True
 
@@ -83,15 +84,34 @@ class Replicas:
     def reduce_grad(self) -> None:
         """Average the gradients over all replicas; a parameter that none of them used has none."""
         self._step_begins = True
-        ranks = self._group.size()
+        ranks = self.group.size()
         if not self._ddp.require_backward_grad_sync or ranks == 1:
             return
         buckets = list(_buckets(self._trained(), int(self._ddp.bucket_bytes_cap)))
         flats = [self._flattened(bucket, 1.0 / ranks) for bucket in buckets]
-        works = [dist.all_reduce(flat, group=self._group, async_op=True) for flat in flats]
+        works = [dist.all_reduce(flat, group=self.group, async_op=True) for flat in flats]
         for bucket, flat, work in zip(buckets, flats, works, strict=True):
             self._wait(work, "all-reduce its gradients")
             _put_back(bucket, flat)
+
+    def check_synced(self) -> None:
+        """A step that is divided by the tokens of all replicas reduces its gradients.
+
+        Raises:
+            ScheduleError: within ``no_sync()`` it does not.
+        """
+        if not self._ddp.require_backward_grad_sync:
+            raise ScheduleError(
+                f"stage {self._index} is within no_sync(), and scale='token' divides each step by the tokens of all "
+                "replicas; call step outside of no_sync(): gradients of several steps add up there too"
+            )
+
+    def mean(self, number: float) -> float:
+        """Over all replicas, which call this together."""
+        device = next((p.device for p in self._module.parameters()), torch.device("cpu"))
+        total = torch.tensor(number, dtype=torch.float64, device=device)
+        self._wait(dist.all_reduce(total, group=self.group, async_op=True), "add up their counts of tokens")
+        return total.item() / self.group.size()
 
     def _flattened(self, bucket: Sequence[nn.Parameter], factor: float) -> Tensor:
         """The gradients of ``bucket`` times ``factor``, and behind them who has one.
@@ -118,7 +138,7 @@ class Replicas:
             else:
                 work.wait(timedelta(seconds=self.timeout_s))
         except RuntimeError as error:
-            members = dist.get_process_group_ranks(self._group)
+            members = dist.get_process_group_ranks(self.group)
             raise PipelineTimeout(
                 f"stage {self._index} waited for its replicas on ranks {members} to {what}: {error}"
             ) from error
@@ -136,16 +156,16 @@ class ReplicasWithBuffers(Replicas):
 
     def _share(self) -> None:
         shared = self.buffers
-        if not shared or self._group.size() == 1:
+        if not shared or self.group.size() == 1:
             return
-        source = dist.get_global_rank(self._group, 0)
+        source = dist.get_global_rank(self.group, 0)
         by_type: dict[Any, list[Tensor]] = {}
         for buffer in shared:
             by_type.setdefault((buffer.dtype, buffer.device), []).append(buffer)
         with torch.no_grad():
             for buffers in by_type.values():
                 flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-                work = dist.broadcast(flat, source, group=self._group, async_op=True)
+                work = dist.broadcast(flat, source, group=self.group, async_op=True)
                 self._wait(work, "share its buffers")
                 parts = torch.split(flat, [buffer.numel() for buffer in buffers])
                 for buffer, part in zip(buffers, parts, strict=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -247,6 +248,18 @@ def counted_loss(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return (((output - target) ** 2).mean(1) * kept).sum(), kept.sum()
 
 
+def check_kept_back(sharded: list[Any], program: Program, given: tuple[list[Tensor], list[Tensor]]) -> None:
+    """What FSDP2 keeps back for a later step would not be divided."""
+    for switch in (type(sharded[0]).set_requires_gradient_sync, type(sharded[0]).set_requires_all_reduce):
+        runner = PipelineRunner(
+            program, [Stage(m, s) for s, m in enumerate(sharded)], None, counted_loss, scale="token", timeout_s=20
+        )
+        switch(sharded[1], False)
+        with pytest.raises(ScheduleError, match=r"stage 1 has set_requires_gradient_sync\(False\), or"):
+            runner.step(*given)
+        switch(sharded[1], True)
+
+
 def check_tokens_of_all_replicas(rank: int, ranks: int) -> None:
     """Ranks whose batches have other numbers of tokens have the gradient of the mean over all tokens."""
     batches = [batch(other, 0) for other in range(ranks)]
@@ -265,6 +278,8 @@ def check_tokens_of_all_replicas(rank: int, ranks: int) -> None:
         runner = PipelineRunner(
             program, [Stage(m, s) for s, m in enumerate(ours)], None, counted_loss, scale="token", timeout_s=20
         )
+        if wrap is fully_shard:
+            check_kept_back(ours, program, batches[rank])
         sums, counts = zip(*(counted_loss(theirs(torch.cat(x)), torch.cat(y)) for x, y in batches), strict=True)
         (sum(sums) / sum(counts)).backward()
         for steps in (1, 2):  # gradients add up, and those that are there are not divided again

@@ -4,8 +4,8 @@
 
 The total is known once the last stage has run all forwards of a batch, which is before
 any stage is done with its backwards; it is sent at that moment, on the control channel.
-A stage under ``fully_shard``, or in a DistributedDataParallel, gets the mean of gradients over ranks with batches of their
-own: its divisor is the mean of their totals.
+A stage under ``fully_shard``, or in a DistributedDataParallel, gets the mean of gradients over ranks with batches of
+their own: its divisor is the mean of their totals.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.stage.compute import StageRun
 from sixfold.pipeline.stage.distributed_data_parallel import Replicas
-from sixfold.pipeline.stage.fully_shard import mean_over, mesh_of_shards
+from sixfold.pipeline.stage.fully_shard import check_reduced, mean_over, mesh_of_shards
 from sixfold.pipeline.stage.loss import LossTail
 
 if TYPE_CHECKING:
@@ -158,8 +158,9 @@ class TokenCount:
         self._totals.clear()
         self._means.clear()
         self._meshes = {stage: mesh_of_shards(self._runs[stage].stage) for stage in self._stages}
-        for handle in map(self._replicas, self._stages):
-            if handle is not None:
+        for stage in self._stages:
+            check_reduced(self._runs[stage].stage)
+            if (handle := self._replicas(stage)) is not None:
                 handle.check_synced()
         self._divided.clear()
         taken: set[int] = set()

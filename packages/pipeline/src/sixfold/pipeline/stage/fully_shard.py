@@ -23,9 +23,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.stage.stage import Stage
 
-__all__ = ["mean_over", "mesh_of_shards", "of_own_casts", "shard_again"]
+__all__ = ["check_reduced", "mean_over", "mesh_of_shards", "of_own_casts", "shard_again"]
 
 
 def shard_again(stages: Iterable[Stage]) -> None:
@@ -47,6 +48,23 @@ def mesh_of_shards(stage: Stage) -> Any:
     if next(_sharded(stage.module), None) is None:
         return None
     return next((p.device_mesh for p in stage.parameters() if hasattr(p, "device_mesh")), None)
+
+
+def check_reduced(stage: Stage) -> None:
+    """A step that is divided by tokens has its gradients in ``.grad``.
+
+    Raises:
+        ScheduleError: FSDP2 was told to keep them in a place of its own, and to reduce them in a later step.
+    """
+    for part in _sharded(stage.module):
+        state: Any = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
+        groups = getattr(state, "_fsdp_param_groups", None) or [getattr(state, "_fsdp_param_group", None)]
+        if not all(getattr(group, name, True) for group in groups for name in ("reduce_grads", "all_reduce_grads")):
+            raise ScheduleError(
+                f"stage {stage.index} has set_requires_gradient_sync(False), or set_requires_all_reduce(False), and "
+                "scale='token' divides the gradients of each step, which FSDP2 then keeps back; set it to True: "
+                "gradients of several steps add up there too"
+            )
 
 
 def mean_over(mesh: Any, number: float) -> float:

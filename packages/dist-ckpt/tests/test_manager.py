@@ -95,7 +95,7 @@ def test_what_goes_is_told_before_it_goes_and_is_what_to_remove_says(tmp_path, c
     assert keeps_all.to_remove() == []
     manager = managed(tmp_path, keep_last=1, best="loss")
     assert manager.to_remove() == [1, 3]
-    with caplog.at_level(logging.INFO, logger="sixfold.dist_ckpt.manager"):
+    with caplog.at_level(logging.INFO, logger="sixfold.dist_ckpt.retention"):
         manager.save(5, state(5))
     assert f"{tmp_path}: removing steps 1, 3, 4" in caplog.text
     assert manager.steps() == [2, 5]
@@ -166,7 +166,9 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
         ({"keep_last": 0}, "keep_last is 0; it is an integer >= 1"),
         ({"keep_last": True}, "keep_last is True"),
         ({"keep_every": 10}, "keep_every is 10 and keep_last None, which keeps all"),
-        ({"mode": "lowest"}, "mode is 'lowest'; it is 'min' or 'max'"),
+        ({"mode": "lowest"}, "best is None, mode 'lowest'; .* 'min' or 'max'"),
+        ({"best": True}, "best is True, mode 'min'; the name of a metric"),
+        ({"best": ["loss"]}, r"best is \['loss'\], mode 'min'; the name of a metric"),
         ({"content_metadata": {"mine": 1}}, "content_metadata is no option of a manager"),
         ({"check_finit": True}, "check_finit is no option of a manager; those of save are .*check_finite"),
     ],
@@ -183,7 +185,7 @@ def test_best_without_a_metric_is_refused(tmp_path):
 
 def test_a_checkpoint_under_another_name_is_no_reason_to_begin_anew(tmp_path):
     dist_ckpt.save(state(7), tmp_path / "step-7", group=None)
-    with pytest.raises(CheckpointError, match="whose name has no eight digits"):
+    with pytest.raises(CheckpointError, match="whose name has other zeros than step-00000007"):
         managed(tmp_path).restore(state(0))
 
 
@@ -236,3 +238,104 @@ def test_options_reach_the_save(tmp_path):
     with pytest.raises(CheckpointError, match="weight"):
         manager.save(1, {"weight": torch.tensor([math.nan])})
     assert manager.steps() == []
+
+
+def test_what_restore_returns_can_be_saved_again(tmp_path):
+    manager = managed(tmp_path)
+    manager.save(1, state(1), {"loss": 0.5})
+    restored = manager.restore(state(0))
+    assert restored.state.keys() == {"weight", "step"} and restored.metrics == {"loss": 0.5}
+    assert manager.save(2, restored.state)
+
+
+@pytest.mark.parametrize("metrics", [torch.tensor(0.5), torch.ones(2), 0.5, 0, [("loss", 0.5)], {"loss": 10**400}])
+def test_metrics_that_are_no_numbers_by_name_are_a_typed_error(tmp_path, metrics):
+    with pytest.raises(CheckpointError, match="metrics are numbers by name"):
+        managed(tmp_path).save(1, state(1), metrics)
+
+
+def test_a_loss_with_a_graph_and_arrays_of_one_element_are_numbers(tmp_path, recwarn):
+    np = pytest.importorskip("numpy", reason="needs numpy, whose numbers users have; the package does not")
+    manager = managed(tmp_path)
+    loss = torch.nn.Parameter(torch.tensor(3.0)) * 0.5
+    manager.save(np.int64(1), state(1), {"loss": loss, "norm": np.array([0.5]), "scale": torch.full((1, 1), 0.25)})
+    assert manager.restore(state(0)).metrics == {"loss": 1.5, "norm": 0.5, "scale": 0.25}
+    assert dist_ckpt.load_content_metadata(tmp_path / "step-00000001")["step"].__class__ is int
+    assert not recwarn.list
+
+
+def test_metrics_without_the_one_that_is_best_are_told(tmp_path):
+    manager = managed(tmp_path, best="val_loss", keep_last=1)
+    with pytest.warns(UserWarning, match="metrics without 'val_loss': such a checkpoint is never the best"):
+        manager.save(1, state(1), {"loss": 0.5})
+
+
+def test_to_remove_leaves_out_what_a_symlink_keeps(tmp_path):
+    keeps_all = managed(tmp_path)
+    for step in (1, 2, 3):
+        keeps_all.save(step, state(step))
+    (tmp_path / "good").symlink_to("step-00000001")
+    manager = managed(tmp_path, keep_last=1)
+    assert manager.to_remove() == [2]
+    manager.save(4, state(4))
+    assert manager.steps() == [1, 4]
+
+
+def flipped(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 255
+    path.write_bytes(data)
+
+
+def test_a_checkpoint_whose_metrics_are_damaged_stays_and_the_run_goes_on(tmp_path):
+    first = managed(tmp_path, best="loss")
+    for step in (1, 2):
+        first.save(step, state(step), {"loss": 1 / step})
+    flipped(tmp_path / "step-00000001" / "common.pt")
+    manager = managed(tmp_path, best="loss", keep_last=1)
+    for step in (3, 4):
+        with pytest.warns(UserWarning, match="step 1 stays, since its metrics cannot be read: .*crc32"):
+            manager.save(step, state(step), {"loss": 1.0})
+    assert manager.steps() == [1, 2, 4]
+    for ask in (manager.best, lambda: manager.restore(state(0), "best")):
+        with pytest.raises(CheckpointError, match=r"step-00000001/common\.pt.*crc32"):
+            ask()
+
+
+class Args:
+    """What a trainer keeps beside its tensors."""
+
+
+def test_classes_that_restore_is_given_do_for_the_metrics_beside_them(tmp_path):
+    saved = state(1) | {"args": Args()}
+    with torch.serialization.safe_globals([Args]):
+        for step in (1, 2):
+            managed(tmp_path).save(step, saved, {"loss": step})
+    manager = managed(tmp_path, best="loss", keep_last=1)
+    restored = manager.restore(state(0), safe_globals=[Args])
+    assert restored.step == 2 and restored.metrics == {"loss": 2.0}
+    manager.save(3, state(3), {"loss": 3.0})
+    assert manager.steps() == [1, 3]
+
+
+def test_a_newest_folder_that_lost_a_file_is_told_when_an_older_one_is_restored(tmp_path, caplog):
+    manager = managed(tmp_path)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    (tmp_path / "step-00000002" / "common.pt").unlink()
+    assert manager.restore(state(0)).step == 1
+    assert "step 2 is no whole checkpoint, and is passed over" in caplog.text
+
+
+def test_a_folder_of_hugging_face_under_a_name_of_the_run_is_not_removed(tmp_path):
+    tensors = pytest.importorskip("safetensors.torch", reason="needs safetensors, as the trainers of others write")
+    theirs = tmp_path / "checkpoint-500"
+    theirs.mkdir()
+    tensors.save_file({"weight": torch.ones(4)}, theirs / "model.safetensors")
+    for name in ("config.json", "trainer_state.json", "optimizer.pt"):
+        (theirs / name).write_text("{}")
+    manager = managed(tmp_path, name="checkpoint-{step}", keep_last=1)
+    for step in (600, 700):
+        manager.save(step, state(step))
+    assert manager.steps() == [700]
+    assert len(list(theirs.iterdir())) == 4

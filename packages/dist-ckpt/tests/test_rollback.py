@@ -72,7 +72,7 @@ def test_steps_of_a_store_are_discarded_too(tmp_path):
 
 def test_latest_names_a_checkpoint_that_it_would_not_count_and_finds_it_once_renamed(tmp_path, model):
     shutil.copytree(model, tmp_path / "step-7")
-    with pytest.raises(MismatchError, match=r"step-7 is a checkpoint whose name has no eight digits") as told:
+    with pytest.raises(MismatchError, match="step-7 is a checkpoint whose name has other zeros than") as told:
         retention.latest(tmp_path)
     assert "Rename it to step-00000007" in str(told.value)
     (tmp_path / "step-7").rename(tmp_path / "step-00000007")

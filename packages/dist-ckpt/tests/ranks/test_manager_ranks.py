@@ -66,6 +66,17 @@ def differs(rank, ranks, folder, what):
             manager.save(2, {"weight": torch.ones(2)}, {"loss": "low" if rank else 0.5})
         elif what == "step of a rank":
             manager.save(2 + rank, {"weight": torch.ones(2)})
+        elif what == "step to restore":
+            manager.restore({"weight": torch.ones(2)}, step=1 + rank)
+        elif what == "step to go back to":
+            manager.discard_after(rank)
+        elif what == "no step on one":
+            manager.save(1.5 if rank else 2, {"weight": torch.ones(2)})
+        elif what == "call":
+            manager.restore({"weight": torch.ones(2)}) if rank else manager.discard_after(1)
+        elif what == "background":
+            other = CheckpointManager(folder, background=bool(rank), timeout_s=20)
+            other.save(2, {"weight": torch.ones(2)})
         else:
             manager.restore({"weight": torch.ones(2)}, step=9)
     dist.barrier()
@@ -79,6 +90,11 @@ def differs(rank, ranks, folder, what):
         ("no number", "metrics['loss'] is 'low'"),
         ("step", "no whole checkpoint of step 9; it has step 1"),
         ("step of a rank", "step: 2 on rank 0 and 3 on rank 1"),
+        ("step to restore", "step: 1 on rank 0 and 2 on rank 1"),
+        ("step to go back to", "step: 0 on rank 0 and 1 on rank 1"),
+        ("no step on one", "step is 1.5; it is an integer >= 0"),
+        ("call", "call: discard_after on rank 0 and restore on rank 1"),
+        ("background", "background: False on rank 0 and True on rank 1"),
     ],
 )
 def test_what_one_rank_gives_otherwise_is_one_error_on_all(tmp_path, what, words):

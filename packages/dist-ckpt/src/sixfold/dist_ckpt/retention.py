@@ -3,8 +3,10 @@
     root folder or URL --> checkpoints, latest (this file)
     root folder or URL + rule --> prune (this file) --> deleted checkpoints
 
-A run's checkpoints are ``root/step-%08d``. Nothing here needs a process group; call it on one rank. For a URL the
-places are text, for a local root (``file://`` too) they are Paths, for a store that derives from ``ByPointer`` stores.
+A run's checkpoints are ``root/step-%08d``, or what ``name`` makes of the step: ``"checkpoint-{step}"``,
+``"iter_{step:07d}"``, or a function (storage/step_names.py). Folders of other names are nobody's steps. Nothing here
+needs a process group; call it on one rank. For a URL the places are text, for a local root (``file://`` too) they are
+Paths, for a store that derives from ``ByPointer`` stores.
 
 [Note: dead or slow] A save may go on while others are committed, and while a run is pruned. ``prune`` deletes the files
 of an unfinished save, and the status of a background save,
@@ -20,15 +22,15 @@ unfinished files go at once; a save that is still at work there gets an error: s
 
 from __future__ import annotations
 
+import logging
 import operator
 import os
-import re
 import secrets
 import shutil
 import time
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -45,40 +47,36 @@ from sixfold.dist_ckpt.mirror import local_view
 from sixfold.dist_ckpt.storage import by_pointer
 from sixfold.dist_ckpt.storage import local as storage
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
+from sixfold.dist_ckpt.storage.step_names import NAMING, Naming, Read, StepNames
 from sixfold.dist_ckpt.storage.store import is_checkpoint_file
 from sixfold.dist_ckpt.storage.url import UrlStore
 
-# ``.old-`` marks a folder whose replacement was cut short: opening the step falls back to it. ``.gone-`` is what a
-# prune has moved aside, ``.tmp-`` and ``.job-`` are a save that goes on, or has died. Trainers that take what holds
-# ``step-7`` and ``.metadata`` for a step must not find what was moved aside: it is ``.step.00000007.gone-``.
-# A name whose end is none that a save or a prune gives is the user's own.
-_NAME = re.compile(
-    r"(\.)?step(?(1)[-.]|-)(?P<step>\d{8,})"
-    rf"(?(1)\.(?P<kind>old|gone|tmp|job)-(?P<save>(?:(?<=gone-)[0-9a-f]{{8}}|{storage.ENDS})))"
-)
 # See [Note: dead or slow].
 _DEAD_S, _EARLIER_S, _ANY_S = 60.0, 3600.0, 86400.0
 _SEEN = f"{by_pointer.LOOKS}seen-"  # goes with the next commit there
-_SHORT = re.compile(r"step-(\d+)")
+_LOG = logging.getLogger(__name__)
 _COMMITS = ("metadata.json", ".metadata")
 _Place = TypeVar("_Place", Path, ByPointer)
 
 
 @overload
-def step_path(root: _Place, step: int) -> _Place: ...
+def step_path(root: _Place, step: int, *, name: Naming = NAMING) -> _Place: ...
 @overload
-def step_path(root: str, step: int) -> Path | str: ...
-def step_path(root: str | Path | ByPointer, step: int) -> Path | str | ByPointer:
+def step_path(root: str, step: int, *, name: Naming = NAMING) -> Path | str: ...
+def step_path(root: str | Path | ByPointer, step: int, *, name: Naming = NAMING) -> Path | str | ByPointer:
     """``root/step-%08d``, the place of a step; relative if ``root`` is.
 
+    Args:
+        name: what its folder is named, if not so; the other functions then take the same.
     Raises:
-        CheckpointError: ``step`` is no integer >= 0, or ``root`` no place of checkpoints.
+        CheckpointError: ``step`` is no integer >= 0, ``root`` no place of checkpoints, or no step can be read from
+            what ``name`` makes.
     """
     place = root if isinstance(root, ByPointer) else storage.located(root, "root")
     if not is_integer(step, 0):
         raise CheckpointError(f"step is {step!r}; it is an integer >= 0")
-    name = _name(operator.index(step))
-    return place.child(name) if isinstance(place, ByPointer) else storage.child(place, name)
+    folder = StepNames(name).of(operator.index(step))
+    return place.child(folder) if isinstance(place, ByPointer) else storage.child(place, folder)
 
 
 def is_integer(value: Any, least: int) -> bool:
@@ -90,26 +88,29 @@ def is_integer(value: Any, least: int) -> bool:
 
 
 @overload
-def checkpoints(root: _Place, *, after: int = -1) -> list[tuple[int, _Place]]: ...
+def checkpoints(root: _Place, *, after: int = -1, name: Naming = NAMING) -> list[tuple[int, _Place]]: ...
 @overload
-def checkpoints(root: str, *, after: int = -1) -> list[tuple[int, Path | str]]: ...
-def checkpoints(root: str | Path | ByPointer, *, after: int = -1) -> Sequence[tuple[int, Path | str | ByPointer]]:
+def checkpoints(root: str, *, after: int = -1, name: Naming = NAMING) -> list[tuple[int, Path | str]]: ...
+def checkpoints(
+    root: str | Path | ByPointer, *, after: int = -1, name: Naming = NAMING
+) -> Sequence[tuple[int, Path | str | ByPointer]]:
     """Complete checkpoints as (step, place), ascending; metadata and sizes are looked at, not digests.
 
     Args:
         after: those of later steps alone; the others are not opened.
     Raises:
         StorageError: the system or the store does not let us see.
+        MismatchError: two folders stand for one step, such as ``step-00000007`` and ``step-7``; so in all of these.
     """
-    run = _run_at(root)
-    return [(step, step_path(root, step)) for step in run.steps() if step > after and run.is_complete(step)]
+    run = _run_at(root, name)
+    return [(step, step_path(root, step, name=name)) for step in run.steps() if step > after and run.is_complete(step)]
 
 
 @overload
-def latest(root: _Place) -> _Place | None: ...
+def latest(root: _Place, *, name: Naming = NAMING) -> _Place | None: ...
 @overload
-def latest(root: str) -> Path | str | None: ...
-def latest(root: str | Path | ByPointer) -> Path | str | ByPointer | None:
+def latest(root: str, *, name: Naming = NAMING) -> Path | str | None: ...
+def latest(root: str | Path | ByPointer, *, name: Naming = NAMING) -> Path | str | ByPointer | None:
     """The complete checkpoint of the highest step; None if there is none, also where there is no such root.
 
     Raises:
@@ -117,27 +118,45 @@ def latest(root: str | Path | ByPointer) -> Path | str | ByPointer | None:
         MismatchError: a step above it is of a strategy that is not registered here: nobody knows whether it is whole.
             Or a checkpoint above it has another name, such as ``step-7``: a run that did not see it would begin anew.
     """
-    run = _run_at(root)
+    run = _run_at(root, name)
     for step in reversed(run.steps()):
         if run.is_complete(step):
             run.check_names(step)
-            return step_path(root, step)
+            return step_path(root, step, name=name)
+        _LOG.warning("%s: step %d is no whole checkpoint, and is passed over", root, step)
         if isinstance(run, _LocalRun):
             serialization.check_is_registered(run.path(step))
     run.check_names(-1)
+    if other := next(filter(run.is_checkpoint, run.others()), None):
+        warnings.warn(
+            f"{root} has no checkpoint of a name that {run.names.naming!r} gives, but "
+            f"{'the folder itself' if other == '.' else other} is one. If it is of this run, give the run's folder and "
+            "its names, such as name='checkpoint-{step}'",
+            stacklevel=2,
+        )
     return None
 
 
 @overload
 def prune(
-    root: _Place, *, keep_last: int, keep_every: int | None = None, keep: Collection[int] = ()
+    root: _Place,
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    keep: Collection[int] = (),
+    name: Naming = NAMING,
 ) -> list[_Place]: ...
 @overload
 def prune(
-    root: str, *, keep_last: int, keep_every: int | None = None, keep: Collection[int] = ()
+    root: str, *, keep_last: int, keep_every: int | None = None, keep: Collection[int] = (), name: Naming = NAMING
 ) -> list[Path | str]: ...
 def prune(
-    root: str | Path | ByPointer, *, keep_last: int, keep_every: int | None = None, keep: Collection[int] = ()
+    root: str | Path | ByPointer,
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    keep: Collection[int] = (),
+    name: Naming = NAMING,
 ) -> Sequence[Path | str | ByPointer]:
     """Delete complete checkpoints but the last ``keep_last``, multiples of ``keep_every`` and the steps of ``keep``.
 
@@ -148,7 +167,7 @@ def prune(
     kill leaves nothing under a step's name that opens. Files of dead saves are deleted too, after a time that
     [Note: dead or slow] in retention.py gives. Other incomplete folders stay. If a step is a symlink, only the link is
     deleted. In a folder, a step stays if a symlink in ``root`` leads to it (``best -> step-00000001``), unless that
-    link is a step that is deleted itself.
+    link is a step that is deleted itself. The log (level INFO) says which steps go, before they do.
 
     Returns:
         The deleted places.
@@ -156,40 +175,66 @@ def prune(
         CheckpointError: no integers, ``keep_last < 0`` or ``keep_every < 1``; its child StorageError: a folder cannot
             be moved, a store does not answer.
     """
-    if not is_integer(keep_last, 0) or not (keep_every is None or is_integer(keep_every, 1)):
-        raise CheckpointError(f"keep_last is {keep_last!r}, keep_every {keep_every!r}; integers >= 0 and >= 1, or None")
-    if not isinstance(keep, Collection) or not all(is_integer(step, 0) for step in keep):
-        raise CheckpointError(f"keep is {keep!r}; it holds steps, integers >= 0")
-    run = _run_at(root)
-    found = [step for step in run.steps() if run.is_complete(step)]
-    deleted = not_kept(found, keep_last, keep_every, keep)
-    if keep_last and (newest := run.newest(found)) in deleted:
-        warnings.warn(
-            f"step {newest} was saved after step {found[-1]}, as by a run that went back; it stays. If steps above it "
-            "are no longer wanted, call retention.discard_after(root, step) with the step that the run went back to",
-            stacklevel=2,
-        )
-        deleted.remove(newest)
-    linked = typed(partial(run.linked, set(deleted)))
-    deleted = [step for step in deleted if step not in linked]
+    run = _run_at(root, name)
+    found, deleted = _found_and_prunable(run, keep_last, keep_every, keep)
+    if deleted:
+        _LOG.info("%s: removing %s", root, named(deleted))
     for step in deleted:
         typed(partial(run.delete, step))
     last = found[max(0, len(found) - keep_last) :]
     typed(partial(run.delete_left, before=last[0] if last else 0))
-    return [step_path(root, step) for step in deleted]
+    return [step_path(root, step, name=name) for step in deleted]
 
 
-def not_kept(steps: Sequence[int], keep_last: int, keep_every: int | None, keep: Collection[int]) -> list[int]:
-    """Of ascending ``steps`` those that no rule of ``prune`` keeps."""
-    old = steps[: max(0, len(steps) - keep_last)]
-    return [step for step in old if step not in keep and (keep_every is None or step % keep_every)]
+def prunable(
+    root: str | Path | ByPointer,
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    keep: Collection[int] = (),
+    name: Naming = NAMING,
+) -> list[int]:
+    """The steps that ``prune`` with these arguments would delete; nothing is deleted. Errors: as of ``prune``."""
+    return _found_and_prunable(_run_at(root, name), keep_last, keep_every, keep)[1]
+
+
+def _found_and_prunable(
+    run: _LocalRun | _StoredRun, keep_last: int, keep_every: int | None, keep: Collection[int]
+) -> tuple[list[int], list[int]]:
+    """Ascending steps of complete checkpoints, and those of them that no rule of ``prune`` keeps."""
+    if not is_integer(keep_last, 0) or not (keep_every is None or is_integer(keep_every, 1)):
+        raise CheckpointError(f"keep_last is {keep_last!r}, keep_every {keep_every!r}; integers >= 0 and >= 1, or None")
+    if not isinstance(keep, Collection) or not all(is_integer(step, 0) for step in keep):
+        raise CheckpointError(f"keep is {keep!r}; it holds steps, integers >= 0")
+    found = [step for step in run.steps() if run.is_complete(step)]
+    old = found[: max(0, len(found) - keep_last)]
+    goes = [step for step in old if step not in keep and (keep_every is None or step % keep_every)]
+    if keep_last and (newest := run.newest(found)) in goes:
+        warnings.warn(
+            f"step {newest} was saved after step {found[-1]}, as by a run that went back; it stays. If steps above it "
+            "are no longer wanted, call retention.discard_after(root, step) with the step that the run went back to",
+            stacklevel=3,
+        )
+        goes.remove(newest)
+    linked = typed(partial(run.linked, set(goes)))
+    return found, [step for step in goes if step not in linked]
+
+
+def named(steps: Sequence[int]) -> str:
+    """Steps as a sentence has them: "steps 1, 2"."""
+    if not steps:
+        return "none"
+    shown = ", ".join(map(str, steps[:8])) + (f", ... ({len(steps)})" if len(steps) > 8 else "")
+    return f"step {shown}" if len(steps) == 1 else f"steps {shown}"
 
 
 @overload
-def discard_after(root: _Place, step: int) -> list[_Place]: ...
+def discard_after(root: _Place, step: int, *, name: Naming = NAMING) -> list[_Place]: ...
 @overload
-def discard_after(root: str, step: int) -> list[Path | str]: ...
-def discard_after(root: str | Path | ByPointer, step: int) -> Sequence[Path | str | ByPointer]:
+def discard_after(root: str, step: int, *, name: Naming = NAMING) -> list[Path | str]: ...
+def discard_after(
+    root: str | Path | ByPointer, step: int, *, name: Naming = NAMING
+) -> Sequence[Path | str | ByPointer]:
     """Delete all complete checkpoints after ``step``: what a run calls that goes back to it, before it trains on.
 
     Without it ``latest`` is still the highest step, and the next restart goes on from there. The highest goes first, so
@@ -200,47 +245,75 @@ def discard_after(root: str | Path | ByPointer, step: int) -> Sequence[Path | st
     Raises:
         CheckpointError: there is no complete checkpoint of ``step``; as ``prune``.
     """
-    kept = step_path(root, step)
-    run = _run_at(root)
+    kept = step_path(root, step, name=name)
+    run = _run_at(root, name)
     found = run.steps()
     if step not in found or not run.is_complete(step):
         raise CheckpointError(f"{kept} is no complete checkpoint, so nothing after it is deleted; name one that is")
     deleted = [other for other in reversed(found) if other > step and run.is_complete(other)]
+    if deleted:
+        _LOG.info("%s: going back to step %d, removing %s", root, step, named(deleted))
     for other in deleted:
         typed(partial(run.delete, other))
-    return [step_path(root, other) for other in deleted]
+    return [step_path(root, other, name=name) for other in deleted]
 
 
-def _run_at(root: str | Path | ByPointer) -> _LocalRun | _StoredRun:
-    place = root if isinstance(root, ByPointer) else storage.located(root, "root")
+def _run_at(root: str | Path | ByPointer, name: Naming) -> _LocalRun | _StoredRun:
+    place, names = root if isinstance(root, ByPointer) else storage.located(root, "root"), StepNames(name)
     if isinstance(place, Path):
-        return _LocalRun(place)
-    return _StoredRun(UrlStore(place) if isinstance(place, str) else place)
+        return _LocalRun(place, names)
+    return _StoredRun(UrlStore(place) if isinstance(place, str) else place, names)
 
 
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
-
-
-def _read(name: str) -> re.Match[str] | None:
-    """Step, kind and save of a name; kind is None for a step itself, else what stands beside it."""
-    match = _NAME.fullmatch(name)
-    return match if match and _name(int(match["step"])).endswith(f"-{match['step']}") else None  # not with a zero more
+def _check_once(root: object, names: StepNames, entries: Collection[str], is_other: Callable[[str, int], bool]) -> None:
+    """MismatchError for two folders of one step, of which one has other zeros in its name."""
+    steps = {found.step for found in map(names.read, entries) if found is not None and found.kind is None}
+    for entry in sorted(entries):
+        if (step := names.nearly(entry)) is not None and step in steps and is_other(entry, step):
+            raise MismatchError(
+                f"{root} has step {step} twice, in {names.of(step)} and in {entry}, and which of them is the run's is "
+                f"not known. Move one of them to another folder than {root}"
+            )
 
 
 class _LocalRun:
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, names: StepNames) -> None:
+        self._root, self.names = root, names
 
     def steps(self) -> list[int]:
         """Of all that could be a checkpoint, ascending."""
-        return sorted({int(found["step"]) for found, _ in self._named(None, "old")})
+        entries = self._entries()
+        _check_once(self._root, self.names, entries, self._is_other)
+        return sorted({found.step for found, _ in self._named(None, "old")})
 
     def path(self, step: int) -> Path:
-        return self._root / _name(step)
+        return self._root / self.names.of(step)
 
     def is_complete(self, step: int) -> bool:
-        return serialization.check_is_distributed_checkpoint(self.path(step))
+        return self._is_of_a_run(self.path(step))
+
+    def is_checkpoint(self, folder: str) -> bool:
+        """Whether one whose name says nothing is a checkpoint; False too where the system does not let us see."""
+        with suppress(CheckpointError):
+            return self._is_of_a_run(self._root / folder)
+        return False
+
+    def _is_of_a_run(self, folder: Path) -> bool:
+        """Whether a save has committed it: a folder of Hugging Face opens as well, and holds what others need."""
+        is_foreign = folder.is_dir() and not any((folder / name).exists() for name in _COMMITS)
+        return not is_foreign and serialization.check_is_distributed_checkpoint(folder)
+
+    def others(self) -> list[str]:
+        """The root itself, and folders in it that have no name of a step."""
+        return [".", *(entry for entry in sorted(self._entries()) if entry[0] != "." and not self.names.read(entry))]
+
+    def _is_other(self, entry: str, step: int) -> bool:
+        """Whether this is a checkpoint, and no link to that of the step."""
+        folder, own = self._root / entry, self.path(step)
+        return self.is_checkpoint(entry) and not (own.exists() and folder.samefile(own))
+
+    def _entries(self) -> list[str]:
+        return typed(lambda: os.listdir(self._root) if self._root.exists() else [])
 
     def newest(self, steps: Sequence[int]) -> int | None:
         """The step that was saved last, if that is not the highest."""
@@ -257,7 +330,7 @@ class _LocalRun:
 
     def linked(self, deleted: Set[int]) -> set[int]:
         """Those of ``deleted`` that a symlink beside them leads to which is none of them."""
-        steps = {_name(step): step for step in deleted}
+        steps = {self.names.of(step): step for step in deleted}
         found: set[int] = set()
         ends = [path for path in self._root.iterdir() if path.name not in steps] if self._root.exists() else []
         while ends:
@@ -273,25 +346,23 @@ class _LocalRun:
 
     def check_names(self, above: int) -> None:
         """MismatchError for a checkpoint of a higher step under another name."""
-        names = typed(lambda: os.listdir(self._root) if self._root.exists() else [])
-        for name in sorted(names):
-            match = _SHORT.fullmatch(name)
-            if match is None or _read(name) or int(match[1]) <= above:
-                continue
-            if serialization.check_is_distributed_checkpoint(self._root / name):
+        for entry in sorted(self._entries()):
+            step = self.names.nearly(entry)
+            if step is not None and step > above and self._is_of_a_run(self._root / entry):
                 raise MismatchError(
-                    f"{self._root / name} is a checkpoint whose name has no eight digits, so that retention does not "
-                    f"count it. Rename it to {_name(int(match[1]))}, and save to retention.step_path(root, step)"
+                    f"{self._root / entry} is a checkpoint whose name has other zeros than {self.names.of(step)}, so "
+                    f"that retention does not count it. Rename it to {self.names.of(step)}; or give name= if all "
+                    "checkpoints of the run are named like it, such as name='step-{step}'"
                 )
 
     def delete(self, step: int) -> None:
-        siblings = [path for found, path in self._named("old") if int(found["step"]) == step]
-        for folder in (self._root / _name(step), *siblings):
+        siblings = [path for found, path in self._named("old") if found.step == step]
+        for folder in (self.path(step), *siblings):
             if folder.is_symlink():
                 folder.unlink()
             elif folder.exists():
                 # A name of its own: what cannot be deleted now waits for the next prune.
-                aside = folder.with_name(f".step.{step:08d}.gone-{secrets.token_hex(4)}")
+                aside = folder.with_name(self.names.aside(step, secrets.token_hex(4)))
                 folder.rename(aside)
                 shutil.rmtree(aside, ignore_errors=True)
 
@@ -299,20 +370,20 @@ class _LocalRun:
         """Delete what killed deletions left, and what dead saves did."""
         for _, path in self._named("gone"):
             shutil.rmtree(path, ignore_errors=True)
-        cut_short = {found["step"] for found, _ in self._named("old")}
-        by_save = defaultdict[tuple[str, str], list[Path]](list)
+        cut_short = {found.step for found, _ in self._named("old")}
+        by_save = defaultdict[tuple[int, str], list[Path]](list)
         for found, path in self._named("tmp", "job"):
-            by_save[found["step"], found["save"]].append(path)
+            by_save[found.step, found.save].append(path)
         for (step, save_id), folders in by_save.items():
-            if step in cut_short and not (self._root / _name(int(step))).exists():
+            if step in cut_short and not self.path(step).exists():
                 continue  # what opens under the step's name may be the folder that was to be moved there
-            if _are_left(folders, save_id, _EARLIER_S if int(step) < before else _ANY_S):
+            if _are_left(folders, save_id, _EARLIER_S if step < before else _ANY_S):
                 for folder in folders:
                     storage.discard(folder)
 
-    def _named(self, *kinds: str | None) -> list[tuple[re.Match[str], Path]]:
-        names = typed(lambda: os.listdir(self._root) if self._root.exists() else [])
-        return [(found, self._root / name) for name in names if (found := _read(name)) and found["kind"] in kinds]
+    def _named(self, *kinds: str | None) -> list[tuple[Read, Path]]:
+        read = ((self.names.read(entry), self._root / entry) for entry in self._entries())
+        return [(found, path) for found, path in read if found is not None and found.kind in kinds]
 
 
 def _are_left(folders: Sequence[Path], save_id: str, longest_s: float) -> bool:
@@ -349,15 +420,27 @@ class _StoredRun:
     there, and no ``metadata.json``: what is left of both is told by that. What stands above a checkpoint that is
     deleted may be a save that goes on, and waits for the next time. See [Note: dead or slow]."""
 
-    def __init__(self, store: ByPointer) -> None:
-        self._store = store
+    def __init__(self, store: ByPointer, names: StepNames) -> None:
+        self._store, self.names = store, names
+        self._listed: Mapping[str, set[str]] = {}  # what was found last, by folder
         self._deleted = set[int]()
 
     def steps(self) -> list[int]:
-        return sorted(self._by_step())
+        found = self._by_step()
+        _check_once(self._store.name, self.names, self._listed, lambda folder, _: self.is_checkpoint(folder))
+        return sorted(found)
 
     def is_complete(self, step: int) -> bool:
-        return local_view.is_complete(self._store.child(_name(step)))
+        return self.is_checkpoint(self.names.of(step))
+
+    def is_checkpoint(self, folder: str) -> bool:
+        names = self._listed.get(folder, ())
+        is_committed = any(name.rpartition("/")[2] in _COMMITS for name in names)
+        return is_committed and local_view.is_complete(self._store.child(folder))
+
+    def others(self) -> list[str]:
+        """Folders that have no name of a step."""
+        return [folder for folder in sorted(self._listed) if folder[0] != "." and not self.names.read(folder)]
 
     def newest(self, steps: Sequence[int]) -> int | None:
         """No store tells when a file was written."""
@@ -371,7 +454,7 @@ class _StoredRun:
         """Other names are not looked at: each costs a request."""
 
     def delete(self, step: int) -> None:
-        self._store.child(_name(step)).clear()
+        self._store.child(self.names.of(step)).clear()
         self._deleted.add(step)
 
     def delete_left(self, *, before: int) -> None:
@@ -384,18 +467,20 @@ class _StoredRun:
             )
             if step in self._deleted or not is_left or is_own or self.is_complete(step):
                 continue
-            place = self._store.child(_name(step))
+            place = self._store.child(self.names.of(step))
             if not by_pointer.is_of_others(place) and (step < before or _is_still(place)):
                 place.clear_unfinished()
 
     def _by_step(self) -> dict[int, set[str]]:
-        """The names of the files in the folder of each step."""
-        by_step = defaultdict[int, set[str]](set)
+        """The names of the files in the folder of each step, as they are now."""
+        listed = defaultdict[str, set[str]](set)
         for name in self._store.list_files():
             folder, slash, rest = name.partition("/")
-            if slash and (found := _read(folder)) and found["kind"] is None:
-                by_step[int(found["step"])].add(rest)
-        return by_step
+            if slash and folder:
+                listed[folder].add(rest)
+        self._listed = dict(listed)
+        read = ((self.names.read(folder), names) for folder, names in listed.items())
+        return {found.step: names for found, names in read if found is not None and found.kind is None}
 
 
 def _is_still(place: ByPointer) -> bool:

@@ -35,7 +35,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, LostPeerError, typed
+from sixfold.dist_ckpt.errors import BY_NAME, CheckpointError, CorruptError, LostPeerError, MismatchError, typed
 from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 
 Mine = TypeVar("Mine")
@@ -116,6 +116,25 @@ class Exchange:
         if decision.error is not None:
             raise decision.error from (own.error.__cause__ if own.error is not None else None)
         return kept[0], decision.value, _unpickled(parts[0], "rank 0") if parts else None
+
+    def on_first(self, given: Callable[[], dict[str, Any]], work: Callable[[], Decision]) -> Decision:
+        """What ``work`` returns or raises on the first rank, on all; ``given`` is what all ranks call it for.
+
+        Raises:
+            MismatchError: a rank was given something else, and ``work`` was not run.
+        """
+
+        def decide(by_rank: Sequence[dict[str, Any]]) -> Decision:
+            for rank, other in enumerate(by_rank):
+                for name, value in by_rank[0].items():
+                    if repr(other.get(name)) != repr(value):
+                        raise MismatchError(
+                            f"{name}: {value} on rank 0 and {other.get(name)} on rank {rank}; give all ranks the same "
+                            "step, and the same metrics, such as the mean that all_reduce makes"
+                        )
+            return work()
+
+        return self.all_reduce(lambda: (None, given()), decide)[1]
 
     def raise_errors_of_others(self) -> None:
         """Raise the error that another rank has met before this exchange, see ``errors_to_all``.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import deque
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +31,9 @@ class Stateful(nn.Module):
         self.plain = torch.zeros(4)
         self.calls, self.turn, self.memory = 0, 0, None
         self.seen: list[float] = []
+        self.hidden, self.number = (torch.zeros(4), torch.ones(4)), np.int64(0)
+        self.cache, self.window = {"h": torch.zeros(4), "n": 0}, deque([0.0, 1.0], maxlen=2)
+        self.same_cache, self.kept = self.cache, SimpleNamespace(h=torch.zeros(4))
         self.torch = torch.Generator().manual_seed(3)
         self.python, self.numpy, self.old = random.Random(3), np.random.default_rng(3), np.random.RandomState(3)
 
@@ -68,6 +73,39 @@ class Stateful(nn.Module):
         before, self.memory = self.memory, h.detach()
         return h if before is None else h * before
 
+    def tuple_of_states(self, h: Tensor) -> Any:
+        self.hidden = self.hidden[1], h.detach().mean(0)
+        return h * self.hidden[0]
+
+    def number_of_numpys(self, h: Tensor) -> Any:
+        self.number = self.number + 1
+        return h * float(self.number)
+
+    def value_in_a_dict(self, h: Tensor) -> Any:
+        before, self.cache["h"] = self.cache["h"], h.detach().mean(0)
+        return h * before
+
+    def tensor_of_a_dict_in_place(self, h: Tensor) -> Any:
+        self.cache["h"].mul_(0.5).add_(h.detach().mean(0))
+        return h * self.cache["h"].clone()
+
+    def dict_of_two_names(self, h: Tensor) -> Any:
+        self.cache["n"] += 1
+        return h * self.same_cache["n"]
+
+    def window_that_rolls(self, h: Tensor) -> Any:
+        self.window.append(self.window[-1] * 0.5 + 1.0)
+        return h * self.window[0]
+
+    def state_of_an_object(self, h: Tensor) -> Any:
+        before, self.kept.h = self.kept.h, h.detach().mean(0)
+        return h * before
+
+    def attribute_that_a_forward_makes(self, h: Tensor) -> Any:
+        before = getattr(self, "made", None)
+        self.made = h.detach()
+        return h if before is None else h * before
+
     def own_torch_generator(self, h: Tensor) -> Any:
         return h * torch.rand(4, generator=self.torch)
 
@@ -96,6 +134,7 @@ class Stateful(nn.Module):
 
     def state(self) -> list[Any]:
         numbers = [self.calls, len(self.seen), *self.norm.state_dict().values(), self.codes, self.plain, self.memory]
+        numbers += [*self.hidden, float(self.number), *self.cache.values(), *self.window, self.kept.h]
         draws = [torch.rand(3, generator=self.torch), self.python.random(), self.numpy.random(), self.old.random()]
         return [*numbers, *draws, random.random(), float(np.random.random())]
 
@@ -108,6 +147,14 @@ WHAT = [
     "replaced buffer",
     "plain tensor",
     "state over microbatches",
+    "tuple of states",
+    "number of numpys",
+    "value in a dict",
+    "tensor of a dict in place",
+    "dict of two names",
+    "window that rolls",
+    "state of an object",
+    "attribute that a forward makes",
     "own torch generator",
     "own python generator",
     "own numpy generator",
@@ -121,6 +168,8 @@ WHAT = [
     "now and then codebook",
     "now and then replaced buffer",
     "now and then plain tensor",
+    "now and then value in a dict",
+    "now and then attribute that a forward makes",
     "now and then own torch generator",
     "now and then layer drop",
     "now and then numpys random numbers",
@@ -274,6 +323,9 @@ class Criterion(nn.Module):
         super().__init__()
         self.register_buffer("mean", torch.ones(()))
         self.seen: list[float] = []
+        self.hidden, self.number = (torch.zeros(4), torch.ones(4)), np.int64(0)
+        self.cache, self.window = {"h": torch.zeros(4), "n": 0}, deque([0.0, 1.0], maxlen=2)
+        self.same_cache, self.kept = self.cache, SimpleNamespace(h=torch.zeros(4))
 
     def forward(self, output: Tensor, target: Tensor) -> Tensor:
         loss = square_loss(output, target)

@@ -8,7 +8,9 @@ that was left out is left out again. What a forward changes is learned by compar
 stage's modules, before and after each F. Each F is compared, since an attribute may move in every tenth alone. Those
 that changed are noted with each F. While the forward runs again they stand in the place of today's. What a tensor was
 before its first change is a copy, held until then. A tensor's version shows a change. Values are compared in the first
-F of a module's mode, and where another tensor of the module changed. Generators that a module or a keyword argument
+F of a module's mode, and where another tensor of the module changed. Of a list, tuple, dict, set or deque up to 256
+parts are looked at, theirs included; of a dataclass or namespace the attributes. Of any other attribute it is seen
+whether another object is there. Generators that a module or a keyword argument
 holds are noted as well, and Python's and numpy's own where a forward draws from them. What a stage cannot name (a
 global, a list in a closure) shows in its output. A part of RECOMPUTE's output is compared with that of the first
 forward. A checkpoint ends its second forward before there is an output, and torch compares shapes.
@@ -18,9 +20,12 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
+from dataclasses import is_dataclass
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakSet
 
@@ -28,13 +33,18 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.microbatches.cut_batch import alike
 from sixfold.pipeline.stage.stage import Stage
 
 __all__ = ["SideEffects", "StateBefore", "access", "part_of", "process_generators"]
 
 Place = tuple[dict[str, Any], str]  # an attribute or buffer
+Mark = int | list[tuple[Any, int]] | None  # by which a change in place is seen; None where none is looked for
 _PLAIN = (int, float, complex, str, type(None))
-_GROWS = (list, dict, set)
+_HOLDERS = (list, tuple, dict, set, deque)
+_MANY = 256  # parts of a holder that are looked at
+_RUNNERS = "forward"  # a layer whose weight gradient waits for W has it as its own, in some F's and not in others
+_ABSENT = object()  # in the place of an attribute that is not there
 OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 _SAMPLE = 64  # elements
 _ROUNDING = 64  # in units of the dtype's last place
@@ -60,7 +70,8 @@ class SideEffects:
         self._key: list[tuple[int, bool]] = []
         self._changed: dict[tuple[int, str], Place] = {}
         self._places: list[Place] = []  # as the first F of the step found them
-        self._starts: dict[tuple[int, str], tuple[Any, int, Any]] = {}  # value, its mark, its copy, of what may change
+        self._names: list[tuple[dict[str, Any], set[str]]] = []  # of the modules' attributes, likewise
+        self._starts: dict[tuple[int, str], tuple[Any, Mark, Any]] = {}  # value, its mark, its copy, of what may change
         self._noted: WeakSet[StateBefore] = WeakSet()  # of F's that may be run again
         self._generators: dict[int, Any] = {}
         self._doubts: list[tuple[str, Tensor]] = []  # what a device has compared, and the host not looked at
@@ -104,9 +115,9 @@ class SideEffects:
         """Around an F."""
         before, first, self._first = StateBefore(), self._first, False
         new = first and self._begin_step()
+        memo: dict[int, Any] = {}
         for place, name in self._changed.values():
-            if name in place:
-                before.held.append((place, name, _copied(place[name])))
+            before.held.append((place, name, _copied(place.get(name, _ABSENT), memo)))
         looked = self._look()
         given = [value for value in kwargs.values() if access(value) is not None]
         for generator in (*self._generators.values(), *given):
@@ -116,13 +127,19 @@ class SideEffects:
         yield before
         self._noted.add(before)
         before.generators += [(write, read, state) for write, read, state in states if not _same_state(state, read())]
-        moved = {id(place) for place, name, was, _ in looked if _has_changed(was, place.get(name))}
+        moved = {id(place) for place, name, was, _ in looked if _has_changed(was, place.get(name, _ABSENT))}
         for place, name, was, start in looked:
-            now = place.get(name)
+            now = place.get(name, _ABSENT)
             if _has_changed(was, now) or ((new or id(place) in moved) and _has_values_of_its_own(start, now)):
                 self._changed[id(place), name] = place, name
                 self._starts.pop((id(place), name), None)
                 self._found(place, name, start)
+        for place, names in self._names:
+            for name in () if place.keys() <= names else place.keys() - names:
+                names.add(name)
+                if (id(place), name) not in self._changed:
+                    self._changed[id(place), name] = place, name
+                    self._found(place, name, _ABSENT)
 
     def _found(self, place: dict[str, Any], name: str, start: Any) -> None:
         """What was seen to change now was ``start`` in all F's until here."""
@@ -133,17 +150,18 @@ class SideEffects:
     @contextmanager
     def repeated(self, before: StateBefore) -> Iterator[None]:
         """Around a RECOMPUTE: state is what F found, and behind it as if nothing had run."""
-        now = [(place, name, place.get(name)) for place, name, _ in before.held]
+        now = [(place, name, place.get(name, _ABSENT)) for place, name, _ in before.held]
         states = [read() for _, read, _ in before.generators]
+        memo: dict[int, Any] = {}
         try:
             for place, name, start in before.held:
-                place[name] = _copied(start)
+                _put(place, name, _copied(start, memo))
             for write, _, state in before.generators:
                 write(state)
             yield
         finally:
             for place, name, value in now:
-                place[name] = value
+                _put(place, name, value)
             for (write, _, _), state in zip(before.generators, states, strict=True):
                 write(state)
 
@@ -162,8 +180,10 @@ class SideEffects:
         if new:
             self._changed, self._starts = {}, {}
         self._generators, self._places = {}, []
+        self._names = [(module.__dict__, {_RUNNERS, *module.__dict__}) for module in modules]
+        seen: set[int] = set()
         for module in modules:
-            for place, name, value in _held_by(module):
+            for place, name, value in _held_by(module, seen):
                 if access(value) is not None:
                     self._generators[id(value)] = value
                 else:
@@ -173,21 +193,21 @@ class SideEffects:
     def _look(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
         """What may change and did not yet: where it is, what shows a change, and a copy to begin with again."""
         looked: list[tuple[dict[str, Any], str, Any, Any]] = []
+        memo: dict[int, Any] = {}
         for place, name in self._places:
-            value, key = place.get(name), (id(place), name)
+            value, key = place.get(name, _ABSENT), (id(place), name)
             if key in self._changed:
                 continue
-            if isinstance(value, _PLAIN):
-                looked.append((place, name, (value, 0), value))
-            elif isinstance(value, (Tensor, *_GROWS)):
-                mark = value._version if isinstance(value, Tensor) else len(value)
-                was = self._starts.get(key)
-                if was is None or was[0] is not value or was[1] != mark:
-                    if was is not None:  # by an F that nobody runs again, or between steps
-                        self._found(place, name, was[2])
-                    start = value.detach().clone() if isinstance(value, Tensor) else copy(value)
-                    was = self._starts[key] = value, mark, start
-                looked.append((place, name, (value, mark), was[2]))
+            if (mark := _mark(value)) is None:
+                looked.append((place, name, (value, None), value))
+                continue
+            was = self._starts.get(key)
+            if was is None or was[0] is not value or not _same_mark(was[1], mark):
+                if was is not None:  # by an F that nobody runs again, or between steps
+                    self._found(place, name, was[2])
+                start = value.detach().clone() if isinstance(value, Tensor) else _copied(value, memo)
+                was = self._starts[key] = value, mark, start
+            looked.append((place, name, (value, mark), was[2]))
         return looked
 
 
@@ -220,22 +240,72 @@ class RepeatedForward:
         self._context.__exit__(*error)
 
 
-def _held_by(module: nn.Module) -> Iterable[tuple[dict[str, Any], str, Any]]:
+def _held_by(module: nn.Module, seen: set[int]) -> Iterable[tuple[dict[str, Any], str, Any]]:
+    """Attributes and buffers; of a dataclass or namespace among them, which others may share, its own too, once."""
     attributes = module.__dict__
     for name, value in attributes.items():
-        if name not in OF_ALL_MODULES:
+        if name not in OF_ALL_MODULES and name != _RUNNERS:
             yield attributes, name, value
+            record = isinstance(value, SimpleNamespace) or (is_dataclass(value) and not isinstance(value, type))
+            if record and id(value) not in seen and hasattr(value, "__dict__"):
+                seen.add(id(value))
+                own = vars(value)
+                yield from ((own, key, part) for key, part in own.items())
     for name, value in module._buffers.items():
         yield module._buffers, name, value
 
 
-def _has_changed(was: tuple[Any, int], now: Any) -> bool:
-    value, mark = was
-    if now is not value:
-        return True
+def _put(place: dict[str, Any], name: str, value: Any) -> None:
+    if value is _ABSENT:
+        place.pop(name, None)
+    else:
+        place[name] = value
+
+
+def _mark(value: Any) -> Mark:
     if isinstance(value, Tensor):
-        return value._version != mark
-    return isinstance(value, _GROWS) and len(value) != mark
+        return _version_of(value)
+    if isinstance(value, _HOLDERS) and not (isinstance(value, tuple) and all(isinstance(p, _PLAIN) for p in value)):
+        return _parts(value)
+    return None
+
+
+def _version_of(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _parts(holder: Any) -> list[tuple[Any, int]]:
+    """What it holds, and what that holds, with versions and lengths; all are held, so that no id is used again."""
+    found: list[tuple[Any, int]] = []
+    stack, seen = [holder], set()
+    while stack and len(found) < _MANY:
+        value = stack.pop()
+        if isinstance(value, _PLAIN):
+            found.append((value, 0))
+        elif isinstance(value, Tensor):
+            found.append((value, _version_of(value)))
+        elif isinstance(value, _HOLDERS) and id(value) not in seen:
+            seen.add(id(value))
+            found.append((value, len(value)))
+            if len(value) <= _MANY:
+                stack += value
+                stack += value.values() if isinstance(value, dict) else ()
+        else:
+            found.append((value, 0))
+    return found
+
+
+def _same_mark(was: Mark, now: Mark) -> bool:
+    if not isinstance(was, list) or not isinstance(now, list):
+        return was == now
+    return len(was) == len(now) and all(a is b and m == n for (a, m), (b, n) in zip(was, now, strict=True))
+
+
+def _has_changed(was: tuple[Any, Mark], now: Any) -> bool:
+    value, mark = was
+    if now is not value or mark is None:
+        return now is not value
+    return not _same_mark(mark, _mark(value))
 
 
 def _has_values_of_its_own(start: Any, now: Any) -> bool:
@@ -243,11 +313,30 @@ def _has_values_of_its_own(start: Any, now: Any) -> bool:
     return isinstance(now, Tensor) and not torch.equal(start, now.detach())
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: Any, memo: dict[int, Any]) -> Any:
+    """A copy that a forward may change, of a holder with copies of its tensors; ``memo`` has those made, by id."""
+    if id(value) in memo:
+        return memo[id(value)]
+    made: Any = value
     if isinstance(value, Tensor):
         # One with a history is kept as it is: a backward through it is autograd's to do or to refuse.
-        return value if value.grad_fn is not None else value.detach().clone().requires_grad_(value.requires_grad)
-    return copy(value) if isinstance(value, _GROWS) else value
+        made = value if value.grad_fn is not None else value.detach().clone().requires_grad_(value.requires_grad)
+    elif isinstance(value, tuple) and len(value) <= _MANY:
+        parts = [_copied_part(part, memo) for part in value]
+        made = value if all(a is b for a, b in zip(value, parts, strict=True)) else alike(value, parts)
+    elif isinstance(value, _HOLDERS) and not isinstance(value, tuple):
+        made = memo[id(value)] = copy(value)
+        if len(value) <= _MANY and not isinstance(value, set):
+            for key, part in list(value.items() if isinstance(value, dict) else enumerate(value)):
+                if (own := _copied_part(part, memo)) is not part:
+                    made[key] = own
+    memo[id(value)] = made
+    return made
+
+
+def _copied_part(part: Any, memo: dict[int, Any]) -> Any:
+    """Of a holder; what asks for a gradient is trained, and no copy would get it."""
+    return part if isinstance(part, Tensor) and part.requires_grad else _copied(part, memo)
 
 
 def access(value: Any) -> tuple[Callable[[Any], object], Callable[[], Any]] | None:

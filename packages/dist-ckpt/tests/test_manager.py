@@ -339,3 +339,11 @@ def test_a_folder_of_hugging_face_under_a_name_of_the_run_is_not_removed(tmp_pat
         manager.save(step, state(step))
     assert manager.steps() == [700]
     assert len(list(theirs.iterdir())) == 4
+
+
+def test_a_root_by_way_of_a_folder_that_is_not_there_is_where_it_was_saved(tmp_path):
+    manager = managed(tmp_path / "logs" / ".." / "run", keep_last=1)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    assert manager.restore(state(0)).step == 2 and manager.steps() == [2]
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["step-00000002"]

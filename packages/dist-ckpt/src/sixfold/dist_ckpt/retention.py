@@ -261,7 +261,8 @@ def discard_after(
 def _run_at(root: str | Path | ByPointer, name: Naming) -> _LocalRun | _StoredRun:
     place, names = root if isinstance(root, ByPointer) else storage.located(root, "root"), StepNames(name)
     if isinstance(place, Path):
-        return _LocalRun(place, names)
+        # ``missing/../run`` is ``run`` for a save, and nothing for the system.
+        return _LocalRun(typed(lambda: place if place.exists() else storage.resolved(place)), names)
     return _StoredRun(UrlStore(place) if isinstance(place, str) else place, names)
 
 

@@ -56,6 +56,17 @@ def test_a_run_goes_on_at_another_number_of_ranks_as_if_it_had_not_stopped(tmp_p
     assert last[0][2] == sorted({6, 8, 10, -best[1]}) and last[0][3] == -best[1]
 
 
+class Ended:
+    """A background save that failed on rank 1 alone, as where a progress function of one rank raises."""
+
+    def __init__(self, rank):
+        self.rank = rank
+
+    def wait(self):
+        if self.rank:
+            raise CheckpointError("a save that failed on rank 1")
+
+
 def differs(rank, ranks, folder, what):
     manager = CheckpointManager(folder, background=False, timeout_s=20)
     manager.save(1, {"weight": torch.ones(2)}, {"loss": 0.5})
@@ -72,6 +83,9 @@ def differs(rank, ranks, folder, what):
             manager.discard_after(rank)
         elif what == "no step on one":
             manager.save(1.5 if rank else 2, {"weight": torch.ones(2)})
+        elif what == "end of a save":
+            manager._flight = Ended(rank)
+            manager.wait()
         elif what == "call":
             manager.restore({"weight": torch.ones(2)}) if rank else manager.discard_after(1)
         elif what == "background":
@@ -94,6 +108,7 @@ def differs(rank, ranks, folder, what):
         ("step to go back to", "step: 0 on rank 0 and 1 on rank 1"),
         ("no step on one", "step is 1.5; it is an integer >= 0"),
         ("call", "call: discard_after on rank 0 and restore on rank 1"),
+        ("end of a save", "a save that failed on rank 1"),
         ("background", "background: False on rank 0 and True on rank 1"),
     ],
 )

@@ -78,7 +78,7 @@ def test_statefuls_lie_in_lists_and_dicts_of_any_depth(tmp_path):
 
 def test_sharded_tensors_and_objects_within_are_sharded_and_loaded_in_place(tmp_path):
     dist_ckpt.save({"parts": [Part("a", 1.0), Part("b", 2.0)]}, tmp_path / "c")
-    assert set(dist_ckpt.load_tensors_metadata(tmp_path / "c")) == {"a.w", "b.w"}
+    assert set(dist_ckpt.load_tensors_metadata(tmp_path / "c")) == {"a.w", "b.w", "parts.0.scale", "parts.1.scale"}
     parts = [Part("a", 0.0), Part("b", 0.0)]
     dist_ckpt.load({"parts": parts}, tmp_path / "c")
     for part, value in zip(parts, (1.0, 2.0), strict=True):

@@ -10,7 +10,7 @@ all others are below it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -27,7 +27,9 @@ from sixfold.dist_ckpt.save_load.loading import LoadRequest
 from sixfold.dist_ckpt.save_load.requested_keys import StrictHandling, parse_strict
 from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state.placeholders import is_placeholder
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
+from sixfold.dist_ckpt.state.tensor_memory import same_bits
 from sixfold.dist_ckpt.storage.local import store_at
 from sixfold.dist_ckpt.storage.store import Store
 from sixfold.dist_ckpt.strategies import base
@@ -63,6 +65,7 @@ def save(
     if_exists: str = "replace",
     check_finite: bool = False,
     metadata: str = "torch",
+    megatron: bool = False,
     timeout_s: float = 600.0,
     progress: Progress | None = None,
 ) -> AsyncRequest | None:
@@ -73,9 +76,9 @@ def save(
     background save of this process to the same folder. The state dict is not changed.
 
     Args:
-        sharded_state_dict: nested dicts and lists of records. Everything else is common data, which the first
-            rank of the group writes. For an object with ``state_dict`` and ``load_state_dict`` its state dict
-            is saved.
+        sharded_state_dict: nested dicts and lists of records and DTensors. A plain tensor is the same on all ranks,
+            and one of them writes it. Everything else is common data, which the first rank of the group writes. For
+            an object with ``state_dict`` and ``load_state_dict`` its state dict is saved.
         checkpoint_dir: the folder, whose parents are made; a URL as text; or a store (``stores.Store``).
         sharded_strategy: None, a tuple such as ``("torch_dist", 1)``, or a strategy.
         common_strategy: None, ``("torch", 1)`` or a strategy.
@@ -91,6 +94,8 @@ def save(
         check_finite: NaN or infinity in a tensor is an error.
         metadata: "torch" writes ``.metadata``, which torch DCP and megatron-core read; "compact" leaves it to
             ``tools.metadata``: loads of this package need the compact manifest alone.
+        megatron: keep all plain tensors in the common data too, where megatron-core looks for them; else the smallest
+            ones, 64 KiB in all.
         timeout_s: longest wait for one peer, seconds: more than the slowest rank takes to write.
         progress: called with the bytes that this rank has written and its total, from 0 to the total; the last call
             comes before the commit. One call at a time, from any thread. An exception in it ends the save on all ranks.
@@ -234,6 +239,8 @@ def with_local_view(place: str | Path | Store, read: Callable[[Path], Found]) ->
 def load_common_state_dict(checkpoint_dir: str | Path | Store, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
     """The common data alone: what decides on config and version before any tensor is read.
 
+    A plain tensor that is larger than the smallest ones is a tensor on the meta device here: ``load`` gives its values.
+
     Raises: as ``load``. {} for a plain DCP folder.
     """
 
@@ -266,37 +273,50 @@ def load_sharded_metadata(
     )
 
 
-def plain_tensors_of(common: Any, others: Iterable[str], keys: str = "*") -> dict[str, torch.Tensor]:
-    """The tensors of common data by their place, joined by dots, that match the glob ``keys``.
+def plain_tensors_of(
+    common: Any,
+    tensors: Mapping[str, ShardedTensor],
+    read: Callable[[list[ShardedTensor]], Sequence[torch.Tensor]],
+    keys: str = "*",
+) -> dict[str, torch.Tensor]:
+    """The tensors that stand in common data alone, as older saves have them, by their place joined by dots.
 
+    Args:
+        tensors: those of the checkpoint. read: the values of some of them.
+        keys: a glob; others are left out.
     Raises:
-        MismatchError: two places read alike, or one of them as the key of a sharded tensor, of which ``others`` are.
+        MismatchError: two places read alike, or one of them as the key of a tensor that has another value.
     """
-    found: dict[str, torch.Tensor] = {}
-    taken = set(others)
+    found, twice = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for path, leaf in tree.leaves(common):
         key = tree.key_text(path)
-        if not isinstance(leaf, torch.Tensor) or not fnmatchcase(key, keys):
+        if not isinstance(leaf, torch.Tensor) or is_placeholder(leaf) or not fnmatchcase(key, keys):
             continue
-        if key in taken:
-            raise MismatchError(
-                f"{key}: two tensors of the checkpoint have this name, such as {{'a.b': x}} and {{'a': {{'b': y}}}}. "
-                "load(state, path) gives each at its own place; save it from there under other names"
-            )
-        taken.add(key)
-        found[key] = leaf
+        if key in found or key in twice:
+            raise MismatchError(_two_of_one_name(key))
+        (twice if key in tensors else found)[key] = leaf
+    for (key, leaf), value in zip(twice.items(), read([tensors[key] for key in twice]), strict=True):
+        if leaf.shape != value.shape or leaf.dtype != value.dtype or not same_bits(leaf, value):
+            raise MismatchError(_two_of_one_name(key))
     return found
+
+
+def _two_of_one_name(key: str) -> str:
+    return (
+        f"{key}: two tensors of the checkpoint have this name, such as {{'a.b': x}} and {{'a': {{'b': y}}}}. "
+        "load(state, path) gives each at its own place; save it from there under other names"
+    )
 
 
 def load_plain_tensors(checkpoint_dir: str | Path | Store, *, progress: Progress | None = None) -> dict[str, Any]:
     """Every tensor whole, in this process alone: ``load_tensors_metadata`` and ``load``, whose ``progress`` it is.
 
-    Plain tensors, which are saved as common data, come under their place in the state dict, joined by dots.
+    Plain tensors that older saves keep in common data come under their place in the state dict, joined by dots.
     """
     tensors = load_tensors_metadata(checkpoint_dir)
     common = load_common_state_dict(checkpoint_dir)
-    plain = plain_tensors_of(common, tensors)
     loaded = load(tensors, checkpoint_dir, group=None, progress=progress)
+    plain = plain_tensors_of(common, tensors, lambda records: [loaded[record.key] for record in records])
     return plain | {key: loaded[key] for key in tensors}
 
 

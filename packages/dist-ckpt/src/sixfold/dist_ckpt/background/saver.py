@@ -263,6 +263,7 @@ def async_save(
     if_exists: str = "replace",
     check_finite: bool = False,
     metadata: str = "torch",
+    megatron: bool = False,
     timeout_s: float = 600.0,
     progress: Progress | None = None,
 ) -> AsyncSave:

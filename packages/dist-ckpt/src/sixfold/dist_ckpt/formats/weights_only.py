@@ -19,6 +19,7 @@ import torch
 
 from sixfold.dist_ckpt.errors import CorruptError, ShardingError, UnsafeError
 from sixfold.dist_ckpt.state import plain_types
+from sixfold.dist_ckpt.state.placeholders import Placeholder
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
 from sixfold.dist_ckpt.state.tensor_memory import is_dtensor, is_freed
 from sixfold.dist_ckpt.state.tree import KeyPath, path_text
@@ -81,6 +82,8 @@ class _Pickler(pickle.Pickler):
             return NotImplemented if own is value else own.__reduce_ex__(2)  # type: ignore[no-untyped-call]
         if isinstance(value, type | FunctionType):  # which is written by its name
             return NotImplemented
+        if isinstance(value, Placeholder):
+            return value.like.__reduce_ex__(2)  # type: ignore[no-untyped-call]
         if isinstance(value, ShardedBase | LocalNonpersistentObject):
             raise plain_types.NotPlain("records stand in dicts and lists")
         return plain_types.reduce(value)

@@ -39,12 +39,13 @@ from sixfold.dist_ckpt.plans.shard_table import (
     tabulate,
 )
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.save_load import requested_keys
+from sixfold.dist_ckpt.save_load import replicated_tensors, requested_keys
 from sixfold.dist_ckpt.save_load.dtype_conversion import copy_values
 from sixfold.dist_ckpt.save_load.host_view import HostView, Shares, open_host_view
 from sixfold.dist_ckpt.save_load.reader import WINDOW_BYTES, Reader
 from sixfold.dist_ckpt.save_load.requested_keys import StrictHandling
 from sixfold.dist_ckpt.state import dcp_names, factory, in_place, tree
+from sixfold.dist_ckpt.state.placeholders import without_placeholders
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor, check_data
 from sixfold.dist_ckpt.state.tensor_memory import check_readable, check_writable, has_values
 from sixfold.dist_ckpt.storage.store import Store
@@ -98,6 +99,7 @@ class _Report(NamedTuple):
     plain_missing: set[str]
     other_wrappers: Mapping[str, str]
     has_slices: bool  # see collectives/mesh_slices.py
+    plain: frozenset[str]  # keys whose values are common data, asked for or not
 
 
 class _Decision(NamedTuple):
@@ -128,6 +130,7 @@ class RankLoad:
     relay: Relay | None = None
     replicated: tuple[tuple[ShardedTensor, torch.Tensor], ...] = ()  # saved whole as common data, each with its part
     tied: in_place.Tied = field(default_factory=in_place.Tied)
+    extra: Mapping[tree.KeyPath, ShardedTensor] = field(default_factory=dict)  # see replicated_tensors.not_asked_for
 
 
 def load(asked: LoadRequest, engine: LoadEngine) -> Any:
@@ -264,7 +267,7 @@ class Load:
         """What this rank wants of the checkpoint; records without data get some."""
         checkpoint, common, is_bare = self.opened(view)
         expanded, merges = factory.expand(tree.checked(self.asked.state))
-        stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
+        stored, objects, own = checkpoint.manifest.tensors, checkpoint.manifest.objects, expanded
         if stored or objects or is_bare:
             expanded = dcp_names.ask(expanded, common, dcp_names.Names(stored, objects, is_bare, self.exchange.rank))
         parts, leaves = tree.split(expanded), tree.leaves(expanded)
@@ -296,6 +299,14 @@ class Load:
                 parts.records[number] = (place, record := tied.apart(place, record))
             tensors.append(record)
         table, pieces = tabulate(tensors)
+        extra = replicated_tensors.not_asked_for(common, own, parts.records, stored)
+        common = without_placeholders(common, extra)
+        if extra:
+            parts.records.extend(extra.items())
+            for record in extra.values():
+                _allocate(record, stored[record.key])
+            tensors += extra.values()
+            pieces += tabulate([*extra.values()])[1]
         reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=policy, pieces=pieces)
         if unlike:
             reads = replace(reads, mismatches=[*reads.mismatches, *unlike])
@@ -313,6 +324,7 @@ class Load:
             common,
             replicated=tuple(replicated),
             tied=tied,
+            extra=extra,
         )
 
 
@@ -387,6 +399,7 @@ def _report(
         plain_missing,
         others,
         any(record.is_on_slice for record in wanted.tensors),
+        frozenset(tree.key_text(path) for path, leaf in tree.leaves(wanted.common) if isinstance(leaf, torch.Tensor)),
     )
 
 
@@ -431,6 +444,7 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
     counts = strict.minds_missing or bool(owners)
     stored = checkpoint.manifest
     missing = {key for keys in (stored.tensors, stored.objects) for key in keys} - asked if counts else set[str]()
+    missing = missing.difference(*(report.plain for report in reports))
     requested_keys.check_wrappers({key: other for report in reports for key, other in report.other_wrappers.items()})
     if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
         requested_keys.check_whole(missing, owners, frozenset[str]().union(*(report.local for report in reports)))
@@ -501,6 +515,7 @@ def _check_has_memory(module: torch.nn.Module, own: Any) -> None:
 def _assembled(rank_load: RankLoad, values: Values) -> tuple[Any, list[tuple[Any, Any]]]:
     """The result of a load, and what its Stateful objects are to get."""
     common, parts = rank_load.common, rank_load.parts
+    replicated_tensors.fill(common, rank_load.extra)
     values = factory.keep_own(values, rank_load.merges, parts, common)
     result = tree.assemble(common, rank_load.expanded, values)
     wanted = [path for path, _ in (*parts.records, *parts.local)]

@@ -36,7 +36,8 @@ from sixfold.dist_ckpt.plans.shard_table import (
     tabulate,
 )
 from sixfold.dist_ckpt.progress import Meter, Progress
-from sixfold.dist_ckpt.save_load import writer
+from sixfold.dist_ckpt.save_load import replicated_tensors, writer
+from sixfold.dist_ckpt.save_load.replicated_tensors import CONTENT_METADATA
 from sixfold.dist_ckpt.save_load.writer import RankContent, Written
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.records import (
@@ -81,6 +82,7 @@ class SaveRequest:
     check_finite: bool = field(default=False, kw_only=True)
     metadata: str = field(default="torch", kw_only=True)
     progress: Progress | None = field(default=None, kw_only=True)
+    megatron: bool = field(default=False, kw_only=True)
     store: Store = field(init=False)
     sharded: base.SaveShardedStrategy = field(init=False)
     common: base.SaveCommonStrategy = field(init=False)
@@ -101,9 +103,9 @@ class SaveRequest:
                 object.__setattr__(self, name, value)
 
     def compared(self, common: dict[Any, Any]) -> Any:
-        """What of common data is compared between ranks."""
+        """What of common data is compared between ranks; a function of the caller's gets dicts and lists of its own."""
         preprocess = self.preprocess_common_before_consistancy_check
-        return common if preprocess is None else preprocess(common)
+        return common if preprocess is None else preprocess(tree.mapped(common, lambda _, leaf: leaf))
 
 
 def check_if_exists(if_exists: str) -> None:
@@ -146,7 +148,7 @@ class Ticket(NamedTuple):
 
     save: Save
     common_differs: bool = False
-    again: bool = False  # nothing is decided: the first rank asks for all tables
+    again: bool = False  # nothing is decided: the first rank asks for all tables, unless common data differs
     asks_copies: bool = False  # and for digests of what lies on slices of meshes
     owners: Mapping[ShardId, int] | None = None  # and has those shards written by one rank each
 
@@ -229,11 +231,13 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
             raise ShardingError(
                 f"the ranks save into different folders ({', '.join(targets[:3])}); pass one path to all"
             )
+        nothing = Save(save_id="", target=store.name)
+        if len({report.common_digest for report in reports}) > 1:
+            return Ticket(nothing, again=True, common_differs=True)
         if cache is not None and cache.digests != [report.digest for report in reports]:
             cache = None
         if cache is None and any(report.table is None for report in reports):
-            return Ticket(Save(save_id="", target=store.name), again=True)
-        nothing = Save(save_id="", target=store.name)
+            return Ticket(nothing, again=True)
         if asked := [report.copies for report in reports if report.copies is not None]:
             raise_problems(mesh_slices.slice_problems(asked), "saved", ShardingError)
             return Ticket(nothing, again=True, owners=mesh_slices.owners(asked))
@@ -244,26 +248,26 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
                 cache = None
                 return Ticket(nothing, again=True, asks_copies=True)
             raise
-        nbytes, differs = sum(report.nbytes for report in reports), len({r.common_digest for r in reports}) > 1
+        nbytes = sum(report.nbytes for report in reports)
         save_id = secrets.token_hex(8)
         begin = partial(store.begin, save_id, nbytes, request.if_exists, owns_file)
         if begins_later:
             later.append(begin)
-            return Ticket(Save(save_id=save_id, target=store.name), differs)
+            return Ticket(Save(save_id=save_id, target=store.name))
         begun.append(begin())
-        return Ticket(begun[0], differs)
+        return Ticket(begun[0])
 
     try:
         if engine.arrange is not None:  # by an exchange of its own
             exchange.raise_errors_of_others()
         (content, report, parts), ticket = exchange.all_reduce(described, agree)
         while ticket.again:
+            if ticket.common_differs:  # told before holes are: a tensor that some ranks have would be one
+                compared = request.compared(parts.common)
+                consistency.check(exchange, consistency.digests(compared), consistency.inner(compared))
             (content, report), ticket = exchange.all_reduce(
                 partial(_with_more, content, report, ticket, exchange.rank), agree
             )
-        if ticket.common_differs:
-            compared = request.compared(content.common)
-            consistency.check(exchange, consistency.digests(compared), consistency.inner(compared))
     except BaseException:
         for save in begun:
             store.abandon(save)
@@ -277,6 +281,8 @@ def _with_more(
     content: RankContent, report: _Report, ticket: Ticket, rank: int
 ) -> tuple[tuple[RankContent, _Report], _Report]:
     """What this rank saves and reports when the first one has asked for more, or has decided who writes copies."""
+    if ticket.common_differs:
+        return (content, report := report._replace(common_digest=0)), report
     if ticket.asks_copies:
         report = report._replace(copies=mesh_slices.on_slices(content.records))
     if ticket.owners is not None:
@@ -319,14 +325,22 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
     def own_records() -> list[ShardedBase]:
         expanded, _ = factory.expand(tree.checked(request.sharded_state_dict))
         sorted_out.append(tree.split(expanded))
+        _add_content_metadata(request, sorted_out[0].common)
         return [record for _, record in sorted_out[0].records]
 
     records = own_records() if engine.arrange is None else engine.arrange(own_records, exchange)
     parts, rank = sorted_out[0], exchange.rank
-    tensors = [record for record in records if isinstance(record, ShardedTensor)]
+    objects = [record for record in records if isinstance(record, ShardedObject)]
+    compared = request.compared(parts.common)
+    replicated, common = list[ShardedTensor](), parts.common
+    if request.engine is not None:  # else common data is a strategy's
+        taken = {record.key for record in records} | {record.unique_key for record in objects}
+        replicated, common = replicated_tensors.take_out(
+            common, compared, taken, rank, exchange.ranks, keep_values=request.megatron
+        )
+    tensors = [*(record for record in records if isinstance(record, ShardedTensor)), *replicated]
     # Compared as they were before ``arrange`` cut them: two ranks that write parts of one shard share none.
     whole = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
-    objects = [record for record in records if isinstance(record, ShardedObject)]
     with collection_paused():
         table, pieces = tabulate(tensors)
         writes = plan.plan_save(tensors, pieces)
@@ -342,14 +356,6 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
                 raise ShardingError(
                     f"{record}: torch has no saved form of {record.dtype}; save its bytes, as .view(torch.uint8)"
                 ) from error
-    common = dict(parts.common)
-    if request.content_metadata is not None:
-        if "content_metadata" in common:
-            raise ShardingError(
-                "the state dict has a key 'content_metadata' of its own, and content_metadata= is saved there. Rename "
-                "the key, or leave the argument out"
-            )
-        common["content_metadata"] = request.content_metadata
     stored = [
         (record.unique_key, weights_only.dump(record.payload, f"the object {record}"))
         for record in objects
@@ -367,7 +373,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         encoded if engine.memory is None else None,
         [record.without_data() for record in objects],
         nbytes,
-        consistency.summary(request.compared(common)),
+        0 if exchange.ranks == 1 else consistency.summary(compared),
         request.store.name,
         consistency.samples(whole, rank) if request.validate_access_integrity else {},
         request.validate_access_integrity and any(record.is_on_slice for record in tensors),
@@ -385,6 +391,17 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         request.metadata,
     )
     return content, report, parts
+
+
+def _add_content_metadata(request: SaveRequest, common: dict[Any, Any]) -> None:
+    if request.content_metadata is None:
+        return
+    if CONTENT_METADATA in common:
+        raise ShardingError(
+            "the state dict has a key 'content_metadata' of its own, and content_metadata= is saved there. Rename the "
+            "key, or leave the argument out"
+        )
+    common[CONTENT_METADATA] = request.content_metadata
 
 
 def commit(written: list[Written], content: RankContent, ticket: Ticket, cache: PlanCache | None = None) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state.placeholders import is_placeholder
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS
 
@@ -89,7 +90,9 @@ def ask(state: Any, common: Any, stored: Names) -> Any:
             return PlainObject.named(node.key, node.replica_id) if bare else node
         if isinstance(node, ShardedBase | LocalNonpersistentObject) or not path:
             return node
-        asked = _leaf(tree.key_text(path), node, stored) if tree.get(common, path) is tree.GONE else None
+        found = tree.get(common, path)
+        is_named = found is tree.GONE or is_placeholder(found)
+        asked = _leaf(tree.key_text(path), node, stored) if is_named else None
         return node if asked is None else asked
 
     return tree.mapped(state, change, same=(ShardedTensor, LocalNonpersistentObject))
@@ -130,6 +133,6 @@ def _with_lists(node: Any) -> Any:
 
 def whole(name: str, stored: Stored, leaf: Any = None, rank: int = 0) -> ShardedTensor:
     """A tensor asked for whole: into the caller's own, ``leaf``, or into a new one in place of anything else."""
-    data = leaf.detach() if type(leaf) in PLAIN_TENSORS else None
+    data = leaf.detach() if type(leaf) in PLAIN_TENSORS and not leaf.is_meta else None
     dtype, shape = (stored.dtype, stored.shape) if data is None else (data.dtype, tuple(data.shape))
     return ShardedTensor(name, data, dtype, shape, shape, (0,) * len(shape), (1,) * len(shape), rank)

@@ -15,7 +15,7 @@ import json
 import secrets
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby, product
 from math import prod
@@ -32,7 +32,9 @@ from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.plans.plan import Read
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.save_load.reader import Sources
+from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.dcp_names import PlainObject
+from sixfold.dist_ckpt.state.placeholders import Placeholder, is_placeholder
 from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 from sixfold.dist_ckpt.storage import local as storage
@@ -67,7 +69,8 @@ def to_checkpoint(
         storage.check_target(target, if_exists, owns_file)
         target.parent.mkdir(parents=True, exist_ok=True)
     meter, checkpoint = Meter(progress, lambda: sum(map(nbytes_of, tensors.values()))), stored_values.opened(source)
-    state: dict[Any, Any] = dict(serialization.load_common_state_dict(source, safe_globals=safe_globals))
+    common = serialization.load_common_state_dict(source, safe_globals=safe_globals)
+    state = _common(common, tensors, {} if checkpoint is None else checkpoint.manifest.tensors, to)
     # Beside the target, where there is room, under a name that its next save knows for a leftover.
     prefix = None if target is None else f".{target.name}.tmp-{secrets.token_hex(8)}"
     beside = None if target is None else target.parent
@@ -91,6 +94,21 @@ def to_checkpoint(
         with torch.serialization.safe_globals([*safe_globals]):  # what was let in may go out
             serialization.save(state | found, store, (to, 1), group=None, if_exists=if_exists, progress=meter.rest())
     return store.name if target is None else str(target), sorted(store.list_files())
+
+
+def _common(common: dict[Any, Any], kept: Collection[str], stored: Collection[str], to: str) -> dict[Any, Any]:
+    """Common data without what stands for a tensor that is left out; only torch_dist knows placeholders."""
+
+    def change(path: tree.KeyPath, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        key = tree.key_text(path)
+        if is_placeholder(leaf):
+            return Placeholder(leaf) if key in kept and to == "torch_dist" else tree.GONE
+        return tree.GONE if key in stored and key not in kept else leaf
+
+    found = tree.mapped(common, change, same=tree.BRANCHES)
+    return {} if found is tree.GONE else dict(found)
 
 
 def _mapped(checkpoint: Checkpoint, key: str, *, regular: bool) -> list[ShardedTensor] | None:

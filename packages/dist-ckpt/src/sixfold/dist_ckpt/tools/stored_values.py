@@ -13,9 +13,10 @@ from __future__ import annotations
 import io
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
+from functools import partial
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from sixfold.dist_ckpt.formats import weights_only
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.state import plain_types, tree
 from sixfold.dist_ckpt.state.dcp_names import PlainObject
+from sixfold.dist_ckpt.state.placeholders import without_placeholders
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import check_readable
 from sixfold.dist_ckpt.storage import local as storage
@@ -105,17 +107,18 @@ def read(folder: Path, records: Iterable[ShardedBase], safe_globals: Sequence[An
 
 
 def common_data(folder: Path) -> dict[Any, Any]:
-    """Common data of a checkpoint, unknown classes stood in for."""
-    return serialization.load_common_state_dict(folder, safe_globals=_stand_ins(_pickles(folder, ())))
+    """Common data of a checkpoint without placeholders, unknown classes stood in for."""
+    common = serialization.load_common_state_dict(folder, safe_globals=_stand_ins(_pickles(folder, ())))
+    return without_placeholders(common)
 
 
-def plain_tensors(folder: Path, keys: str, others: Iterable[str]) -> dict[str, torch.Tensor]:
-    """The tensors of common data whose place, joined by dots, matches a glob. ``others``: keys of sharded tensors.
+def plain_tensors(folder: Path, keys: str, tensors: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
+    """The tensors that stand in common data alone and whose place matches a glob. ``tensors``: those of the checkpoint.
 
     Raises:
         CheckpointError: one of them has no dense form, as a sparse or a quantised tensor; two have one name.
     """
-    plain = serialization.plain_tensors_of(common_data(folder), others, keys)
+    plain = serialization.plain_tensors_of(common_data(folder), tensors, partial(read, folder), keys)
     found = {key: value.detach() for key, value in plain.items()}
     for key, value in found.items():
         check_readable(key, value)

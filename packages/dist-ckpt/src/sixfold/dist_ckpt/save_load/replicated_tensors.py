@@ -1,0 +1,140 @@
+"""Tensors that nobody sharded, as those of a plain model: tensors of the checkpoint like all others.
+
+    common data of a save --> take_out (this file) --> records of this rank's share + placeholders in common.pt
+    common.pt of a load --> not_asked_for (this file) --> records of tensors that the state dict does not name
+
+All ranks hold such a tensor, and one of them writes it. Its name is its path, joined by dots, as torch DCP gives it.
+
+[Note: placeholders] The name alone does not tell keys of dicts from positions of lists. So a placeholder stands in
+``common.pt`` where the tensor stood. By it a load gives a tensor back that the state dict does not have: the moments of
+an optimizer that has made no step. Where a rank asks for shards it gets those alone, and none of its neighbours.
+
+[Note: small tensors] megatron-core reads plain tensors from ``common.pt``. So the smallest ones, ``SMALL_BYTES`` in
+all, lie there too, and a load takes them from there.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
+from heapq import heapify, heapreplace
+from typing import Any
+
+import torch
+
+from sixfold.dist_ckpt.errors import CorruptError
+from sixfold.dist_ckpt.formats import frame
+from sixfold.dist_ckpt.geometry.manifest import Stored
+from sixfold.dist_ckpt.state import dcp_names, tree
+from sixfold.dist_ckpt.state.placeholders import is_placeholder, placeholder, with_kind
+from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
+from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values
+
+SMALL_BYTES = 1 << 16
+CONTENT_METADATA = "content_metadata"  # is read before any tensor, and stays in common data with all that it holds
+
+
+def take_out(
+    common: dict[Any, Any], compared: Any, taken: Collection[str], rank: int, ranks: int, *, keep_values: bool
+) -> tuple[list[ShardedTensor], dict[Any, Any]]:
+    """The tensors of common data that ``rank`` writes, as records, and common data with placeholders.
+
+    A tensor stays in common data if another has its name, if it has no dense values, or if it is not compared.
+
+    Args:
+        compared: what of common data is the same on all ranks.
+        taken: keys of the records beside it.
+        keep_values: the values of all tensors stay in common data too. See [Note: small tensors].
+    """
+    same = None if compared is common else {id(leaf) for _, leaf in tree.leaves(compared)}
+    leaves = [
+        (path, leaf)
+        for path, leaf in tree.leaves(common)
+        if _has_frame(leaf) and (same is None or id(leaf) in same) and path[0] != CONTENT_METADATA
+    ]
+    names = Counter(tree.key_text(path) for path, _ in leaves)
+    found = {path: leaf for path, leaf in leaves if names[name := tree.key_text(path)] == 1 and name not in taken}
+    if not found:
+        return [], common
+    left, stays = SMALL_BYTES, set[tree.KeyPath]()
+    for path, leaf in sorted(found.items(), key=lambda item: item[1].nbytes):  # stable: as they stand in the state dict
+        left -= leaf.nbytes
+        if left < 0 and not keep_values:
+            break
+        stays.add(path)
+    owners = _dealt([leaf.nbytes for leaf in found.values()], ranks)
+    own = [_whole(path, leaf) for (path, leaf), owner in zip(found.items(), owners, strict=True) if owner == rank]
+
+    def change(path: tree.KeyPath, leaf: Any) -> Any:
+        return placeholder(leaf) if path in found and path not in stays else leaf
+
+    return own, tree.mapped(common, change, same=tree.BRANCHES)
+
+
+def _has_frame(leaf: Any) -> bool:
+    """Whether a leaf is a tensor whose values can lie in a frame."""
+    is_dense = type(leaf) in PLAIN_TENSORS and not leaf.is_nested and leaf.numel() > 0 and has_values(leaf)
+    return is_dense and _has_form(leaf.dtype)
+
+
+@cache
+def _has_form(dtype: torch.dtype) -> bool:
+    try:
+        frame.data_pickle(dtype, ())
+    except (KeyError, RuntimeError):  # of torch's storages
+        return False
+    return True
+
+
+def _dealt(sizes: Sequence[int], ranks: int) -> list[int]:
+    """A rank for each size, the largest first to who has least."""
+    if ranks == 1:
+        return [0] * len(sizes)
+    owners, loads = [0] * len(sizes), [(0, rank) for rank in range(ranks)]
+    heapify(loads)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        load, owners[index] = loads[0]
+        heapreplace(loads, (load + sizes[index], owners[index]))
+    return owners
+
+
+def _whole(path: tree.KeyPath, tensor: torch.Tensor) -> ShardedTensor:
+    shape = tuple(tensor.shape)
+    key, offset, fragments = tree.key_text(path), (0,) * len(shape), (1,) * len(shape)
+    return ShardedTensor(key, tensor.detach(), tensor.dtype, shape, shape, offset, fragments)
+
+
+def not_asked_for(
+    common: dict[Any, Any],
+    expanded: Any,
+    records: Sequence[tuple[tree.KeyPath, ShardedBase]],
+    stored: Mapping[str, Stored],
+) -> dict[tree.KeyPath, ShardedTensor]:
+    """Records of the tensors that placeholders of ``common`` stand for and that nothing asks for, by their places.
+
+    Args:
+        expanded: the state dict of the load, with the caller's own records alone.
+        records: all that is asked for.
+    Raises:
+        CorruptError: nothing is stored under the name of a placeholder.
+    """
+    places = [path for path, leaf in tree.leaves(common) if is_placeholder(leaf)]
+    if not places:
+        return {}
+    if absent := [name for path in places if (name := tree.key_text(path)) not in stored]:
+        raise CorruptError(f"common.pt says that {absent[0]} is a tensor of the checkpoint, and none has this name")
+    asked, keys = {path for path, _ in records}, {record.key for _, record in records}
+    sharded = {path[:1] for path, leaf in tree.leaves(expanded) if isinstance(leaf, ShardedBase)}
+    return {
+        path: dcp_names.whole(name, stored[name])
+        for path in places
+        if path not in asked and (name := tree.key_text(path)) not in keys and path[:1] not in sharded
+    }
+
+
+def fill(common: dict[Any, Any], extra: Mapping[tree.KeyPath, ShardedTensor]) -> None:
+    """Put the tensors that were read into common data, in place of their placeholders."""
+    for path, record in extra.items():
+        assert record.data is not None, f"{record} was allocated"
+        tree.put(common, path, with_kind(record.data, tree.get(common, path)))

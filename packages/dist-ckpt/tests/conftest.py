@@ -46,6 +46,14 @@ def mangled(request):
     return request.config.getoption("--mangled")
 
 
+@pytest.fixture
+def older_saves(monkeypatch):
+    """Saves of this process keep plain tensors in common data, as those of 0.2 did."""
+    from sixfold.dist_ckpt.save_load import replicated_tensors
+
+    monkeypatch.setattr(replicated_tensors, "take_out", lambda common, *_, **__: ([], common))
+
+
 @pytest.fixture(scope="session")
 def s3_process():
     """One S3 server for all tests that ask for ``s3``."""

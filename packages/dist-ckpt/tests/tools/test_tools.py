@@ -437,11 +437,12 @@ def test_every_tool_takes_urls(folder, tmp_path):
         tools.verify(url + "none")
 
 
-def test_diff_names_a_tensor_of_common_data_that_one_side_does_not_have(tmp_path):
+def test_diff_names_a_plain_tensor_that_one_side_does_not_have(tmp_path):
     dist_ckpt.save({"w": one("w", torch.ones(1)), "c": 1}, tmp_path / "a")
     dist_ckpt.save({"w": one("w", torch.ones(1)), "c": 1, "t": torch.ones(2)}, tmp_path / "b")
-    assert tools.diff(tmp_path / "a", tmp_path / "b")["common_differs"] == ["t"]
-    assert tools.diff(tmp_path / "b", tmp_path / "a")["common_differs"] == ["t"]
+    one_way, other_way = (tools.diff(tmp_path / x, tmp_path / y) for x, y in ("ab", "ba"))
+    assert (one_way["only_in_a"], one_way["only_in_b"], one_way["common_differs"]) == ([], ["t"], [])
+    assert (other_way["only_in_a"], other_way["only_in_b"], other_way["common_differs"]) == (["t"], [], [])
 
 
 def test_diff_tells_a_float_from_one_of_numpy(tmp_path):

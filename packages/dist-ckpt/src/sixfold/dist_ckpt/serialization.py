@@ -10,7 +10,7 @@ all others are below it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -29,7 +29,6 @@ from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.placeholders import is_placeholder
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.state.tensor_memory import same_bits
 from sixfold.dist_ckpt.storage.local import store_at
 from sixfold.dist_ckpt.storage.store import Store
 from sixfold.dist_ckpt.strategies import base
@@ -243,11 +242,18 @@ def load_common_state_dict(checkpoint_dir: str | Path | Store, *, safe_globals: 
 
     Raises: as ``load``. {} for a plain DCP folder.
     """
+    return common_data(checkpoint_dir, safe_globals, copies=True)
+
+
+def common_data(
+    checkpoint_dir: str | Path | Store, safe_globals: Sequence[Any] = (), *, copies: bool = False
+) -> dict[Any, Any]:
+    """The same, for the tools: without ``copies`` a placeholder stands for each tensor of the checkpoint."""
 
     def read(folder: Path) -> dict[Any, Any]:
         sharded, common = _strategies(folder)
         if _engine(sharded, common) is not None:
-            return loading.load_common_state_dict(folder, safe_globals=safe_globals)
+            return loading.load_common_state_dict(folder, safe_globals=safe_globals, copies=copies)
         return common.load_common(folder)
 
     return with_local_view(checkpoint_dir, read)
@@ -273,39 +279,28 @@ def load_sharded_metadata(
     )
 
 
-def plain_tensors_of(
-    common: Any,
-    tensors: Mapping[str, ShardedTensor],
-    read: Callable[[list[ShardedTensor]], Sequence[torch.Tensor]],
-    keys: str = "*",
-) -> dict[str, torch.Tensor]:
+def plain_tensors_of(common: Any, tensors: Iterable[str], keys: str = "*") -> dict[str, torch.Tensor]:
     """The tensors that stand in common data alone, as older saves have them, by their place joined by dots.
 
     Args:
-        tensors: those of the checkpoint. read: the values of some of them.
-        keys: a glob; others are left out.
+        common: with placeholders. tensors: names of those of the checkpoint. keys: a glob; others are left out.
     Raises:
-        MismatchError: two places read alike, or one of them as the key of a tensor that has another value.
+        MismatchError: two places read alike, or one of them as the name of a tensor of the checkpoint.
     """
-    found, twice = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    found: dict[str, torch.Tensor] = {}
+    taken = set(tensors)
     for path, leaf in tree.leaves(common):
         key = tree.key_text(path)
         if not isinstance(leaf, torch.Tensor) or is_placeholder(leaf) or not fnmatchcase(key, keys):
             continue
-        if key in found or key in twice:
-            raise MismatchError(_two_of_one_name(key))
-        (twice if key in tensors else found)[key] = leaf
-    for (key, leaf), value in zip(twice.items(), read([tensors[key] for key in twice]), strict=True):
-        if leaf.shape != value.shape or leaf.dtype != value.dtype or not same_bits(leaf, value):
-            raise MismatchError(_two_of_one_name(key))
+        if key in taken:
+            raise MismatchError(
+                f"{key}: two tensors of the checkpoint have this name, such as {{'a.b': x}} and {{'a': {{'b': y}}}}. "
+                "load(state, path) gives each at its own place; save it from there under other names"
+            )
+        taken.add(key)
+        found[key] = leaf
     return found
-
-
-def _two_of_one_name(key: str) -> str:
-    return (
-        f"{key}: two tensors of the checkpoint have this name, such as {{'a.b': x}} and {{'a': {{'b': y}}}}. "
-        "load(state, path) gives each at its own place; save it from there under other names"
-    )
 
 
 def load_plain_tensors(checkpoint_dir: str | Path | Store, *, progress: Progress | None = None) -> dict[str, Any]:
@@ -314,9 +309,8 @@ def load_plain_tensors(checkpoint_dir: str | Path | Store, *, progress: Progress
     Plain tensors that older saves keep in common data come under their place in the state dict, joined by dots.
     """
     tensors = load_tensors_metadata(checkpoint_dir)
-    common = load_common_state_dict(checkpoint_dir)
+    plain = plain_tensors_of(common_data(checkpoint_dir), tensors)
     loaded = load(tensors, checkpoint_dir, group=None, progress=progress)
-    plain = plain_tensors_of(common, tensors, lambda records: [loaded[record.key] for record in records])
     return plain | {key: loaded[key] for key in tensors}
 
 

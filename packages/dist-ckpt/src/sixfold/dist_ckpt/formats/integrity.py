@@ -70,10 +70,14 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Integrity:
-    """What every file of a checkpoint must be, this one apart."""
+    """What every file of a checkpoint must be, this one apart.
+
+    ``in_common``: names of tensors whose values are in ``common.pt`` too, for megatron-core.
+    """
 
     save_id: str
     files: dict[str, FileDigest]
+    in_common: tuple[str, ...] = ()
     algorithm: str = "crc32"
     block_bytes: int = field(default_factory=lambda: BLOCK_BYTES)
 
@@ -85,6 +89,8 @@ class Integrity:
             "files": {name: {"size": file.size, "digests": file.digests} for name, file in self.files.items()},
             "save_id": self.save_id,
         }
+        if self.in_common:
+            rest["in_common"] = self.in_common
         return _canonical({**rest, "self": digest(self.algorithm, _canonical(rest))})
 
     def all_spans(self) -> list[Span]:
@@ -238,7 +244,16 @@ def decode(path: Path, data: bytes) -> Integrity:
         files = {name: FileDigest(file["size"], tuple(file["digests"])) for name, file in content["files"].items()}
         for name, file in files.items():
             _check_entry(path, name, file, block_bytes)
-        return Integrity(save_id=content["save_id"], files=files, algorithm=algorithm, block_bytes=block_bytes)
+        in_common = tuple(content.get("in_common", ()))
+        if not {*map(type, in_common)} <= {str}:
+            raise CorruptError(f"{path}: names of tensors are texts, and one is none")
+        return Integrity(
+            save_id=content["save_id"],
+            files=files,
+            in_common=in_common,
+            algorithm=algorithm,
+            block_bytes=block_bytes,
+        )
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptError(f"{path} is damaged: {type(error).__name__}: {error}") from error
 

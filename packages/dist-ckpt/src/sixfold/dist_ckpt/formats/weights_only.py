@@ -83,7 +83,11 @@ class _Pickler(pickle.Pickler):
         if isinstance(value, type | FunctionType):  # which is written by its name
             return NotImplemented
         if isinstance(value, Placeholder):
-            return value.like.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+            like = value.like if value.like.is_meta else _own(value.like)
+            make, arguments, *rest = like.__reduce_ex__(2)  # type: ignore[no-untyped-call]
+            if isinstance(like, torch.nn.Parameter):
+                arguments = (Placeholder(arguments[0]), *arguments[1:])
+            return (make, arguments, *rest)
         if isinstance(value, ShardedBase | LocalNonpersistentObject):
             raise plain_types.NotPlain("records stand in dicts and lists")
         return plain_types.reduce(value)

@@ -45,7 +45,7 @@ from sixfold.dist_ckpt.save_load.host_view import HostView, Shares, open_host_vi
 from sixfold.dist_ckpt.save_load.reader import WINDOW_BYTES, Reader
 from sixfold.dist_ckpt.save_load.requested_keys import StrictHandling
 from sixfold.dist_ckpt.state import dcp_names, factory, in_place, tree
-from sixfold.dist_ckpt.state.placeholders import without_placeholders
+from sixfold.dist_ckpt.state.placeholders import with_placeholders, without_placeholders
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor, check_data
 from sixfold.dist_ckpt.state.tensor_memory import check_readable, check_writable, has_values
 from sixfold.dist_ckpt.storage.store import Store
@@ -270,6 +270,7 @@ class Load:
         stored, objects, own = checkpoint.manifest.tensors, checkpoint.manifest.objects, expanded
         if stored or objects or is_bare:
             expanded = dcp_names.ask(expanded, common, dcp_names.Names(stored, objects, is_bare, self.exchange.rank))
+        _check_have_memory(merges, own, common, stored)
         parts, leaves = tree.split(expanded), tree.leaves(expanded)
         tensors, replicated = list[ShardedTensor](), list[tuple[ShardedTensor, torch.Tensor]]()
         policy, unlike, tied = self.asked.dtype_policy, in_place.unlike_plain(expanded, leaves, common), in_place.Tied()
@@ -446,10 +447,10 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
     missing = {key for keys in (stored.tensors, stored.objects) for key in keys} - asked if counts else set[str]()
     missing = missing.difference(*(report.plain for report in reports))
     requested_keys.check_wrappers({key: other for report in reports for key, other in report.other_wrappers.items()})
-    if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
-        requested_keys.check_whole(missing, owners, frozenset[str]().union(*(report.local for report in reports)))
     missing |= set[str]().union(*(report.plain_missing for report in reports))
     requested_keys.check_keys(strict, missing, unexpected)
+    if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
+        requested_keys.check_whole(missing, owners, frozenset[str]().union(*(report.local for report in reports)))
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
     raise_problems(mismatches, "asked for", MismatchError)
     if request.validate_access_integrity:
@@ -493,23 +494,21 @@ def _values(rank_load: RankLoad, reader: Reader, safe_globals: Sequence[Any]) ->
 
 def _hand_over(found: Sequence[tuple[Any, Any]]) -> None:
     for owner, own in found:
-        if isinstance(owner, torch.nn.Module):
-            _check_has_memory(owner, own)
-    for owner, own in found:
         owner.load_state_dict(own)
 
 
-def _check_has_memory(module: torch.nn.Module, own: Any) -> None:
+def _check_have_memory(
+    merges: Sequence[factory.Merge], expanded: Any, common: Any, stored: Mapping[str, Stored]
+) -> None:
     """A copy into a tensor on the meta device changes nothing: torch warns of it, and the module has no values."""
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        given = own.get(name) if isinstance(own, dict) else None
-        if (
-            isinstance(tensor, torch.Tensor)
-            and tensor.is_meta
-            and isinstance(given, torch.Tensor)
-            and not given.is_meta
-        ):
-            check_readable(name, tensor)
+    for path, _, owner in merges:
+        if not isinstance(owner, torch.nn.Module):
+            continue
+        for below, leaf in tree.leaves(tree.get(expanded, path), path):
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
+                continue
+            if tree.key_text(below) in stored or isinstance(tree.get(common, below), torch.Tensor):
+                check_readable(tree.key_text(below[len(path) :]), leaf)
 
 
 def _assembled(rank_load: RankLoad, values: Values) -> tuple[Any, list[tuple[Any, Any]]]:
@@ -543,8 +542,11 @@ def _warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
         _log.warning("Missing keys (in the checkpoint, asked for by no rank): %s", ", ".join(sorted(missing)))
 
 
-def common_data(checkpoint: Checkpoint, safe_globals: Sequence[Any]) -> dict[Any, Any]:
-    """What a checkpoint holds besides tensors and objects; {} for a plain DCP folder."""
+def common_data(checkpoint: Checkpoint, safe_globals: Sequence[Any], *, copies: bool = False) -> dict[Any, Any]:
+    """What a checkpoint holds besides tensors and objects; {} for a plain DCP folder.
+
+    Placeholders stand for tensors of the checkpoint; with ``copies`` not for those whose values are there.
+    """
     if checkpoint.common not in (None, ("torch", 1)):
         raise MismatchError(f"unknown backend {checkpoint.common} of common data; ('torch', 1) is read here")
     data = checkpoint.small_file("common.pt")
@@ -556,15 +558,15 @@ def common_data(checkpoint: Checkpoint, safe_globals: Sequence[Any]) -> dict[Any
     common = weights_only.load(data, str(path), safe_globals)
     if not isinstance(common, dict):
         raise CorruptError(f"{path} holds a {type(common).__name__}, not a dict")
-    return common
+    names = () if copies or checkpoint.integrity is None else checkpoint.integrity.in_common
+    return with_placeholders(common, frozenset(names)) if names else common
 
 
-def load_common_state_dict(checkpoint_dir: str | Path, *, safe_globals: Sequence[Any] = ()) -> dict[Any, Any]:
-    """The common data alone: what decides on config and version before any tensor is read.
-
-    Raises: as ``load``. {} for a plain DCP folder.
-    """
-    return typed(lambda: common_data(open_checkpoint(checkpoint_dir), safe_globals))
+def load_common_state_dict(
+    checkpoint_dir: str | Path, *, safe_globals: Sequence[Any] = (), copies: bool = True
+) -> dict[Any, Any]:
+    """``common_data`` of a folder: what decides on config and version before any tensor is read."""
+    return typed(lambda: common_data(open_checkpoint(checkpoint_dir), safe_globals, copies=copies))
 
 
 def load_tensors_metadata(checkpoint_dir: str | Path) -> dict[str, ShardedTensor]:

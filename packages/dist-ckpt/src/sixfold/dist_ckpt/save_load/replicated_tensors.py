@@ -10,7 +10,7 @@ All ranks hold such a tensor, and one of them writes it. Its name is its path, j
 an optimizer that has made no step. Where a rank asks for shards it gets those alone, and none of its neighbours.
 
 [Note: small tensors] megatron-core reads plain tensors from ``common.pt``. So the smallest ones, ``SMALL_BYTES`` in
-all, lie there too, and a load takes them from there.
+all, lie there too. ``integrity.json`` names them, and for a load of this package they are placeholders like others.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from sixfold.dist_ckpt.errors import CorruptError
 from sixfold.dist_ckpt.formats import frame
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import dcp_names, tree
-from sixfold.dist_ckpt.state.placeholders import is_placeholder, placeholder, with_kind
+from sixfold.dist_ckpt.state.placeholders import Placeholder, is_placeholder, placeholder, with_kind
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values
 
@@ -67,7 +67,9 @@ def take_out(
     own = [_whole(path, leaf) for (path, leaf), owner in zip(found.items(), owners, strict=True) if owner == rank]
 
     def change(path: tree.KeyPath, leaf: Any) -> Any:
-        return placeholder(leaf) if path in found and path not in stays else leaf
+        if path not in found:
+            return leaf
+        return Placeholder(leaf) if path in stays else placeholder(leaf)
 
     return own, tree.mapped(common, change, same=tree.BRANCHES)
 

@@ -40,6 +40,7 @@ from sixfold.dist_ckpt.save_load import replicated_tensors, writer
 from sixfold.dist_ckpt.save_load.replicated_tensors import CONTENT_METADATA
 from sixfold.dist_ckpt.save_load.writer import RankContent, Written
 from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state.placeholders import in_common
 from sixfold.dist_ckpt.state.records import (
     ShardedBase,
     ShardedObject,
@@ -389,6 +390,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         encoded,
         engine.thread_count,
         request.metadata,
+        in_common(common),
     )
     return content, report, parts
 
@@ -420,7 +422,8 @@ def commit(written: list[Written], content: RankContent, ticket: Ticket, cache: 
 
     small = index | {"common.pt": content.common_bytes}
     is_inside = ".metadata" in index and save.inside
-    complete(content.store, save, _digests(written), small, metadata.CONFIG_JSON, for_torch if is_inside else None)
+    for_torch_or_none = for_torch if is_inside else None
+    complete(content.store, save, _digests(written), small, metadata.CONFIG_JSON, for_torch_or_none, content.in_common)
 
 
 def index_of(written: list[Written], save_id: str, cache: PlanCache | None, form: str = "torch") -> dict[str, Content]:

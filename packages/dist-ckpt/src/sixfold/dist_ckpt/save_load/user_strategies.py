@@ -163,7 +163,7 @@ def _complete_integrity(staging: Path) -> None:
     later = sorted(entry for entry in staging.iterdir() if entry.name not in known.files and entry != path)
     files = dict(known.files) | {entry.name: integrity.digest_of(entry.read_bytes()) for entry in later}
     path.unlink()
-    storage.write_file(staging, integrity.FILE_NAME, integrity.Integrity(save_id=known.save_id, files=files).encode())
+    storage.write_file(staging, integrity.FILE_NAME, replace(known, files=files).encode())
 
 
 def load(request: LoadRequest, strategy: base.LoadShardedStrategy, common_strategy: base.LoadCommonStrategy) -> Any:

@@ -73,6 +73,7 @@ class RankContent:
     table: Encoded
     threads: int = 1
     metadata: str = "torch"  # or "compact": no .metadata is written
+    in_common: tuple[str, ...] = ()  # tensors whose values ``common_bytes`` holds too
     is_owned: bool = False  # the tensors lie in memory of this package: nobody changes them while they are written
 
     @property

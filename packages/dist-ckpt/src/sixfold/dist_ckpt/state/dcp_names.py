@@ -13,9 +13,11 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import torch
+
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.manifest import Stored
-from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state import in_place, tree
 from sixfold.dist_ckpt.state.placeholders import is_placeholder
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS
@@ -92,7 +94,8 @@ def ask(state: Any, common: Any, stored: Names) -> Any:
             return node
         found = tree.get(common, path)
         is_named = found is tree.GONE or is_placeholder(found)
-        asked = _leaf(tree.key_text(path), node, stored) if is_named else None
+        is_number = isinstance(node, torch.Tensor) and in_place.is_number(state, path, node)  # of no memory of its own
+        asked = _leaf(tree.key_text(path), None if is_number else node, stored) if is_named else None
         return node if asked is None else asked
 
     return tree.mapped(state, change, same=(ShardedTensor, LocalNonpersistentObject))

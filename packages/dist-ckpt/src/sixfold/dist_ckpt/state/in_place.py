@@ -6,8 +6,8 @@
 from before the load must fail as after ``copy_``, so the version of each tensor is raised.
 
 [Note: plain tensors are filled too] A DTensor is filled in place, so the plain tensors beside it are: buffers of an
-FSDP2 model, whole models. Those of another shape or dtype stay as they are, and the result holds what was saved; the
-log tells.
+FSDP2 model, whole models. Older saves keep plain tensors as common data. Of those, one of another shape or dtype stays
+as it is, and the result holds what was saved; the log tells.
 
 [Note: tied weights] One tensor under two names, as a tied embedding and head, takes one value. Where the checkpoint
 holds two that differ, one would be lost; threads that fill both at a time would mix them. So the second name is read
@@ -68,7 +68,7 @@ def fill_plain(asked: Any, leaves: Leaves, result: Any, is_first: bool) -> None:
         if not isinstance(found, torch.Tensor) or share_memory(found, target):
             continue
         if found.shape == target.shape and found.dtype == target.dtype and is_writable(target) and has_values(found):
-            if _is_number(asked, path, target) and not same_bits(numbers.setdefault(memory_of(target), found), found):
+            if is_number(asked, path, target) and not same_bits(numbers.setdefault(memory_of(target), found), found):
                 continue  # [Note: tied weights]
             own = target.detach()
             own.copy_(found)
@@ -132,7 +132,7 @@ def unlike_plain(expanded: Any, leaves: Leaves, common: Any) -> list[str]:
         found = list[tuple[str, torch.Tensor]]()
         for path, leaf in tied:
             value = tree.get(common, path)
-            if not isinstance(value, torch.Tensor) or not has_values(value) or _is_number(expanded, path, leaf):
+            if not isinstance(value, torch.Tensor) or not has_values(value) or is_number(expanded, path, leaf):
                 continue
             if (value.shape, value.dtype) == (leaf.shape, leaf.dtype):
                 found.append((tree.key_text(path), value))
@@ -140,7 +140,7 @@ def unlike_plain(expanded: Any, leaves: Leaves, common: Any) -> list[str]:
     return problems
 
 
-def _is_number(state: Any, path: tree.KeyPath, leaf: torch.Tensor) -> bool:
+def is_number(state: Any, path: tree.KeyPath, leaf: torch.Tensor) -> bool:
     """Whether this is one number in a list, such as a learning rate. See [Note: tied weights]."""
     return leaf.dim() == 0 and type(tree.get(state, path[:-1])) is list
 

@@ -19,9 +19,15 @@ from sixfold.dist_ckpt.state import tree
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """Is pickled as ``like``: on the meta device, of the dtype, shape and kind of the tensor."""
+    """Is pickled as ``like``: on the meta device, of the dtype, shape and kind of the tensor, or the tensor itself."""
 
     like: torch.Tensor
+
+
+def in_common(common: Any) -> tuple[str, ...]:
+    """Names of the tensors whose values placeholders of common data hold."""
+    found = [(path, leaf) for path, leaf in tree.leaves(common) if isinstance(leaf, Placeholder)]
+    return tuple(tree.key_text(path) for path, leaf in found if not leaf.like.is_meta)
 
 
 def placeholder(tensor: torch.Tensor) -> Placeholder:
@@ -45,6 +51,16 @@ def with_kind(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def is_placeholder(leaf: object) -> bool:
     """Whether a leaf of common data, as it was read, stands for a tensor."""
     return isinstance(leaf, torch.Tensor) and leaf.is_meta
+
+
+def with_placeholders(common: dict[Any, Any], names: Collection[str]) -> dict[Any, Any]:
+    """Common data as it was read, with placeholders in place of the tensors that have these names."""
+
+    def change(path: tree.KeyPath, leaf: Any) -> Any:
+        is_one = isinstance(leaf, torch.Tensor) and tree.key_text(path) in names
+        return placeholder(leaf).like if is_one else leaf
+
+    return tree.mapped(common, change, same=tree.BRANCHES)  # type: ignore[no-any-return]
 
 
 def without_placeholders(common: dict[Any, Any], kept: Collection[tree.KeyPath] = ()) -> dict[Any, Any]:

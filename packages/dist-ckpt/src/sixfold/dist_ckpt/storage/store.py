@@ -245,20 +245,25 @@ def complete(
     small: Mapping[str, Content],
     pointer: bytes,
     for_torch: Content | None = None,
+    in_common: Sequence[str] = (),
 ) -> None:
     """What the first rank does when all parts are written: the small files, ``integrity.json``, the commit."""
     store.prepare(save, parts)
-    files = write_small(store, save, {**parts, POINTER: digest_of(pointer)}, small)
+    files = write_small(store, save, {**parts, POINTER: digest_of(pointer)}, small, in_common)
     store.commit(save, pointer, for_torch, files)
 
 
 def write_small(
-    store: Store, save: Save, files: Mapping[str, FileDigest], small: Mapping[str, Content]
+    store: Store,
+    save: Save,
+    files: Mapping[str, FileDigest],
+    small: Mapping[str, Content],
+    in_common: Sequence[str] = (),
 ) -> dict[str, FileDigest]:
     """Write ``small`` files, and ``integrity.json`` over them and the other ``files``. Returns all of these."""
     known = {**files, **{name: store.write(save, name, data) for name, data in small.items()}}
-    integrity = store.write(save, FILE_NAME, Integrity(save_id=save.save_id, files=known).encode())
-    return {**known, FILE_NAME: integrity}
+    integrity = Integrity(save_id=save.save_id, files=known, in_common=tuple(in_common))
+    return {**known, FILE_NAME: store.write(save, FILE_NAME, integrity.encode())}
 
 
 def overtaken(target: Path | str) -> StorageError:

@@ -70,13 +70,14 @@ def to_checkpoint(
         target.parent.mkdir(parents=True, exist_ok=True)
     meter, checkpoint = Meter(progress, lambda: sum(map(nbytes_of, tensors.values()))), stored_values.opened(source)
     common = serialization.load_common_state_dict(source, safe_globals=safe_globals)
-    state = _common(common, tensors, {} if checkpoint is None else checkpoint.manifest.tensors, to)
+    integrity = None if checkpoint is None else checkpoint.integrity
+    state = _common(common, tensors, () if integrity is None else integrity.in_common, to)
     # Beside the target, where there is room, under a name that its next save knows for a leftover.
     prefix = None if target is None else f".{target.name}.tmp-{secrets.token_hex(8)}"
     beside = None if target is None else target.parent
     with tempfile.TemporaryDirectory(prefix=prefix, dir=beside) as scratch:
-        if checkpoint is not None and checkpoint.integrity is not None:
-            checkpoint.integrity.check_blocks(checkpoint.folder, checkpoint.integrity.all_blocks())
+        if checkpoint is not None and integrity is not None:
+            integrity.check_blocks(checkpoint.folder, integrity.all_blocks())
         found: dict[str, Any] = {}
         for key, record in tensors.items():
             mapped = None if checkpoint is None else _mapped(checkpoint, key, regular=to == "zarr")
@@ -96,16 +97,17 @@ def to_checkpoint(
     return store.name if target is None else str(target), sorted(store.list_files())
 
 
-def _common(common: dict[Any, Any], kept: Collection[str], stored: Collection[str], to: str) -> dict[Any, Any]:
-    """Common data without what stands for a tensor that is left out; only torch_dist knows placeholders."""
+def _common(common: dict[Any, Any], kept: Collection[str], copies: Collection[str], to: str) -> dict[Any, Any]:
+    """Common data without what stands for a tensor that is left out, and for zarr without what stands for any.
+
+    ``copies``: names of tensors whose values it holds too.
+    """
 
     def change(path: tree.KeyPath, leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor):
-            return leaf
         key = tree.key_text(path)
-        if is_placeholder(leaf):
-            return Placeholder(leaf) if key in kept and to == "torch_dist" else tree.GONE
-        return tree.GONE if key in stored and key not in kept else leaf
+        if not is_placeholder(leaf) and not (isinstance(leaf, torch.Tensor) and key in copies):
+            return leaf
+        return Placeholder(leaf) if key in kept and to == "torch_dist" else tree.GONE
 
     found = tree.mapped(common, change, same=tree.BRANCHES)
     return {} if found is tree.GONE else dict(found)

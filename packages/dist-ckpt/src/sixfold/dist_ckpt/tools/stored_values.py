@@ -13,10 +13,9 @@ from __future__ import annotations
 import io
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from functools import partial
 from math import prod
 from pathlib import Path
 from types import SimpleNamespace
@@ -108,17 +107,16 @@ def read(folder: Path, records: Iterable[ShardedBase], safe_globals: Sequence[An
 
 def common_data(folder: Path) -> dict[Any, Any]:
     """Common data of a checkpoint without placeholders, unknown classes stood in for."""
-    common = serialization.load_common_state_dict(folder, safe_globals=_stand_ins(_pickles(folder, ())))
-    return without_placeholders(common)
+    return without_placeholders(serialization.common_data(folder, _stand_ins(_pickles(folder, ()))))
 
 
-def plain_tensors(folder: Path, keys: str, tensors: Mapping[str, ShardedTensor]) -> dict[str, torch.Tensor]:
-    """The tensors that stand in common data alone and whose place matches a glob. ``tensors``: those of the checkpoint.
+def plain_tensors(folder: Path, keys: str, tensors: Iterable[str]) -> dict[str, torch.Tensor]:
+    """The tensors that stand in common data alone and whose place matches a glob. ``tensors``: other names.
 
     Raises:
         CheckpointError: one of them has no dense form, as a sparse or a quantised tensor; two have one name.
     """
-    plain = serialization.plain_tensors_of(common_data(folder), tensors, partial(read, folder), keys)
+    plain = serialization.plain_tensors_of(common_data(folder), tensors, keys)
     found = {key: value.detach() for key, value in plain.items()}
     for key, value in found.items():
         check_readable(key, value)

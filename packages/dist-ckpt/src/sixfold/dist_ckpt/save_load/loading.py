@@ -266,8 +266,9 @@ class Load:
     def _describe(self, view: HostView) -> RankLoad:
         """What this rank wants of the checkpoint; records without data get some."""
         checkpoint, common, is_bare = self.opened(view)
-        expanded, merges = factory.expand(tree.checked(self.asked.state))
-        stored, objects, own = checkpoint.manifest.tensors, checkpoint.manifest.objects, expanded
+        stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
+        expanded, merges = factory.expand(tree.checked(self.asked.state), stored, common)
+        own = expanded
         if stored or objects or is_bare:
             expanded = dcp_names.ask(expanded, common, dcp_names.Names(stored, objects, is_bare, self.exchange.rank))
         _check_have_memory(merges, own, common, stored)

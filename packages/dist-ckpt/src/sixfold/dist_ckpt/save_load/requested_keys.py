@@ -150,8 +150,9 @@ def check_whole(missing: Iterable[str], owners: Iterable[str], local: Iterable[s
     more = f" and {len(lost) - _MOST_SHOWN} more" if len(lost) > _MOST_SHOWN else ""
     raise MismatchError(
         f"{', '.join(lost[:_MOST_SHOWN])}{more}: in the checkpoint, asked for by no rank, while other state of "
-        f"{name!r} is. An optimizer that has made no step has no state to load into: call "
-        "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(model, optimizer) first, which makes it. "
+        f"{name!r} is. An optimizer that has made no step has no state to load into: pass the optimizer itself in "
+        "place of its state dict, or make its state first by get_optimizer_state_dict(model, optimizer) of "
+        "torch.distributed.checkpoint.state_dict. "
         "strict='raise_unexpected' loads the rest without them"
     )
 

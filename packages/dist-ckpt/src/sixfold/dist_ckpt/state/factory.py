@@ -15,13 +15,15 @@ import torch
 from sixfold.dist_ckpt.dict_utils import dict_list_map_inplace
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.integers import ReplicaId
-from sixfold.dist_ckpt.state import plain_types, tree
+from sixfold.dist_ckpt.geometry.manifest import Stored
+from sixfold.dist_ckpt.state import plain_types, stateful, tree
 from sixfold.dist_ckpt.state.records import (
     LocalNonpersistentObject,
     ShardedBase,
     ShardedObject,
     ShardedTensor,
 )
+from sixfold.dist_ckpt.state.stateful import is_stateful
 from sixfold.dist_ckpt.state.tensor_memory import is_dtensor
 
 
@@ -92,16 +94,20 @@ class Merge(NamedTuple):
     owner: Any = None
 
 
-def expand(node: Any) -> tuple[Any, list[Merge]]:
+def expand(node: Any, stored: Mapping[str, Stored] | None = None, common: Any = None) -> tuple[Any, list[Merge]]:
     """A copy of the containers, factories replaced by what they build and DTensors by records; inner Merges first.
 
     A Stateful object is replaced by its state dict. The key of a DTensor is its path joined by dots, as torch's own
     distributed checkpoints flatten a state dict.
 
+    Args:
+        stored, common: the tensors and the common data of the checkpoint; None at a save.
     Raises:
         ShardingError: a leaf that belongs to one rank and would be lost: see ``check_leaf``.
     """
     merges: list[Merge] = []
+    plain = [tree.key_text(path) for path, leaf in tree.leaves(common) if isinstance(leaf, torch.Tensor)]
+    names = None if stored is None else [*stored, *plain]
 
     def changed(path: tree.KeyPath, part: Any) -> Any:
         return tree.mapped(part, change, path, same=tree.PLAIN | tree.BRANCHES | {ShardedTensor})
@@ -112,7 +118,9 @@ def expand(node: Any) -> tuple[Any, list[Merge]]:
         if isinstance(leaf, ShardedTensorFactory):
             built, merge = changed(path, leaf.build()), Merge(path, leaf.merge_fn)
         elif is_stateful(leaf):
-            built, merge = changed(path, leaf.state_dict()), Merge(path, lambda _: leaf, leaf)
+            owner = stateful.inside(leaf, path, names)
+            built = changed(path, stateful.state_of(owner, path, stored))
+            merge = Merge(path, lambda _: leaf, owner)
         elif is_dtensor(leaf):  # a load gives the DTensor back, with the same memory
             records, whole = ShardedTensor.all_of_dtensor(tree.key_text(path), leaf), leaf.detach()
             if not records:  # a rank outside the mesh: there is nothing here
@@ -125,16 +133,6 @@ def expand(node: Any) -> tuple[Any, list[Merge]]:
         return built
 
     return changed((), node), merges
-
-
-def is_stateful(leaf: Any) -> bool:
-    """Whether a leaf has a state dict of its own, as torch's protocol of that name, which is not imported, says.
-
-    Modules, optimizers, schedulers and data loaders are such objects; classes, dicts, lists and tensors are none.
-    """
-    if isinstance(leaf, type | dict | list | torch.Tensor):
-        return False
-    return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))
 
 
 def check_leaf(leaf: Any, path: tree.KeyPath) -> None:

@@ -22,8 +22,9 @@ from sixfold.dist_ckpt.collectives import consistency
 from sixfold.dist_ckpt.collectives.exchange import Exchange
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.formats.integrity import crc32
-from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.dtensor import layout_of
+from sixfold.dist_ckpt.state.stateful import is_stateful
 from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_dtensor, local_of
 
 _TIMEOUT_S, _MOST_SHOWN, _MOST_SHARDS = 600.0, 10, 64
@@ -40,7 +41,7 @@ def same_names(state: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
     Raises:
         ShardingError: plain tensors under one name, or shards of DTensors under one name and place, differ. On all.
     """
-    whole = {name: leaf.state_dict() if factory.is_stateful(leaf) else leaf for name, leaf in state.items()}
+    whole = {name: leaf.state_dict() if is_stateful(leaf) else leaf for name, leaf in state.items()}
     if options.get("planner") is not None or options.get("no_dist") or not options.get("use_collectives", True):
         return whole
     exchange = Exchange(options.get("process_group") or "world", _TIMEOUT_S)

@@ -1,0 +1,174 @@
+"""A model and its optimizer as objects of a state dict: they go on as if unbroken, whatever wraps and shards them."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from ranktest import run_ranks
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import MismatchError
+
+OPTIMIZERS = {
+    "Adadelta": {},
+    "Adafactor": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "ASGD": {},
+    "LBFGS": {},
+    "Muon": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9},
+}
+
+
+def made(name="AdamW", seed=0):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(6, 8, bias=name != "Muon"), nn.Tanh(), nn.Linear(8, 3, bias=name != "Muon"))
+    return model, optimizer_of(name, model)
+
+
+def optimizer_of(name, model):
+    return getattr(torch.optim, name)(model.parameters(), lr=1e-2, **OPTIMIZERS[name])
+
+
+def train(model, optimizer, steps):
+    for step in steps:
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+
+        def closure(inputs=inputs):
+            optimizer.zero_grad()
+            loss = model(inputs).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def weights(model):
+    return {
+        name.removeprefix("module.").removeprefix("_orig_mod."): getattr(
+            value, "full_tensor", lambda v=value: v
+        )().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
+
+
+def test_the_table_has_all_optimizers_of_torch_but_the_one_of_sparse_gradients():
+    classes = {name for name, kind in vars(torch.optim).items() if isinstance(kind, type) and name != "Optimizer"}
+    assert classes - OPTIMIZERS.keys() == {"SparseAdam"}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_new_optimizer_goes_on_as_if_unbroken(name, tmp_path):
+    model, optimizer = made(name)
+    train(model, optimizer, range(3))
+    dist_ckpt.save({"model": model, "optimizer": optimizer, "step": 3}, tmp_path / "c", group=None)
+    train(model, optimizer, range(3, 6))
+    other, new = made(name, seed=1)
+    loaded = dist_ckpt.load({"model": other, "optimizer": new, "step": 0}, tmp_path / "c", group=None)
+    assert (loaded["step"], loaded["optimizer"] is new) == (3, True)
+    train(other, new, range(3, 6))
+    assert_same(weights(other), weights(model))
+
+
+def test_sparse_adam_goes_on_too(tmp_path):
+    def step(table, optimizer, word):
+        optimizer.zero_grad()
+        table(torch.tensor([word])).sum().backward()
+        optimizer.step()
+
+    table = nn.Embedding(5, 2, sparse=True)
+    optimizer = torch.optim.SparseAdam(table.parameters())
+    step(table, optimizer, 1)
+    dist_ckpt.save({"table": table, "optimizer": optimizer}, tmp_path / "c", group=None)
+    other = nn.Embedding(5, 2, sparse=True)
+    new = torch.optim.SparseAdam(other.parameters())
+    dist_ckpt.load({"table": other, "optimizer": new}, tmp_path / "c", group=None)
+    for word in (1, 3):
+        step(table, optimizer, word)
+        step(other, new, word)
+    assert_same(weights(other), weights(table))
+
+
+def wrapped(kind, rank, ranks, model):
+    if kind == "ddp":
+        return nn.parallel.DistributedDataParallel(model)
+    if kind == "compiled":
+        return torch.compile(model, backend="eager")
+    if kind == "fsdp2":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        for layer in (model[0], model[2], model):
+            fully_shard(layer, mesh=init_device_mesh("cpu", (ranks,)))
+    return model
+
+
+def saves(rank, ranks, kind, name, folder):
+    model = wrapped(kind, rank, ranks, made(name)[0])
+    optimizer = optimizer_of(name, model)
+    train(model, optimizer, range(3))
+    dist_ckpt.save({"model": model, "optimizer": optimizer}, folder)
+    train(model, optimizer, range(3, 6))
+    return weights(model)
+
+
+def loads(rank, ranks, kind, name, folder):
+    model = wrapped(kind, rank, ranks, made(name, seed=1)[0])
+    optimizer = optimizer_of(name, model)
+    dist_ckpt.load({"model": model, "optimizer": optimizer}, folder)
+    train(model, optimizer, range(3, 6))
+    return weights(model)
+
+
+@pytest.mark.parametrize("name", ["AdamW", pytest.param("SGD", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("before", "ranks", "after", "more"),
+    [
+        ("fsdp2", 2, "plain", 1),
+        ("plain", 1, "fsdp2", 2),
+        pytest.param("fsdp2", 2, "fsdp2", 4, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, "plain", 1, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, "fsdp2", 2, marks=pytest.mark.slow),
+        pytest.param("compiled", 1, "ddp", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_wrappers_and_numbers_of_ranks_may_change_between_save_and_load(before, ranks, after, more, name, tmp_path):
+    saved = run_ranks(saves, ranks, before, name, tmp_path / "c")
+    found = run_ranks(loads, more, after, name, tmp_path / "c")
+    for value in found:
+        assert value.keys() == saved[0].keys()
+        for key in value:  # sums of gradients over other numbers of ranks may round otherwise
+            torch.testing.assert_close(value[key], saved[0][key], rtol=1e-5, atol=1e-6)
+
+
+def test_a_wrapped_model_that_an_older_version_saved_with_its_prefix_loads(tmp_path):
+    model, _ = made()
+    compiled = torch.compile(copy.deepcopy(model), backend="eager")
+    dist_ckpt.save({"model": compiled.state_dict()}, tmp_path / "c", group=None)
+    other = torch.compile(made(seed=1)[0], backend="eager")
+    dist_ckpt.load({"model": other}, tmp_path / "c", group=None)
+    assert_same(weights(other), weights(model))
+
+
+def test_moments_that_a_state_dict_of_an_optimizer_lacks_are_an_error_that_says_to_pass_the_optimizer(tmp_path):
+    run_ranks(saves, 2, "fsdp2", "AdamW", tmp_path / "c")
+    model, optimizer = made(seed=1)
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    with pytest.raises(MismatchError, match="pass the optimizer itself in place of its state dict"):
+        dist_ckpt.load(state, tmp_path / "c", group=None)
+    dist_ckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "c", group=None)
+    assert optimizer.state_dict()["state"].keys() == {0, 1, 2, 3}

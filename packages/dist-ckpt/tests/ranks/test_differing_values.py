@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import ShardedObject, ShardedTensor, ShardingError
+from sixfold.dist_ckpt import MismatchError, PerRank, ShardedObject, ShardedTensor, ShardingError
 
 
 def refused(state, folder, **options):
@@ -43,7 +43,7 @@ def test_values_that_would_be_lost_are_an_error_with_their_place(tmp_path):
     for name, place in (("rng", "rng"), ("bytes", "blob"), ("position", "position"), ("alike", "a.b")):
         assert f"{place}: ranks [0], [1] hold different values" in first[name]
     assert first["alike numbers"].count("hold different values") == 2
-    assert all("ShardedObject" in text for text in first.values())
+    assert all("PerRank(value) keeps a value for each rank" in text for text in first.values())
     assert not (tmp_path / "c").exists()
 
 
@@ -65,35 +65,109 @@ def test_each_rank_gets_its_own_back_by_the_remedy(tmp_path):
     assert run_ranks(by_remedy, 2, tmp_path) == [{"position": 0, "kept": 1}] * 2
 
 
+def kept_per_rank(rank, ranks, folder):
+    """The remedy of the error, on the values that it names."""
+    random.seed(rank)
+    own = {
+        "loader": {f"dp_rank_{rank}": {"sample": rank}},
+        "rng": random.getstate(),
+        "host": f"node{rank}",
+        "loss": 0.5 + rank,
+    }
+    dist_ckpt.save({"own": {name: PerRank(value) for name, value in own.items()}, "step": 1}, folder / "c")
+    asked = {"own": {name: PerRank(None) for name in own}, "step": 0}
+    assert dist_ckpt.load(asked, folder / "c") == {"own": own, "step": 1}
+
+
+def test_each_rank_gets_its_own_back_by_per_rank(tmp_path):
+    run_ranks(kept_per_rank, 2, tmp_path)
+
+
+class Loader:
+    per_rank_state = True
+
+    def __init__(self, position):
+        self.position = position
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+def save_loaders(rank, ranks, folder):
+    dist_ckpt.save({"one": Loader(10 + rank), "other": PerRank(Loader(20 + rank)), "rows": PerRank([rank])}, folder)
+
+
+def load_loaders(rank, ranks, folder):
+    """At the same number of ranks each gets its own; at another one what a function makes of them, or an error."""
+    one, other = Loader(0), Loader(0)
+    state = {"one": one, "other": PerRank(other), "rows": PerRank(None)}
+    if ranks == 2:
+        loaded = dist_ckpt.load(state, folder)
+        assert loaded == {"one": one, "other": other, "rows": [rank]}
+        assert (one.position, other.position) == (10 + rank, 20 + rank)
+        return
+    with pytest.raises(MismatchError, match=f"(one|other|rows): 2 ranks saved a value each, and {ranks} load"):
+        dist_ckpt.load(state, folder)
+    assert (one.position, other.position) == (0, 0)
+
+    def dealt(found, number, count):
+        assert (number, count) == (rank, ranks)
+        return [row for rows in found for row in rows][number::count]
+
+    def least(found, number, count):
+        return min(found, key=lambda state: state["position"])
+
+    state = {"one": PerRank(one, least), "other": PerRank(other, least), "rows": PerRank(None, dealt)}
+    loaded = dist_ckpt.load(state, folder)
+    assert loaded["rows"] == ([0, 1] if ranks == 1 else [[0], [1], [], []][rank])
+    assert (one.position, other.position) == (10, 20)
+
+    def fails(found, number, count):
+        if number == ranks - 1:
+            raise ValueError("no such row")
+        return found
+
+    with pytest.raises(Exception, match="no such row"):
+        dist_ckpt.load({"rows": PerRank(None, fails)}, folder)
+
+
+@pytest.mark.parametrize("ranks", [2, 1, pytest.param(4, marks=pytest.mark.slow)])
+def test_at_another_number_of_ranks_a_function_makes_the_values(ranks, tmp_path):
+    run_ranks(save_loaders, 2, tmp_path / "c")
+    run_ranks(load_loaders, ranks, tmp_path / "c")
+
+
 def what_may_differ(rank, ranks, folder):
-    state = {"host": f"node{rank}", "loss": 0.5 + rank, "same": 1} | ({"only_first": 1} if rank == 0 else {})
+    state = {"same": 1} | ({"only_first": 1} if rank == 0 else {})
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         dist_ckpt.save(state, folder / "c")
-    return [str(warning.message) for warning in told], dist_ckpt.load({}, folder / "c")
+    errors = [refused({"seen": one}, folder / "d") for one in (f"node{rank}", 0.5 + rank)]
+    return [str(warning.message) for warning in told], errors, dist_ckpt.load({}, folder / "c")
 
 
-def test_texts_and_floats_and_what_the_first_rank_alone_has_are_warned_of(tmp_path):
-    (first, loaded), (second, _) = run_ranks(what_may_differ, 2, tmp_path)
-    assert first == ["common data differs between ranks at host, loss, only_first; the first rank's was saved"]
+def test_what_the_first_rank_alone_has_is_warned_of_and_texts_and_floats_that_differ_are_an_error(tmp_path):
+    (first, errors, loaded), (second, _, _) = run_ranks(what_may_differ, 2, tmp_path)
+    assert first == ["common data differs between ranks at only_first; the first rank's was saved"]
     assert second == []
-    assert loaded == {"host": "node0", "loss": 0.5, "same": 1, "only_first": 1}
+    assert all("seen: ranks [0], [1] hold different values" in text for text in errors)
+    assert loaded == {"same": 1, "only_first": 1}
 
 
 def numbers(rank, ranks, folder):
     numpy = pytest.importorskip("numpy", reason="needs numpy, of which trainers' numbers are")
-    state = {"loss": numpy.float64(rank), "small": numpy.float32(rank), "host": numpy.str_(f"node{rank}")}
-    state["inside"] = (numpy.float64(rank), 1)
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        dist_ckpt.save(state, folder / "c")
-    seen = numpy.int64(rank), numpy.bool_(rank), numpy.bytes_(bytes([65 + rank]))
-    return [str(warning.message) for warning in told], [refused({"seen": one}, folder / "d") for one in seen]
+    dist_ckpt.save(
+        {"loss": numpy.float64(0.5) if rank else 0.5, "host": numpy.str_("a") if rank else "a"}, folder / "c"
+    )
+    seen = numpy.int64(rank), numpy.bool_(rank), numpy.bytes_(bytes([65 + rank])), numpy.float32(rank)
+    return [refused({"seen": one}, folder / "d") for one in seen]
 
 
-def test_numbers_and_texts_of_numpy_may_differ_where_pythons_may(tmp_path):
-    (first, errors), _ = run_ranks(numbers, 2, tmp_path)
-    assert first == ["common data differs between ranks at host, inside, loss, small; the first rank's was saved"]
+def test_numbers_and_texts_of_numpy_are_what_pythons_are(tmp_path):
+    errors, _ = run_ranks(numbers, 2, tmp_path)
     assert all("seen: ranks [0], [1] hold different values" in text for text in errors)
 
 

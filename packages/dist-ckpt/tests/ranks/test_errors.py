@@ -140,7 +140,8 @@ def test_a_late_rank_ends_the_wait_at_the_deadline(tmp_path):
 
 
 def save_unlike_common_data(rank, ranks, folder):
-    state = {"w": shard(rank, ranks), "seed": {"torch": float(rank), "python": 5}, "host": f"node{rank}", "lr": 0.1}
+    own = {} if rank else {"seed": {"torch": 1.0}, "host": "node0"}
+    state = {"w": shard(rank, ranks), "lr": 0.1, **own}
     with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         dist_ckpt.save(state, folder / "c")

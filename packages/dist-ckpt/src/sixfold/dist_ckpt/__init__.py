@@ -45,6 +45,7 @@ from sixfold.dist_ckpt.serialization import (
     save,
 )
 from sixfold.dist_ckpt.state.factory import ShardedTensorFactory
+from sixfold.dist_ckpt.state.per_rank import PerRank
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObject, ShardedTensor
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ __all__ = [
     "LocalNonpersistentObject",
     "LostPeerError",
     "MismatchError",
+    "PerRank",
     "ShardedObject",
     "ShardedTensor",
     "ShardedTensorFactory",

@@ -2,10 +2,10 @@
 
     common data --> digests (this file) --> first rank: equal? --> if not, check: an error or a warning that names paths
 
-[Note: what may differ] Where values differ between ranks, saving one of them loses the others. So that is an error.
-So is a value that the first rank does not have. Floats and texts only give a warning: host names, clocks and losses
-differ in most jobs. So does a value that is no tensor or array and that the first rank has and others do not: none is
-lost. ``preprocess_common_before_consistancy_check`` may drop either from the check.
+[Note: what may differ] Where values differ between ranks, saving one of them loses the others. So that is an error, and
+``PerRank`` keeps them. So is a value that the first rank does not have. A value that is no tensor or array and that the
+first rank has and others do not gives a warning: none is lost. ``preprocess_common_before_consistancy_check`` may drop
+either from the check.
 
 [Note: replicas that disagree] Of copies of one shard the first is written. So each rank sends digests of at most
 ``_MOST_SAMPLES`` of its shards. A digest is of all elements up to ``_WHOLE``, and of ``_SAMPLE`` elements of a larger
@@ -37,20 +37,15 @@ from sixfold.dist_ckpt.state.tensor_memory import has_values, is_freed
 _MOST_SHOWN, _MOST_INNER = 20, 4
 _DEPTH = 4  # within a value: what refers to itself has no end
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
-_LOOSE = frozenset({float, str})
 _MOST_SAMPLES, _WHOLE, _SAMPLE = 64, 1 << 14, 1 << 10  # shards; elements
 _log = logging.getLogger("sixfold.dist_ckpt")
 
 
 class Digest(NamedTuple):
-    """Equal for equal leaves, whichever process made them; ``is_data`` if tensors or arrays are in it.
-
-    ``strict`` leaves out what may differ: see [Note: what may differ].
-    """
+    """Equal for equal leaves, whichever process made them; ``is_data`` if tensors or arrays are in it."""
 
     value: int
     is_data: bool = False
-    strict: int = 0
 
 
 class Place(NamedTuple):
@@ -61,7 +56,7 @@ class Place(NamedTuple):
 
 
 Found = dict[Place, Digest]
-Inner = dict[Place, dict[str, int]]  # of values that hold others: strict digests by name, to tell what differs
+Inner = dict[Place, dict[str, int]]  # of values that hold others: digests by name, to tell what differs
 Samples = dict[tuple[ShardId, tuple[int, ...]], int]  # by shard and local shape
 
 
@@ -85,17 +80,14 @@ def _quick(leaf: Any) -> int:
 def digest_of(leaf: Any) -> Digest:
     """The digest of a leaf, by what it holds and not by how it lies in memory."""
     if type(leaf) in _ATOMS:  # most leaves: pickled alone, they give equal bytes for equal values
-        value = crc32(pickle.dumps(leaf, 4))
-        return Digest(value, strict=0 if type(leaf) in _LOOSE else value)
+        return Digest(crc32(pickle.dumps(leaf, 4)))
     if isinstance(leaf, torch.Tensor):
-        value = _of_tensor(leaf)
-        return Digest(value, True, value)
+        return Digest(_of_tensor(leaf), True)
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(leaf, numpy.generic) and type(item := leaf.item()) in _ATOMS:
         return digest_of(item)  # numpy's numbers and texts mean what Python's do
     if numpy is not None and isinstance(leaf, numpy.ndarray) and not leaf.dtype.hasobject:
-        value = crc32(leaf.tobytes(), crc32(f"{leaf.dtype.str}{leaf.shape}".encode()))
-        return Digest(value, True, value)
+        return Digest(crc32(leaf.tobytes(), crc32(f"{leaf.dtype.str}{leaf.shape}".encode())), True)
     parts = plain_types.parts_of(leaf)
     if not parts:
         return _of_object(leaf)
@@ -104,11 +96,8 @@ def digest_of(leaf: Any) -> Digest:
         found.sort()  # the order of a set of texts is another in each process
     elif not isinstance(leaf, tuple | list | deque):
         found += [digest_of(name) for name, _ in parts]
-    value, strict = (
-        crc32(f"{type(leaf).__qualname__}{numbers}".encode())
-        for numbers in ([digest.value for digest in found], [digest.strict for digest in found])
-    )
-    return Digest(value, any(digest.is_data for digest in found), strict)
+    value = crc32(f"{type(leaf).__qualname__}{[digest.value for digest in found]}".encode())
+    return Digest(value, any(digest.is_data for digest in found))
 
 
 def _of_tensor(tensor: torch.Tensor) -> int:
@@ -143,8 +132,7 @@ def _of_object(leaf: Any) -> Digest:
         pickler.dump(leaf)
     except Exception:  # the first rank's dump reports what cannot be pickled, with its path
         return Digest(0)
-    value = crc32(buffer.getvalue())
-    return Digest(value, pickler.has_data, value)
+    return Digest(crc32(buffer.getvalue()), pickler.has_data)
 
 
 def inner(compared: Any) -> Inner:
@@ -162,7 +150,7 @@ def _within(leaf: Any, name: str, depth: int) -> Iterator[tuple[str, int]]:
     for part, value in (vars(leaf).items() if is_object else parts) if depth else ():
         text = f"{name}.{part}" if is_field else f"{name}[{part!r}]"
         below = list(_within(value, text, depth - 1))
-        yield from below or [(text, digest_of(value).strict)]
+        yield from below or [(text, digest_of(value).value)]
 
 
 def check(exchange: Exchange, found: Found, within: Inner) -> None:
@@ -205,10 +193,9 @@ def _differing(reports: list[tuple[Found, Inner]]) -> tuple[list[Place], Found]:
         raise ShardingError(
             "values in common data differ between ranks, and common data is saved once:\n  "
             + "\n  ".join(lines)
-            + "\nDescribe tensors by ShardedTensor (or DTensor). Give each rank its own value by "
-            'ShardedObject("name", value, (ranks,), (rank,)), under one key of the state dict. Drop them by '
-            "LocalNonpersistentObject, or drop them from the check by preprocess_common_before_consistancy_check; "
-            "then the first rank's are saved"
+            + "\nDescribe tensors by ShardedTensor (or DTensor). PerRank(value) keeps a value for each rank, under one "
+            "key of the state dict. Drop them by LocalNonpersistentObject, or drop them from the check by "
+            "preprocess_common_before_consistancy_check; then the first rank's are saved"
         )
     return differing, by_rank[0]
 
@@ -216,9 +203,9 @@ def _differing(reports: list[tuple[Found, Inner]]) -> tuple[list[Place], Found]:
 def _is_lost(by_rank: list[Digest | None]) -> bool:
     """Whether saving the first rank's value loses those of others. See [Note: what may differ]."""
     there = [digest for digest in by_rank if digest is not None]
-    if by_rank[0] is None or len({digest.strict for digest in there}) > 1:
+    if by_rank[0] is None or len(set(there)) > 1:
         return True
-    return any(digest.is_data for digest in there) and (len(there) < len(by_rank) or len(set(there)) > 1)
+    return there[0].is_data and len(there) < len(by_rank)
 
 
 def samples(records: Sequence[ShardedTensor], rank: int) -> Samples:

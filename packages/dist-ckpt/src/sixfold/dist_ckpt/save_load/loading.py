@@ -267,7 +267,12 @@ class Load:
         """What this rank wants of the checkpoint; records without data get some."""
         checkpoint, common, is_bare = self.opened(view)
         stored, objects = checkpoint.manifest.tensors, checkpoint.manifest.objects
-        expanded, merges = factory.expand(tree.checked(self.asked.state), stored, common)
+        expanded, merges = factory.expand(
+            tree.checked(self.asked.state),
+            self.exchange.rank,
+            self.exchange.ranks,
+            factory.Saved(stored, objects, common),
+        )
         own = expanded
         if stored or objects or is_bare:
             expanded = dcp_names.ask(expanded, common, dcp_names.Names(stored, objects, is_bare, self.exchange.rank))
@@ -401,7 +406,7 @@ def _report(
         plain_missing,
         others,
         any(record.is_on_slice for record in wanted.tensors),
-        frozenset(tree.key_text(path) for path, leaf in tree.leaves(wanted.common) if isinstance(leaf, torch.Tensor)),
+        frozenset(tree.names_of_tensors(wanted.common)),
     )
 
 

@@ -324,7 +324,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
     sorted_out: list[tree.Split] = []
 
     def own_records() -> list[ShardedBase]:
-        expanded, _ = factory.expand(tree.checked(request.sharded_state_dict))
+        expanded, _ = factory.expand(tree.checked(request.sharded_state_dict), exchange.rank, exchange.ranks)
         sorted_out.append(tree.split(expanded))
         _add_content_metadata(request, sorted_out[0].common)
         return [record for _, record in sorted_out[0].records]

@@ -16,7 +16,8 @@ from sixfold.dist_ckpt.dict_utils import dict_list_map_inplace
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.integers import ReplicaId
 from sixfold.dist_ckpt.geometry.manifest import Stored
-from sixfold.dist_ckpt.state import plain_types, stateful, tree
+from sixfold.dist_ckpt.state import per_rank, plain_types, stateful, tree
+from sixfold.dist_ckpt.state.per_rank import PerRank
 from sixfold.dist_ckpt.state.records import (
     LocalNonpersistentObject,
     ShardedBase,
@@ -94,20 +95,29 @@ class Merge(NamedTuple):
     owner: Any = None
 
 
-def expand(node: Any, stored: Mapping[str, Stored] | None = None, common: Any = None) -> tuple[Any, list[Merge]]:
+class Saved(NamedTuple):
+    """What a checkpoint holds, for a load: its tensors, the keys of its objects, its common data."""
+
+    tensors: Mapping[str, Stored]
+    objects: Collection[str]
+    common: Any
+
+
+def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None) -> tuple[Any, list[Merge]]:
     """A copy of the containers, factories replaced by what they build and DTensors by records; inner Merges first.
 
-    A Stateful object is replaced by its state dict. The key of a DTensor is its path joined by dots, as torch's own
-    distributed checkpoints flatten a state dict.
+    A Stateful object is replaced by its state dict, and a PerRank by the object of this rank. The key of a DTensor is
+    its path joined by dots, as torch's own distributed checkpoints flatten a state dict.
 
     Args:
-        stored, common: the tensors and the common data of the checkpoint; None at a save.
+        saved: the checkpoint of a load; None at a save.
     Raises:
         ShardingError: a leaf that belongs to one rank and would be lost: see ``check_leaf``.
+        MismatchError: a PerRank of another number of ranks.
     """
     merges: list[Merge] = []
-    plain = [tree.key_text(path) for path, leaf in tree.leaves(common) if isinstance(leaf, torch.Tensor)]
-    names = None if stored is None else [*stored, *plain]
+    tensors = None if saved is None else saved.tensors
+    names = None if saved is None else [*saved.tensors, *tree.names_of_tensors(saved.common)]
 
     def changed(path: tree.KeyPath, part: Any) -> Any:
         return tree.mapped(part, change, path, same=tree.PLAIN | tree.BRANCHES | {ShardedTensor})
@@ -117,9 +127,14 @@ def expand(node: Any, stored: Mapping[str, Stored] | None = None, common: Any = 
             return leaf
         if isinstance(leaf, ShardedTensorFactory):
             built, merge = changed(path, leaf.build()), Merge(path, leaf.merge_fn)
+        elif (own := per_rank.of(leaf)) is not None:
+            if saved is None:
+                return per_rank.to_save(own, path, rank, ranks)
+            built, merge_fn, owner = per_rank.to_load(own, path, rank, ranks, saved.objects)
+            merge = Merge(path, merge_fn, owner)
         elif is_stateful(leaf):
             owner = stateful.inside(leaf, path, names)
-            built = changed(path, stateful.state_of(owner, path, stored))
+            built = changed(path, stateful.state_of(owner, path, tensors))
             merge = Merge(path, lambda _: leaf, owner)
         elif is_dtensor(leaf):  # a load gives the DTensor back, with the same memory
             records, whole = ShardedTensor.all_of_dtensor(tree.key_text(path), leaf), leaf.detach()
@@ -163,7 +178,8 @@ def _hidden(node: Any) -> Any:
     for _, part in plain_types.parts_of(node):
         if type(part) in tree.PLAIN:
             continue
-        is_record = isinstance(part, ShardedBase | LocalNonpersistentObject) or is_dtensor(part) or is_stateful(part)
+        is_record = isinstance(part, ShardedBase | LocalNonpersistentObject | PerRank)
+        is_record = is_record or is_dtensor(part) or is_stateful(part)
         found = part if is_record or hasattr(part, "local_shards") else _hidden(part)
         if found is not None:
             return found

@@ -76,6 +76,11 @@ def leaves(node: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
     return [leaf for name, child in children(node) for leaf in leaves(child, (*path, name))]
 
 
+def names_of_tensors(node: Any) -> list[str]:
+    """The names of all tensors of common data."""
+    return [key_text(path) for path, leaf in leaves(node) if isinstance(leaf, torch.Tensor)]
+
+
 def path_text(path: KeyPath) -> str:
     """``optimizer.param_groups[0].lr``: names joined by dots, positions and other keys in brackets."""
     text = "".join(f".{part}" if isinstance(part, str) else f"[{part!r}]" for part in path)

@@ -166,5 +166,5 @@ def test_leaves_of_one_rank_are_refused_by_name_on_every_rank(tmp_path):
     assert "a.partial: the DTensor has the placement" in texts[0]
     assert "legacy[0] is torch's own ShardedTensor" in texts[1]
     assert "pair is a tuple that holds a DTensor" in texts[2]
-    assert "differs.x" in texts[3] and "[0], [1]" in texts[3] and "ShardedObject" in texts[3]
+    assert "differs.x" in texts[3] and "[0], [1]" in texts[3] and "PerRank" in texts[3]
     assert "tuple" in texts[4]

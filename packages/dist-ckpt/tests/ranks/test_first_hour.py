@@ -5,7 +5,7 @@ from first_hour_helpers import WAYS, Loaders, RankRng
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import ShardedObject, ShardingError
+from sixfold.dist_ckpt import PerRank, ShardingError
 
 pytest.importorskip("numpy", reason="needs numpy, whose random state trainers save")
 
@@ -41,8 +41,8 @@ def of_each_rank(rank, ranks, kind, folder):
     with pytest.raises(ShardingError) as told:
         dist_ckpt.save(state, folder)
     own = state[name]
-    dist_ckpt.save({**state, name: ShardedObject(name, own, (ranks,), (rank,))}, folder)
-    loaded = dist_ckpt.load({**state, name: ShardedObject(name, None, (ranks,), (rank,))}, folder)
+    dist_ckpt.save({**state, name: PerRank(own)}, folder)
+    loaded = dist_ckpt.load({**state, name: PerRank(None)}, folder)
     assert loaded[name] == own
     return str(told.value)
 
@@ -51,4 +51,4 @@ def of_each_rank(rank, ranks, kind, folder):
 def test_what_each_rank_has_for_itself_is_refused_with_a_remedy_that_works(tmp_path, kind, place):
     for told in run_ranks(of_each_rank, 2, kind, tmp_path / "c"):
         assert place in told
-        assert 'ShardedObject("name", value, (ranks,), (rank,))' in told
+        assert "PerRank(value) keeps a value for each rank" in told

@@ -51,6 +51,10 @@ def fresh(rank, ranks, folder, kind, form):
     dist_ckpt.save(as_state(model, optimizer, form), folder)
     saved, weights = whole(optimizer), model.weight.full_tensor().tolist()
     model, optimizer = fsdp2(rank, ranks, kind, 0)
+    if form == "objects":  # which are asked for all that is stored of them
+        dist_ckpt.load(as_state(model, optimizer, form), folder)
+        assert whole(optimizer) == saved
+        return ""
     with pytest.raises(MismatchError) as told:
         dist_ckpt.load(as_state(model, optimizer, form), folder)
     rest = dist_ckpt.load(as_state(model, optimizer, "dicts"), folder, strict="raise_unexpected")
@@ -58,8 +62,7 @@ def fresh(rank, ranks, folder, kind, form):
     model, optimizer = fsdp2(rank, ranks, kind, 0)
     get_optimizer_state_dict(model, optimizer)
     loaded = dist_ckpt.load(as_state(model, optimizer, form), folder)
-    if form == "dicts":
-        optimizer.load_state_dict(loaded["optimizer"])
+    optimizer.load_state_dict(loaded["optimizer"])
     assert whole(optimizer) == saved
     model(torch.ones(2, 6)).sum().backward()
     optimizer.step()
@@ -71,6 +74,8 @@ def fresh(rank, ranks, folder, kind, form):
 @pytest.mark.slow
 def test_moments_that_a_fresh_optimizer_does_not_ask_for_are_an_error_and_its_remedies_work(tmp_path, kind, form):
     told = run_ranks(fresh, 2, tmp_path / "c", kind, form)
+    if form == "objects":
+        return
     name = "exp_avg" if kind == "adamw" else "momentum_buffer"
     assert told[0] == told[1]
     assert told[0].startswith(f"optimizer.state.0.{name}")

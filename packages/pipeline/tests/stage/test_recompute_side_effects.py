@@ -28,6 +28,7 @@ class Stateful(nn.Module):
         self.layer, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
         self.norm = nn.BatchNorm1d(4, momentum=0.3)
         self.register_buffer("codes", torch.linspace(-1, 1, 4))
+        self.other.register_buffer("codes", self.codes)
         self.plain = torch.zeros(4)
         self.calls, self.turn, self.memory = 0, 0, None
         self.seen: list[float] = []
@@ -64,6 +65,11 @@ class Stateful(nn.Module):
         made = h * self.codes
         self.codes = self.codes * 0.9 + 0.1 * h.detach().mean(0)
         return made
+
+    def buffer_of_two_modules(self, h: Tensor) -> Any:
+        with torch.no_grad():
+            self.codes.mul_(0.9).add_(h.mean(0), alpha=0.1)
+        return self.other(h * self.other.codes.clone()).tanh()
 
     def plain_tensor(self, h: Tensor) -> Any:
         self.plain.mul_(0.5).add_(h.detach().mean(0))
@@ -145,6 +151,7 @@ WHAT = [
     "batch norm",
     "codebook",
     "replaced buffer",
+    "buffer of two modules",
     "plain tensor",
     "state over microbatches",
     "tuple of states",

@@ -91,10 +91,14 @@ class Exchange:
         decide: Callable[[list[Message]], tuple[Decision, Sequence[Any]]],
     ) -> tuple[Mine, Decision, Any]:
         """``all_reduce``, where the decision comes with a part for each rank (or none): a rank gets its own alone."""
+
+        def alone() -> tuple[Mine, Decision, Any]:
+            mine, message = work()
+            decision, parts = decide([message])
+            return mine, decision, parts[0] if parts else None
+
         if self.channel is None:
-            mine, message = typed(work)
-            decided, shares = typed(lambda: decide([message]))
-            return mine, decided, shares[0] if shares else None
+            return typed(alone)
         kept: list[Mine] = []
 
         def keep_mine() -> Message:

@@ -48,16 +48,6 @@ class StoredChunk(NamedTuple):
     frame: ByteRange
     run: Run | None = None
 
-    @property
-    def frame_shape(self) -> Ints:
-        """Shape of the tensor in the frame."""
-        return self.box.size if self.run is None else self.run.shape
-
-    @property
-    def first(self) -> int:
-        """Element of the frame at which the box begins."""
-        return 0 if self.run is None else self.run.first
-
 
 class Stored(Protocol):
     """A tensor of the checkpoint; its chunks cover it."""

@@ -279,6 +279,15 @@ class Mirror:
             self._fail(error)
         self._is_closed = True
 
+    @contextmanager
+    def giving_up(self) -> Iterator[None]:
+        """After an error inside fetch no more."""
+        try:
+            yield
+        except BaseException as error:
+            self.give_up(error)
+            raise
+
     def close(self) -> None:
         """Delete the folder; a shared one when all have left. May be called more than once, by each rank."""
         is_mine = self._pid == os.getpid()  # who was forked lets go of a handle of its own, no more

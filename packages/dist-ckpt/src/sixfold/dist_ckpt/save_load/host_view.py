@@ -110,15 +110,9 @@ class HostView:
         if self.mirror is not None:
             self.mirror.start(shares, nbytes)
 
-    @contextmanager
-    def giving_up(self) -> Iterator[None]:
+    def giving_up(self) -> AbstractContextManager[None]:
         """After an error inside fetch no more; others of the host that wait for this rank's blocks hear why."""
-        try:
-            yield
-        except BaseException as error:
-            if self.mirror is not None:
-                self.mirror.give_up(error)
-            raise
+        return nullcontext() if self.mirror is None else self.mirror.giving_up()
 
     def check_unchanged(self) -> None:
         """StorageError if another save has taken the place, in a store that is no local folder."""

@@ -47,7 +47,7 @@ from sixfold.dist_ckpt.save_load.requested_keys import StrictHandling
 from sixfold.dist_ckpt.state import dcp_names, factory, in_place, tree
 from sixfold.dist_ckpt.state.placeholders import with_placeholders, without_placeholders
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor, check_data
-from sixfold.dist_ckpt.state.tensor_memory import check_readable, check_writable, has_values
+from sixfold.dist_ckpt.state.tensor_memory import check_readable, has_values
 from sixfold.dist_ckpt.storage.store import Store
 from sixfold.dist_ckpt.strategies.base import LoadEngine
 
@@ -186,25 +186,25 @@ class Load:
 
     def values(self, rank_load: RankLoad, threads: int, shares: Shares) -> tuple[Values, set[str]]:
         """What was loaded by place, and the keys whose dtype was converted. ``shares``: blocks to hash."""
-        view, checkpoint, relay = rank_load.view, rank_load.checkpoint, rank_load.relay
+        asked, view, checkpoint, relay = self.asked, rank_load.view, rank_load.checkpoint, rank_load.relay
         waits = relay is not None or view.mirror is not None
+        pause = nullcontext() if waits or rank_load.reads.nbytes > _SHORT_BYTES else collection_paused()
         try:
-            with (
-                view.giving_up(),
-                nullcontext() if waits or rank_load.reads.nbytes > _SHORT_BYTES else collection_paused(),
-            ):
+            with view.giving_up(), pause:
                 # A relay sends what is promised, come what may, and waits for ranks that wait for this one's blocks.
                 with nullcontext() if relay is None else relay.running(), view.giving_up():
-                    meter = Meter(self.asked.progress, lambda: rank_load.reads.nbytes)
+                    meter = None if asked.progress is None else Meter(asked.progress, lambda: rank_load.reads.nbytes)
+                    moved = None if meter is None else meter.add
                     window_bytes = WINDOW_BYTES if relay is None else _RELAY_WINDOW_BYTES
-                    reader = Reader(checkpoint, self.asked.dtype_policy, threads, window_bytes, meter.add)
+                    reader = Reader(checkpoint, asked.dtype_policy, threads, window_bytes, moved)
                     view.start(shares, checkpoint.block_bytes)
                     has_digests = checkpoint.integrity is not None and checkpoint.verify != "off"
                     own = shares[self.exchange.rank] if has_digests else ()
                     blocks = [block for span in own for block in span.blocks()]
                     reader.run(rank_load.tensors, rank_load.reads, blocks, None if relay is None else relay.on_complete)
-                values = _values(rank_load, reader, self.asked.safe_globals)
-                meter.finish()
+                values = _values(rank_load, reader, asked.safe_globals)
+                if meter is not None:
+                    meter.finish()
             return values, reader.cast_keys
         except CorruptError:  # which another save that takes the place meanwhile explains
             view.check_unchanged()
@@ -231,20 +231,23 @@ class Load:
         return values, casts
 
     def _requested(self, view: HostView) -> tuple[RankLoad, _Report]:
+        """What this rank reads, and what the first one must know of that and of what this one wants."""
         with view.errors_named():
-            rank_load, wanted = typed(
-                lambda: self._shared(view) if self.engine.parallel else (self._describe(view),) * 2
-            )
-            return rank_load, typed(
-                lambda: _report(rank_load, wanted, self.exchange, self.asked, self.engine.with_common)
-            )
+            return typed(lambda: self._shared(view) if self.engine.parallel else self._alone(view))
 
-    def _shared(self, view: HostView) -> tuple[RankLoad, RankLoad]:
-        """What this rank reads where ranks read for each other, and what it wants."""
+    @collection_paused()
+    def _alone(self, view: HostView) -> tuple[RankLoad, _Report]:
+        """``_requested`` where this rank reads what it wants."""
+        wanted = self._describe(view)
+        return wanted, self._report(wanted, wanted)
+
+    def _shared(self, view: HostView) -> tuple[RankLoad, _Report]:
+        """``_requested`` where ranks read for each other."""
         from sixfold.dist_ckpt.collectives.relay import Relay
 
         found: list[RankLoad] = []
 
+        @collection_paused()
         def describe() -> tuple[list[ShardedTensor], dict[int, tuple[str, int]]]:
             """The tensors that can be loaded, and the place of the last frame that each of them needs."""
             found.append(self._describe(view))
@@ -260,9 +263,9 @@ class Load:
         manifest = found[0].checkpoint.manifest
         with collection_paused():
             reads = plan.plan_load(relay.mine, manifest, dtype_policy=self.asked.dtype_policy)
-        return replace(found[0], tensors=relay.mine, reads=reads, relay=relay), found[0]
+            rank_load = replace(found[0], tensors=relay.mine, reads=reads, relay=relay)
+            return rank_load, self._report(rank_load, found[0])
 
-    @collection_paused()
     def _describe(self, view: HostView) -> RankLoad:
         """What this rank wants of the checkpoint; records without data get some."""
         checkpoint, common, is_bare = self.opened(view)
@@ -273,41 +276,39 @@ class Load:
             self.exchange.ranks,
             factory.Saved(stored, objects, common),
         )
-        own = expanded
-        if stored or objects or is_bare:
+        _check_have_memory(merges, expanded, common, stored)
+        own = leaves = tree.leaves(expanded)
+        if (stored or objects or is_bare) and not all(isinstance(leaf, ShardedTensor) for _, leaf in leaves):
             expanded = dcp_names.ask(expanded, common, dcp_names.Names(stored, objects, is_bare, self.exchange.rank))
-        _check_have_memory(merges, own, common, stored)
-        parts, leaves = tree.split(expanded), tree.leaves(expanded)
+            leaves = tree.leaves(expanded)
+        parts = tree.split(expanded)
         tensors, replicated = list[ShardedTensor](), list[tuple[ShardedTensor, torch.Tensor]]()
         policy, unlike, tied = self.asked.dtype_policy, in_place.unlike_plain(expanded, leaves, common), in_place.Tied()
         for number, (place, record) in enumerate(parts.records):
             if not isinstance(record, ShardedTensor):
                 continue
             is_stored = record.key in stored
-            if not is_stored and (part := _replicated(record, place, common)) is not None:
+            part = None if is_stored else _replicated(record, place, common)
+            if is_stored or part is not None:
                 if record.data is None:
-                    record = record.without_data()
-                    record.init_data("cpu")
-                    parts.records[number] = (place, record)
-                assert record.data is not None, f"{record} was allocated"
-                check_writable(record, record.data)
-                if problem := plan.mismatch(record, record.global_shape, part.dtype, policy):
-                    unlike.append(problem)
-                parts.records[number] = (place, record := tied.apart(place, record))
-                replicated.append((record, part))
-                continue
-            if is_stored and record.data is None:
-                record = record.without_data()  # a copy: the caller's record stays without data
-                _allocate(record, stored[record.key])
+                    record = record.without_data()  # a copy: the caller's record stays without data
+                    _allocate(record, stored.get(record.key))
+                else:
+                    check_data(record, record.data)
+                    record = tied.apart(place, record)
                 parts.records[number] = (place, record)
-            elif is_stored and record.data is not None:
-                check_writable(record, record.data)
-                check_data(record, record.data)
-                parts.records[number] = (place, record := tied.apart(place, record))
-            tensors.append(record)
+            if part is None:
+                tensors.append(record)
+                continue
+            replicated.append((record, part))
+            if problem := plan.mismatch(record, record.global_shape, part.dtype, policy):
+                unlike.append(problem)
         table, pieces = tabulate(tensors)
-        extra = replicated_tensors.not_asked_for(common, own, parts.records, stored)
-        common = without_placeholders(common, extra)
+        extra = dict[tree.KeyPath, ShardedTensor]()
+        if common:
+            small = () if checkpoint.integrity is None else checkpoint.integrity.in_common
+            extra = replicated_tensors.not_asked_for(common, own, parts.records, stored, frozenset(small))
+            common = without_placeholders(common, extra)
         if extra:
             parts.records.extend(extra.items())
             for record in extra.values():
@@ -334,6 +335,49 @@ class Load:
             extra=extra,
         )
 
+    def _report(self, rank_load: RankLoad, wanted: RankLoad) -> _Report:
+        """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
+        checkpoint, manifest = rank_load.checkpoint, rank_load.checkpoint.manifest
+        objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
+        strict, with_common = self.asked.strict, self.engine.with_common
+        mismatches, unknown = _object_mismatches(objects, manifest, strict)
+        plain_missing, plain_unexpected = set[str](), set[str]()
+        if strict.minds_missing and with_common:
+            plain_missing, plain_unexpected = requested_keys.plain_keys(wanted.expanded, wanted.leaves, wanted.common)
+        elif with_common:
+            plain_unexpected = requested_keys.tensors_not_stored(wanted.leaves, wanted.common)
+        unexpected = {wanted.tensors[index].key for index in wanted.reads.unexpected} | unknown
+        empty = factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
+        below = tuple(f"{name}." for name in empty)
+        unexpected |= empty | {name for name in plain_unexpected if not name.startswith(below)}
+        others = dict[str, str]()
+        if unexpected and strict.raises_unexpected:
+            plain = tree.names_of_tensors(wanted.common)
+            others = requested_keys.other_wrappers(unexpected, [*manifest.tensors, *plain])
+        frames = {manifest.objects[record.unique_key] for record in objects if record.unique_key in manifest.objects}
+        frames |= rank_load.reads.frames() | set(checkpoint.unread)
+        return _Report(
+            wanted.table,
+            [record.without_data() for record in objects],
+            unexpected,
+            [*wanted.reads.mismatches, *mismatches],
+            rank_load.view.touched(checkpoint, frames, self.exchange.ranks),
+            (socket.gethostname(), len(os.sched_getaffinity(0))),
+            checkpoint.content,
+            checkpoint if self.exchange.rank == 0 else None,
+            any(step.owner is not None for step in wanted.merges),
+            rank_load.view.room(),
+            # Weights alone, of Hugging Face say, are asked for in part as a rule.
+            requested_keys.owners(self.asked.state, wanted.merges, wanted.parts, wanted.common)
+            if manifest.save_id is not None or manifest.objects or wanted.common
+            else frozenset(),
+            requested_keys.local_names(wanted.parts),
+            plain_missing,
+            others,
+            any(record.is_on_slice for record in wanted.tensors),
+            frozenset(tree.names_of_tensors(wanted.common)),
+        )
+
 
 def _replicated(record: ShardedTensor, place: tree.KeyPath, common: Any) -> torch.Tensor | None:
     """The part that a record wants of a tensor that was saved as common data at its place, as a plain model's are.
@@ -350,68 +394,21 @@ def _replicated(record: ShardedTensor, place: tree.KeyPath, common: Any) -> torc
     return part if flat is None else part.reshape(-1)[flat.start : flat.stop]
 
 
-def _allocate(record: ShardedTensor, stored: Stored) -> None:
+def _allocate(record: ShardedTensor, stored: Stored | None) -> None:
     """Make the tensor of a record, unless ``.metadata`` claims a shape that nothing is stored of."""
     nbytes = prod(record.local_shape) * record.dtype.itemsize
-    alike = nbytes > _DOUBTFUL_BYTES and len(record.global_shape) == len(stored.shape)
-    wanted = intersect(record.box, whole(stored.shape)) if alike else None
-    if wanted is not None and wanted.volume > sum(chunk.box.volume for chunk in stored.near(wanted)):
-        raise CorruptError(f"{record.key}: the chunks of the checkpoint do not fill its shape {stored.shape}")
+    if stored is not None and nbytes > _DOUBTFUL_BYTES and len(record.global_shape) == len(stored.shape):
+        wanted = intersect(record.box, whole(stored.shape))
+        if wanted is not None and wanted.volume > sum(chunk.box.volume for chunk in stored.near(wanted)):
+            raise CorruptError(f"{record.key}: the chunks of the checkpoint do not fill its shape {stored.shape}")
     try:
         record.init_data("cpu")
     except RuntimeError as error:  # of torch's allocator
         raise StorageError(f"{record}: no memory for a tensor of {nbytes} bytes", errno.ENOMEM) from error
 
 
-@collection_paused()
-def _report(
-    rank_load: RankLoad, wanted: RankLoad, exchange: Exchange, request: LoadRequest, with_common: bool
-) -> _Report:
-    """What others must know: of all that is ``wanted``, and of what this rank reads itself."""
-    checkpoint, manifest = rank_load.checkpoint, rank_load.checkpoint.manifest
-    objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
-    strict = request.strict
-    mismatches, unknown = _object_mismatches(objects, manifest, strict.raises_unexpected)
-    plain_missing, plain_unexpected = set[str](), set[str]()
-    if strict.minds_missing and with_common:
-        plain_missing, plain_unexpected = requested_keys.plain_keys(wanted.expanded, wanted.leaves, wanted.common)
-    elif with_common:
-        plain_unexpected = requested_keys.tensors_not_stored(wanted.leaves, wanted.common)
-    unexpected = {wanted.tensors[index].key for index in wanted.reads.unexpected} | unknown
-    empty = factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
-    below = tuple(f"{name}." for name in empty)
-    unexpected |= empty | {name for name in plain_unexpected if not name.startswith(below)}
-    others = dict[str, str]()
-    if unexpected and strict.raises_unexpected:
-        plain = (tree.key_text(path) for path, leaf in tree.leaves(wanted.common) if isinstance(leaf, torch.Tensor))
-        others = requested_keys.other_wrappers(unexpected, [*manifest.tensors, *plain])
-    frames = {manifest.objects[record.unique_key] for record in objects if record.unique_key in manifest.objects}
-    frames |= rank_load.reads.frames() | set(checkpoint.unread)
-    return _Report(
-        wanted.table,
-        [record.without_data() for record in objects],
-        unexpected,
-        [*wanted.reads.mismatches, *mismatches],
-        rank_load.view.touched(checkpoint, frames, exchange.ranks),
-        (socket.gethostname(), len(os.sched_getaffinity(0))),
-        checkpoint.content,
-        checkpoint if exchange.rank == 0 else None,
-        any(step.owner is not None for step in wanted.merges),
-        rank_load.view.room(),
-        # Weights alone, of Hugging Face say, are asked for in part as a rule.
-        requested_keys.owners(request.state, wanted.merges, wanted.parts, wanted.common)
-        if manifest.save_id is not None or manifest.objects or wanted.common
-        else frozenset(),
-        requested_keys.local_names(wanted.parts),
-        plain_missing,
-        others,
-        any(record.is_on_slice for record in wanted.tensors),
-        frozenset(tree.names_of_tensors(wanted.common)),
-    )
-
-
 def _object_mismatches(
-    objects: Sequence[ShardedObject], manifest: Manifest, raises: bool
+    objects: Sequence[ShardedObject], manifest: Manifest, strict: StrictHandling
 ) -> tuple[list[str], set[str]]:
     """Objects whose grid is another than the saved one, and objects that are not stored at all.
 
@@ -423,7 +420,7 @@ def _object_mismatches(
     lines, unknown = [], set()
     for record in absent:
         grid = grids.get(record.key, record.global_shape)
-        if raises and grid != record.global_shape:
+        if grid != record.global_shape and strict.raises_unexpected:
             lines.append(
                 f"{record.key}: asked for a grid {record.global_shape} of objects, saved was {grid}; objects cannot be "
                 "cut anew"
@@ -440,35 +437,34 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
             "the ranks see different checkpoints under this path: they share no file system, or a save replaced it "
             "while they opened it. Load it again"
         )
-    table = merge([report.table for report in reports])
-    asked = table.keys | {cell.unique_key for report in reports for cell in report.objects}
-    unexpected: set[str] = set().union(*(report.unexpected for report in reports))
-    checkpoint = reports[0].checkpoint
+    table, objects = merge([report.table for report in reports]), [report.objects for report in reports]
+    checkpoint, strict = reports[0].checkpoint, request.strict
     assert checkpoint is not None, "the first rank's report"
-    # All keys are looked at only if they are asked about.
-    strict = request.strict
-    owners = frozenset[str]().union(*(report.owners for report in reports))
-    counts = strict.minds_missing or bool(owners)
-    stored = checkpoint.manifest
-    missing = {key for keys in (stored.tensors, stored.objects) for key in keys} - asked if counts else set[str]()
-    missing = missing.difference(*(report.plain for report in reports))
-    requested_keys.check_wrappers({key: other for report in reports for key, other in report.other_wrappers.items()})
-    missing |= set[str]().union(*(report.plain_missing for report in reports))
-    requested_keys.check_keys(strict, missing, unexpected)
-    if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
-        requested_keys.check_whole(missing, owners, frozenset[str]().union(*(report.local for report in reports)))
+    unexpected = set[str]().union(*(report.unexpected for report in reports))
+    owners = set[str]().union(*(report.owners for report in reports))
+    local = set[str]().union(*(report.local for report in reports))
+    plain_missing = set[str]().union(*(report.plain_missing for report in reports))
+    wrappers = {key: other for report in reports for key, other in report.other_wrappers.items()}
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
+    missing = set[str]()
+    if owners or strict.minds_missing:  # all keys are looked at only if they are asked about
+        missing = {*checkpoint.manifest.tensors, *checkpoint.manifest.objects}
+        missing -= table.keys | {cell.unique_key for cells in objects for cell in cells}
+        missing = missing.difference(*(report.plain for report in reports))
+    requested_keys.check_wrappers(wrappers)
+    requested_keys.check_keys(strict, missing | plain_missing, unexpected)
+    if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
+        requested_keys.check_whole(missing, owners, local)
+    missing |= plain_missing
     raise_problems(mismatches, "asked for", MismatchError)
     if request.validate_access_integrity:
         copies = any(report.has_slices for report in reports)  # each rank is filled, whoever else holds a copy
-        problems = table_problems(table, "asked for", copies=copies)
-        problems += object_problems([report.objects for report in reports], "asked for")
+        problems = table_problems(table, "asked for", copies=copies) + object_problems(objects, "asked for")
         raise_problems(problems, "asked for", ShardingError)
+    threads, has_stateful = threads_of([r.cpus for r in reports]), any(r.has_stateful for r in reports)
     shares = view.shares([report.touched for report in reports])
     view.check_room(shares, [report.room for report in reports], checkpoint.block_bytes)
-    threads = threads_of([report.cpus for report in reports])
-    decision = _Decision(missing, unexpected, threads, any(report.has_stateful for report in reports))
-    return decision, view.parts(shares)
+    return _Decision(missing, unexpected, threads, has_stateful), view.parts(shares)
 
 
 def threads_of(cpus: Sequence[tuple[str, int]]) -> int:
@@ -520,7 +516,8 @@ def _check_have_memory(
 def _assembled(rank_load: RankLoad, values: Values) -> tuple[Any, list[tuple[Any, Any]]]:
     """The result of a load, and what its Stateful objects are to get."""
     common, parts = rank_load.common, rank_load.parts
-    replicated_tensors.fill(common, rank_load.extra)
+    if rank_load.extra:
+        replicated_tensors.fill(common, rank_load.extra)
     values = factory.keep_own(values, rank_load.merges, parts, common)
     result = tree.assemble(common, rank_load.expanded, values)
     wanted = [path for path, _ in (*parts.records, *parts.local)]

@@ -40,7 +40,7 @@ from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, at
 from sixfold.dist_ckpt.formats import frame as frames
 from sixfold.dist_ckpt.formats import weights_only
 from sixfold.dist_ckpt.formats.integrity import Block, Hasher, spans_of
-from sixfold.dist_ckpt.geometry.box import Box, describe
+from sixfold.dist_ckpt.geometry.box import Box, Ints, describe
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, StoredChunk
 from sixfold.dist_ckpt.interpreter import Pool, collection_paused
 from sixfold.dist_ckpt.plans.plan import LoadPlan, Read
@@ -92,8 +92,8 @@ class Sources:
         frame = step.chunk.frame
         if frame not in self._starts:
             self._starts[frame] = self._values_of(step)
-        start = self._starts[frame]
-        return None if start is None else start + step.chunk.first * step.stored_dtype.itemsize
+        start, (_, first) = self._starts[frame], _in_frame(step.chunk)
+        return None if start is None else start + first * step.stored_dtype.itemsize
 
     def seen_start(self, step: Read) -> int | None:
         """``start`` when the head of the frame has been looked at; for threads. See [Note: taken for ours]."""
@@ -120,8 +120,8 @@ class Sources:
         decoder = self._checkpoint.manifest.decoder
         if decoder is not None:
             return frame.offset if decoder.is_plain(chunk) else None
-        shape = chunk.frame_shape
         if self._checkpoint.integrity is not None:
+            shape, _ = _in_frame(chunk)
             for streamed in (False, True):  # as a folder has it, and a store
                 template = frames.template(dtype, shape, frame.offset, streamed=streamed)
                 if frame.length == template.nbytes and self._is_ours(frame, template):
@@ -129,13 +129,13 @@ class Sources:
         return self._parsed(step)
 
     def _parsed(self, step: Read) -> int | None:
-        chunk, frame, dtype = step.chunk, step.chunk.frame, step.stored_dtype
+        frame, dtype, (shape, _) = step.chunk.frame, step.stored_dtype, _in_frame(step.chunk)
         view = self._checkpoint.frame(frame)
         layout = frames.parse(view)
         if self._checkpoint.integrity is None and self._checkpoint.verify != "off":
             frames.check_records(view)
-        plain = layout.data_bytes == prod(chunk.frame_shape) * dtype.itemsize
-        plain = plain and layout.pickle == frames.data_pickle(dtype, chunk.frame_shape)
+        plain = layout.data_bytes == prod(shape) * dtype.itemsize
+        plain = plain and layout.pickle == frames.data_pickle(dtype, shape)
         return frame.offset + layout.data_start if plain else None
 
     def _is_ours(self, frame: ByteRange, template: frames.Template) -> bool:
@@ -159,16 +159,20 @@ class Sources:
         if decoder is not None:
             self._checkpoint.await_bytes(frame.file, frame.offset, frame.offset + frame.length)
             return decoder.decode(self._checkpoint.folder, chunk)
+        shape, first = _in_frame(chunk)
         value: Any = weights_only.load(bytes(self._checkpoint.frame(frame)), str(frame), ())
         if not isinstance(value, torch.Tensor):
             raise CorruptError(f"{frame} holds a {type(value).__name__}, not a tensor")
-        if tuple(value.shape) != chunk.frame_shape or value.dtype != dtype:
-            raise CorruptError(
-                f"{frame} holds {value.dtype} {tuple(value.shape)}; .metadata says {dtype} {chunk.frame_shape}"
-            )
+        if tuple(value.shape) != shape or value.dtype != dtype:
+            raise CorruptError(f"{frame} holds {value.dtype} {tuple(value.shape)}; .metadata says {dtype} {shape}")
         if chunk.run is None:
             return value
-        return value.reshape(-1)[chunk.first : chunk.first + chunk.box.volume].view(chunk.box.size)
+        return value.reshape(-1)[first : first + chunk.box.volume].view(chunk.box.size)
+
+
+def _in_frame(chunk: StoredChunk) -> tuple[Ints, int]:
+    """The shape of the tensor in a chunk's frame, and the element of it at which the box begins."""
+    return chunk.run or (chunk.box.size, 0)
 
 
 class _Window:
@@ -315,12 +319,11 @@ class Reader:
         data, itemsize = record.data, step.stored_dtype.itemsize
         if data is None or not (data.is_cpu and data.dtype == step.stored_dtype and is_plain(data)):
             return None
-        places = step.places()
-        if places is None:
+        if (places := step.places()) is None:
             return None
-        start, at = start + places[0] * itemsize, places[1]
-        assert at + step.part.volume <= data.numel(), f"{step} leaves its tensor"
-        return ByteRun(start, start + step.nbytes, data.data_ptr() + at * itemsize)
+        start, at, elements = start + places[0] * itemsize, places[1], step.part.volume
+        assert at + elements <= data.numel(), f"{step} leaves its tensor"
+        return ByteRun(start, start + elements * itemsize, data.data_ptr() + at * itemsize)
 
     def _share(self, windows: dict[WindowPlace, _Window], step: Read, run: ByteRun) -> None:
         """Give a run's bytes to this rank's blocks, and the rest to the window that holds them."""

@@ -7,7 +7,7 @@ All ranks hold such a tensor, and one of them writes it. Its name is its path, j
 
 [Note: placeholders] The name alone does not tell keys of dicts from positions of lists. So a placeholder stands in
 ``common.pt`` where the tensor stood. By it a load gives a tensor back that the state dict does not have: the moments of
-an optimizer that has made no step. Where a rank asks for shards it gets those alone, and none of its neighbours.
+an optimizer that has made no step. Where a rank asks for shards it gets no large tensor that it has not asked for.
 
 [Note: small tensors] megatron-core reads plain tensors from ``common.pt``. So the smallest ones, ``SMALL_BYTES`` in
 all, lie there too. ``integrity.json`` names them, and for a load of this package they are placeholders like others.
@@ -27,7 +27,8 @@ from sixfold.dist_ckpt.errors import CorruptError
 from sixfold.dist_ckpt.formats import frame
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import dcp_names, tree
-from sixfold.dist_ckpt.state.placeholders import Placeholder, is_placeholder, placeholder, with_kind
+from sixfold.dist_ckpt.state.in_place import Leaves
+from sixfold.dist_ckpt.state.placeholders import Placeholder, in_common, is_placeholder, placeholder, with_kind
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values
 
@@ -37,8 +38,9 @@ CONTENT_METADATA = "content_metadata"  # is read before any tensor, and stays in
 
 def take_out(
     common: dict[Any, Any], compared: Any, taken: Collection[str], rank: int, ranks: int, *, keep_values: bool
-) -> tuple[list[ShardedTensor], dict[Any, Any]]:
-    """The tensors of common data that ``rank`` writes, as records, and common data with placeholders.
+) -> tuple[list[ShardedTensor], dict[Any, Any], tuple[str, ...]]:
+    """The tensors of common data that ``rank`` writes, as records, common data with placeholders, and which of them
+    hold values.
 
     A tensor stays in common data if another has its name, if it has no dense values, or if it is not compared.
 
@@ -56,7 +58,7 @@ def take_out(
     names = Counter(tree.key_text(path) for path, _ in leaves)
     found = {path: leaf for path, leaf in leaves if names[name := tree.key_text(path)] == 1 and name not in taken}
     if not found:
-        return [], common
+        return [], common, in_common(common)
     left, stays = SMALL_BYTES, set[tree.KeyPath]()
     for path, leaf in sorted(found.items(), key=lambda item: item[1].nbytes):  # stable: as they stand in the state dict
         left -= leaf.nbytes
@@ -71,7 +73,8 @@ def take_out(
             return leaf
         return Placeholder(leaf) if path in stays else placeholder(leaf)
 
-    return own, tree.mapped(common, change, same=tree.BRANCHES)
+    left_out = tree.mapped(common, change, same=tree.BRANCHES)
+    return own, left_out, in_common(left_out)
 
 
 def _has_frame(leaf: Any) -> bool:
@@ -109,15 +112,17 @@ def _whole(path: tree.KeyPath, tensor: torch.Tensor) -> ShardedTensor:
 
 def not_asked_for(
     common: dict[Any, Any],
-    expanded: Any,
+    own: Leaves,
     records: Sequence[tuple[tree.KeyPath, ShardedBase]],
     stored: Mapping[str, Stored],
+    small: Collection[str],
 ) -> dict[tree.KeyPath, ShardedTensor]:
     """Records of the tensors that placeholders of ``common`` stand for and that nothing asks for, by their places.
 
     Args:
-        expanded: the state dict of the load, with the caller's own records alone.
+        own: leaves of the state dict of the load, with the caller's own records alone.
         records: all that is asked for.
+        small: names of tensors that are in ``common.pt`` too; they come back beside shards, as megatron-core expects.
     Raises:
         CorruptError: nothing is stored under the name of a placeholder.
     """
@@ -127,11 +132,13 @@ def not_asked_for(
     if absent := [name for path in places if (name := tree.key_text(path)) not in stored]:
         raise CorruptError(f"common.pt says that {absent[0]} is a tensor of the checkpoint, and none has this name")
     asked, keys = {path for path, _ in records}, {record.key for _, record in records}
-    sharded = {path[:1] for path, leaf in tree.leaves(expanded) if isinstance(leaf, ShardedBase)}
+    sharded = {path[:1] for path, leaf in own if isinstance(leaf, ShardedBase)}
     return {
         path: dcp_names.whole(name, stored[name])
         for path in places
-        if path not in asked and (name := tree.key_text(path)) not in keys and path[:1] not in sharded
+        if path not in asked
+        and (name := tree.key_text(path)) not in keys
+        and (path[:1] not in sharded or name in small)
     }
 
 

@@ -40,7 +40,6 @@ from sixfold.dist_ckpt.save_load import replicated_tensors, writer
 from sixfold.dist_ckpt.save_load.replicated_tensors import CONTENT_METADATA
 from sixfold.dist_ckpt.save_load.writer import RankContent, Written
 from sixfold.dist_ckpt.state import factory, tree
-from sixfold.dist_ckpt.state.placeholders import in_common
 from sixfold.dist_ckpt.state.records import (
     ShardedBase,
     ShardedObject,
@@ -333,10 +332,10 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
     parts, rank = sorted_out[0], exchange.rank
     objects = [record for record in records if isinstance(record, ShardedObject)]
     compared = request.compared(parts.common)
-    replicated, common = list[ShardedTensor](), parts.common
-    if request.engine is not None:  # else common data is a strategy's
+    replicated, common, with_values = list[ShardedTensor](), parts.common, tuple[str, ...]()
+    if common and request.engine is not None:  # else common data is a strategy's
         taken = {record.key for record in records} | {record.unique_key for record in objects}
-        replicated, common = replicated_tensors.take_out(
+        replicated, common, with_values = replicated_tensors.take_out(
             common, compared, taken, rank, exchange.ranks, keep_values=request.megatron
         )
     tensors = [*(record for record in records if isinstance(record, ShardedTensor)), *replicated]
@@ -390,7 +389,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         encoded,
         engine.thread_count,
         request.metadata,
-        in_common(common),
+        with_values,
     )
     return content, report, parts
 

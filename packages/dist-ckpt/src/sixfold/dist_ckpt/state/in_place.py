@@ -31,6 +31,7 @@ from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import (
     PLAIN_TENSORS,
+    check_writable,
     has_values,
     is_dtensor,
     is_writable,
@@ -98,8 +99,14 @@ class Tied:
     seconds: list[_Second] = field(default_factory=list)
 
     def apart(self, place: tree.KeyPath, record: ShardedTensor) -> ShardedTensor:
-        """The record, with memory of its own if one of another key fills the same tensor."""
-        if record.data is None or (memory := memory_of(record.data)) is None:
+        """The record, with memory of its own if one of another key fills the same tensor.
+
+        Raises:
+            ShardingError: values cannot be put into its tensor.
+        """
+        assert record.data is not None, f"{record} has a tensor"
+        check_writable(record, record.data)
+        if (memory := memory_of(record.data)) is None:
             return record
         first = self.first.setdefault(memory, record.key)
         if first == record.key:

@@ -21,7 +21,7 @@ import uuid
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -143,13 +143,8 @@ class _Opened:
 @contextmanager
 def _given_up_on_error(mirror: Mirror) -> Iterator[Mirror]:
     """A mirror until it is closed; who shares it hears of an error."""
-    try:
+    with closing(mirror), mirror.giving_up():
         yield mirror
-    except BaseException as error:
-        mirror.give_up(error)
-        raise
-    finally:
-        mirror.close()
 
 
 class Reader(StorageReader):

@@ -205,7 +205,9 @@ class SideEffects:
             if was is None or was[0] is not value or not _same_mark(was[1], mark):
                 if was is not None:  # by an F that nobody runs again, or between steps
                     self._found(place, name, was[2])
-                start = value.detach().clone() if isinstance(value, Tensor) else _copied(value, memo)
+                if isinstance(value, Tensor) and id(value) not in memo:  # one for all modules that hold it
+                    memo[id(value)] = value.detach().clone()
+                start = _copied(value, memo)
                 was = self._starts[key] = value, mark, start
             looked.append((place, name, (value, mark), was[2]))
         return looked

@@ -74,7 +74,7 @@ def test_the_program_of_dist_ckpts_readme_saves_on_two_ranks_and_goes_on_from_th
         line.partition(" loss ")[0] for line in shown.splitlines()[:-1]
     ]
     losses = [float(line.rpartition(" ")[2]) for line in printed.splitlines()]
-    assert losses == sorted(losses, reverse=True), printed
+    assert losses[0] > max(losses[2:]), printed  # each is of one batch
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: f"{path.parts[-3]}/{path.name}")

@@ -45,7 +45,7 @@ WHEEL_LIMIT_BYTES = {
     "pipeline": 345_000,
 }  # fmt: skip
 WHEEL_LIMIT_DEFAULT_BYTES = 200_000
-TURNS = 16  # parts of the slow tests: `ci` runs one of them, by the commit
+TURNS = 24  # parts of the slow tests: `ci` runs one of them, by the commit
 CORES_FOR_ALL = 8  # where so many are, ci runs all parts
 LANES = 4  # sessions of `ci` that run at a time: two for the cores of the smallest machine, two while ranks wait
 SESSION_DEADLINE_S = 1800.0

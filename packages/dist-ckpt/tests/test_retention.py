@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from dist_ckpt_helpers import flip_byte, one
 
 from sixfold import dist_ckpt
@@ -351,3 +352,17 @@ def test_a_step_of_a_strategy_that_is_not_registered_is_an_error_of_latest_and_n
     assert [step for step, _ in retention.checkpoints(tmp_path)] == [1, 3]
     retention.prune(tmp_path, keep_last=1)
     assert config.exists()
+
+
+def test_what_another_library_wrote_under_a_name_of_the_run_is_read_and_never_deleted(tmp_path, model, caplog):
+    state = {"w": torch.ones(2)}
+    torch_dcp.save(state, checkpoint_id=tmp_path / "step-00000001", no_dist=True)
+    for step in (2, 3):
+        dist_ckpt.save(state, retention.step_path(tmp_path, step))
+    torch_dcp.save(state, checkpoint_id=tmp_path / "step-00000004", no_dist=True)
+    assert retention.latest(tmp_path) == tmp_path / "step-00000004"
+    assert retention.prune(tmp_path, keep_last=1) == [tmp_path / "step-00000002", tmp_path / "step-00000003"]
+    assert "step 1 stays: another library wrote it" in caplog.text
+    with pytest.raises(CheckpointError, match="step 4 after step 1 was written by another library"):
+        retention.discard_after(tmp_path, 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000004"]

@@ -41,8 +41,9 @@ from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.background import status_and_heartbeats
 from sixfold.dist_ckpt.background.saver import saves_of_this_process
 from sixfold.dist_ckpt.background.status_and_heartbeats import RankState
+from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
-from sixfold.dist_ckpt.formats.integrity import crc32
+from sixfold.dist_ckpt.formats.integrity import FILE_NAME, crc32
 from sixfold.dist_ckpt.mirror import local_view
 from sixfold.dist_ckpt.storage import by_pointer
 from sixfold.dist_ckpt.storage import local as storage
@@ -165,9 +166,10 @@ def prune(
 
     The oldest goes first. Each is renamed before it is deleted (at a URL the file that commits it goes first). So a
     kill leaves nothing under a step's name that opens. Files of dead saves are deleted too, after a time that
-    [Note: dead or slow] in retention.py gives. Other incomplete folders stay. If a step is a symlink, only the link is
-    deleted. In a folder, a step stays if a symlink in ``root`` leads to it (``best -> step-00000001``), unless that
-    link is a step that is deleted itself. The log (level INFO) says which steps go, before they do.
+    [Note: dead or slow] in retention.py gives. Other incomplete folders stay, and so does what torch DCP or
+    megatron-core wrote under a name of the run. If a step is a symlink, only the link is deleted. In a folder, a step
+    stays if a symlink in ``root`` leads to it (``best -> step-00000001``), unless that link is a step that is deleted
+    itself. The log (level INFO) says which steps go, before they do.
 
     Returns:
         The deleted places.
@@ -209,6 +211,9 @@ def _found_and_prunable(
     found = [step for step in run.steps() if run.is_complete(step)]
     old = found[: max(0, len(found) - keep_last)]
     goes = [step for step in old if step not in keep and (keep_every is None or step % keep_every)]
+    if others := [step for step in goes if run.is_of_others(step)]:
+        _LOG.warning("%s: %s stays: another library wrote it", run.place, named(others))
+        goes = [step for step in goes if step not in others]
     if keep_last and (newest := run.newest(found)) in goes:
         warnings.warn(
             f"step {newest} was saved after step {found[-1]}, as by a run that went back; it stays. If steps above it "
@@ -251,6 +256,11 @@ def discard_after(
     if step not in found or not run.is_complete(step):
         raise CheckpointError(f"{kept} is no complete checkpoint, so nothing after it is deleted; name one that is")
     deleted = [other for other in reversed(found) if other > step and run.is_complete(other)]
+    if others := [other for other in deleted if run.is_of_others(other)]:
+        raise CheckpointError(
+            f"{run.place}: {named(sorted(others))} after step {step} was written by another library, and is not "
+            "deleted here. Move it away first"
+        )
     if deleted:
         _LOG.info("%s: going back to step %d, removing %s", root, step, named(deleted))
     for other in deleted:
@@ -292,6 +302,17 @@ class _LocalRun:
 
     def is_complete(self, step: int) -> bool:
         return self._is_of_a_run(self.path(step))
+
+    @property
+    def place(self) -> str:
+        return str(self._root)
+
+    def is_of_others(self, step: int) -> bool:
+        """Whether torch DCP or megatron-core wrote it: what this package writes has digests."""
+        with suppress(MismatchError):  # of a strategy
+            checkpoint = open_checkpoint(self.path(step), verify="off")
+            return checkpoint.integrity is None and checkpoint.manifest.decoder is None
+        return False
 
     def is_checkpoint(self, folder: str) -> bool:
         """Whether one whose name says nothing is a checkpoint; False too where the system does not let us see."""
@@ -433,6 +454,15 @@ class _StoredRun:
 
     def is_complete(self, step: int) -> bool:
         return self.is_checkpoint(self.names.of(step))
+
+    @property
+    def place(self) -> str:
+        return self._store.name
+
+    def is_of_others(self, step: int) -> bool:
+        """Whether torch DCP or megatron-core wrote it: what this package writes has digests."""
+        names = self._listed.get(self.names.of(step), ())
+        return not any(name.rpartition("/")[2] == FILE_NAME for name in names)
 
     def is_checkpoint(self, folder: str) -> bool:
         names = self._listed.get(folder, ())

@@ -4,8 +4,8 @@
 
 [Note: what may differ] Where values differ between ranks, saving one of them loses the others. So that is an error, and
 ``PerRank`` keeps them. So is a value that the first rank does not have. A value that is no tensor or array and that the
-first rank has and others do not gives a warning: none is lost. ``preprocess_common_before_consistancy_check`` may drop
-either from the check.
+first rank has and others do not gives a warning: none is lost. A plain tensor that some ranks have, equal on all of
+them, is written by one of those. ``preprocess_common_before_consistancy_check`` may drop any from the check.
 
 [Note: replicas that disagree] Of copies of one shard the first is written. So each rank sends digests of at most
 ``_MOST_SAMPLES`` of its shards. A digest is of all elements up to ``_WHOLE``, and of ``_SAMPLE`` elements of a larger
@@ -19,7 +19,7 @@ import logging
 import pickle
 import sys
 import warnings
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterator, Sequence
 from heapq import nsmallest
 from typing import Any, NamedTuple
@@ -29,10 +29,11 @@ import torch
 
 from sixfold.dist_ckpt.collectives.exchange import Exchange
 from sixfold.dist_ckpt.errors import ShardingError
+from sixfold.dist_ckpt.formats.frame import has_form
 from sixfold.dist_ckpt.formats.integrity import crc32_at
 from sixfold.dist_ckpt.state import plain_types, tree
 from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId, is_main_replica
-from sixfold.dist_ckpt.state.tensor_memory import has_values, is_freed
+from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_freed
 
 _MOST_SHOWN, _MOST_INNER = 20, 4
 _DEPTH = 4  # within a value: what refers to itself has no end
@@ -42,10 +43,14 @@ _log = logging.getLogger("sixfold.dist_ckpt")
 
 
 class Digest(NamedTuple):
-    """Equal for equal leaves, whichever process made them; ``is_data`` if tensors or arrays are in it."""
+    """Equal for equal leaves, whichever process made them.
+
+    ``is_data`` if tensors or arrays are in it, ``is_tensor`` if it is a tensor of the checkpoint.
+    """
 
     value: int
     is_data: bool = False
+    is_tensor: bool = False
 
 
 class Place(NamedTuple):
@@ -55,14 +60,32 @@ class Place(NamedTuple):
     exact: str
 
 
+class Owners(NamedTuple):
+    """Which rank writes a plain tensor, by ``Place.exact``, and which of them only some ranks have."""
+
+    by_path: dict[str, int]
+    of_some: frozenset[str]
+
+
 Found = dict[Place, Digest]
 Inner = dict[Place, dict[str, int]]  # of values that hold others: digests by name, to tell what differs
 Samples = dict[tuple[ShardId, tuple[int, ...]], int]  # by shard and local shape
 
 
-def digests(compared: Any) -> Found:
-    """The digest of each leaf of common data, by its path."""
-    return {Place(tree.path_text(path), repr(path)): digest_of(leaf) for path, leaf in tree.leaves(compared)}
+def is_tensor(leaf: Any) -> bool:
+    """Whether a leaf is a plain tensor whose values can lie in a frame."""
+    is_dense = type(leaf) in PLAIN_TENSORS and not leaf.is_nested and leaf.numel() > 0 and has_values(leaf)
+    return is_dense and has_form(leaf.dtype)
+
+
+def digests(compared: Any, with_tensors: bool) -> Found:
+    """The digest of each leaf of common data, by its path. ``with_tensors``: plain ones are tensors of the save."""
+    return {
+        Place(tree.path_text(path), repr(path)): Digest(_quick(leaf), True, True)
+        if with_tensors and is_tensor(leaf)
+        else digest_of(leaf)
+        for path, leaf in tree.leaves(compared)
+    }
 
 
 def summary(compared: Any) -> int:
@@ -153,17 +176,19 @@ def _within(leaf: Any, name: str, depth: int) -> Iterator[tuple[str, int]]:
         yield from below or [(text, digest_of(value).value)]
 
 
-def check(exchange: Exchange, found: Found, within: Inner) -> None:
+def check(exchange: Exchange, found: Found, within: Inner) -> Owners | None:
     """Say what differs, when the summaries of all ranks have shown that something does. Collective.
+
+    Returns who writes plain tensors, if not all ranks have the same; else None.
 
     A warning on the first rank, and a line on the logger ``sixfold.dist_ckpt`` of each other rank that differs from it.
 
     Raises:
         ShardingError: values differ; see [Note: what may differ]. On every rank.
     """
-    _, (differing, first) = exchange.all_reduce(lambda: (None, (found, within)), _differing)
+    _, (differing, first, owners) = exchange.all_reduce(lambda: (None, (found, within)), _differing)
     if not differing:
-        return
+        return owners
     if exchange.rank == 0:
         shown = ", ".join(place.text for place in differing[:_MOST_SHOWN]) + (
             ", ..." if len(differing) > _MOST_SHOWN else ""
@@ -179,13 +204,16 @@ def check(exchange: Exchange, found: Found, within: Inner) -> None:
             sorted(place.text for place in found.keys() - first.keys()),
             sorted(place.text for place in first.keys() & found.keys() if first[place] != found[place]),
         )
+    return owners
 
 
-def _differing(reports: list[tuple[Found, Inner]]) -> tuple[list[Place], Found]:
-    """Paths whose leaves are not the same on all ranks, and the first rank's digests."""
+def _differing(reports: list[tuple[Found, Inner]]) -> tuple[list[Place], Found, Owners | None]:
+    """Paths whose leaves are not the same on all ranks, the first rank's digests, and who writes plain tensors."""
     by_rank, inner_by_rank = [found for found, _ in reports], [within for _, within in reports]
     paths = {path for found in by_rank for path in found}
     differing = sorted(path for path in paths if len({found.get(path) for found in by_rank}) > 1)
+    of_some = {path for path in differing if _is_of_some([found.get(path) for found in by_rank])}
+    differing = [path for path in differing if path not in of_some]
     lost = [path for path in differing if _is_lost([found.get(path) for found in by_rank])]
     if lost:
         lines = [f"{path.text}: {_who(path, by_rank)}{_where(path, inner_by_rank)}" for path in lost[:_MOST_SHOWN]]
@@ -197,7 +225,27 @@ def _differing(reports: list[tuple[Found, Inner]]) -> tuple[list[Place], Found]:
             "key of the state dict. Drop them by LocalNonpersistentObject, or drop them from the check by "
             "preprocess_common_before_consistancy_check; then the first rank's are saved"
         )
-    return differing, by_rank[0]
+    return differing, by_rank[0], _owners(by_rank, of_some) if of_some else None
+
+
+def _owners(by_rank: list[Found], of_some: set[Place]) -> Owners:
+    """Each plain tensor to the rank that has it and got fewest."""
+    holders = defaultdict[Place, list[int]](list)
+    for rank, found in enumerate(by_rank):
+        for path, digest in found.items():
+            if digest.is_tensor:
+                holders[path].append(rank)
+    counts, by_path = Counter[int](), dict[str, int]()
+    for path in sorted(holders):
+        by_path[path.exact] = owner = min(holders[path], key=lambda rank: (counts[rank], rank))
+        counts[owner] += 1
+    return Owners(by_path, frozenset(path.exact for path in of_some))
+
+
+def _is_of_some(by_rank: list[Digest | None]) -> bool:
+    """Whether this is a plain tensor of some ranks, equal on all of them."""
+    there = {digest for digest in by_rank if digest is not None}
+    return None in by_rank and len(there) == 1 and next(iter(there)).is_tensor
 
 
 def _is_lost(by_rank: list[Digest | None]) -> bool:

@@ -73,6 +73,16 @@ def data_pickle(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     return buffer.getvalue()
 
 
+@lru_cache(maxsize=256)
+def has_form(dtype: torch.dtype) -> bool:
+    """Whether torch has a saved form of a dtype."""
+    try:
+        data_pickle(dtype, ())
+    except (KeyError, RuntimeError):  # of torch's storages
+        return False
+    return True
+
+
 class Template(NamedTuple):
     """A frame whose CRC-32 is not known yet: it stands between the parts of head and of tail."""
 

@@ -3,7 +3,8 @@
     common data of a save --> take_out (this file) --> records of this rank's share + placeholders in common.pt
     common.pt of a load --> not_asked_for (this file) --> records of tensors that the state dict does not name
 
-All ranks hold such a tensor, and one of them writes it. Its name is its path, joined by dots, as torch DCP gives it.
+All ranks hold such a tensor, or some of them, as stages of a pipeline do; one of them writes it. Its name is its path,
+joined by dots, as torch DCP gives it.
 
 [Note: placeholders] The name alone does not tell keys of dicts from positions of lists. So a placeholder stands in
 ``common.pt`` where the tensor stood. By it a load gives a tensor back that the state dict does not have: the moments of
@@ -17,27 +18,33 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from functools import cache
 from heapq import heapify, heapreplace
 from typing import Any
 
 import torch
 
-from sixfold.dist_ckpt.errors import CorruptError
-from sixfold.dist_ckpt.formats import frame
+from sixfold.dist_ckpt.collectives import consistency
+from sixfold.dist_ckpt.collectives.consistency import Owners
+from sixfold.dist_ckpt.errors import CorruptError, ShardingError
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import dcp_names, tree
 from sixfold.dist_ckpt.state.in_place import Leaves
 from sixfold.dist_ckpt.state.placeholders import Placeholder, in_common, is_placeholder, placeholder, with_kind
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
-from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values
 
 SMALL_BYTES = 1 << 16
 CONTENT_METADATA = "content_metadata"  # is read before any tensor, and stays in common data with all that it holds
 
 
 def take_out(
-    common: dict[Any, Any], compared: Any, taken: Collection[str], rank: int, ranks: int, *, keep_values: bool
+    common: dict[Any, Any],
+    compared: Any,
+    taken: Collection[str],
+    rank: int,
+    ranks: int,
+    *,
+    keep_values: bool,
+    owners: Owners | None = None,
 ) -> tuple[list[ShardedTensor], dict[Any, Any], tuple[str, ...]]:
     """The tensors of common data that ``rank`` writes, as records, common data with placeholders, and which of them
     hold values.
@@ -48,15 +55,25 @@ def take_out(
         compared: what of common data is the same on all ranks.
         taken: keys of the records beside it.
         keep_values: the values of all tensors stay in common data too. See [Note: small tensors].
+        owners: who writes each of them, if not all ranks have the same.
+    Raises:
+        ShardingError: a tensor that only some ranks have has a name that another tensor has.
     """
     same = None if compared is common else {id(leaf) for _, leaf in tree.leaves(compared)}
     leaves = [
         (path, leaf)
         for path, leaf in tree.leaves(common)
-        if _has_frame(leaf) and (same is None or id(leaf) in same) and path[0] != CONTENT_METADATA
+        if consistency.is_tensor(leaf) and (same is None or id(leaf) in same) and path[0] != CONTENT_METADATA
     ]
     names = Counter(tree.key_text(path) for path, _ in leaves)
     found = {path: leaf for path, leaf in leaves if names[name := tree.key_text(path)] == 1 and name not in taken}
+    if owners is not None:
+        for path, _ in leaves:
+            if path not in found and repr(path) in owners.of_some:
+                raise ShardingError(
+                    f"{tree.key_text(path)}: two tensors have this name, and not all ranks have them. Give one of them "
+                    "another name"
+                )
     if not found:
         return [], common, in_common(common)
     left, stays = SMALL_BYTES, set[tree.KeyPath]()
@@ -65,8 +82,11 @@ def take_out(
         if left < 0 and not keep_values:
             break
         stays.add(path)
-    owners = _dealt([leaf.nbytes for leaf in found.values()], ranks)
-    own = [_whole(path, leaf) for (path, leaf), owner in zip(found.items(), owners, strict=True) if owner == rank]
+    if owners is None:
+        dealt = _dealt([leaf.nbytes for leaf in found.values()], ranks)
+    else:
+        dealt = [owners.by_path[repr(path)] for path in found]
+    own = [_whole(path, leaf) for (path, leaf), owner in zip(found.items(), dealt, strict=True) if owner == rank]
 
     def change(path: tree.KeyPath, leaf: Any) -> Any:
         if path not in found:
@@ -75,21 +95,6 @@ def take_out(
 
     left_out = tree.mapped(common, change, same=tree.BRANCHES)
     return own, left_out, in_common(left_out)
-
-
-def _has_frame(leaf: Any) -> bool:
-    """Whether a leaf is a tensor whose values can lie in a frame."""
-    is_dense = type(leaf) in PLAIN_TENSORS and not leaf.is_nested and leaf.numel() > 0 and has_values(leaf)
-    return is_dense and _has_form(leaf.dtype)
-
-
-@cache
-def _has_form(dtype: torch.dtype) -> bool:
-    try:
-        frame.data_pickle(dtype, ())
-    except (KeyError, RuntimeError):  # of torch's storages
-        return False
-    return True
 
 
 def _dealt(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sixfold.dist_ckpt.collectives import consistency, mesh_slices
+from sixfold.dist_ckpt.collectives.consistency import Owners
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.formats import compact_manifest, metadata, weights_only
@@ -217,11 +218,21 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
     store, begun, later = request.store, list[Save](), list[Callable[[], Save]]()
     cache: PlanCache | None = None if engine.memory is None else engine.memory.get("last")
 
-    def described() -> tuple[tuple[RankContent, _Report, tree.Split], _Report]:
+    def described() -> tuple[tuple[list[ShardedBase], tree.Split, RankContent, _Report], _Report]:
         if exchange.ranks > 1 and not store.is_shared:
             raise CheckpointError(f"{store.name} is seen by one process alone; save into it with group=None")
-        content, report, parts = describe(request, exchange, engine)
-        return (content, report, parts), report
+        records, parts = taken_apart(request, exchange, engine)
+        content, report = describe(request, exchange, engine, records, parts)
+        return (records, parts, content, report), report
+
+    def again() -> tuple[tuple[RankContent, _Report], _Report]:
+        if not ticket.common_differs:
+            own = _with_more(content, report, ticket, exchange.rank)
+        elif owners is None:
+            own = content, report._replace(common_digest=0)
+        else:
+            own = describe(request, exchange, engine, records, parts, owners)
+        return own, own[1]
 
     def agree(reports: list[_Report]) -> Ticket:
         """On the first rank: the records of all ranks fit together, and the save begins. See [Note: plan cache]."""
@@ -260,14 +271,14 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
     try:
         if engine.arrange is not None:  # by an exchange of its own
             exchange.raise_errors_of_others()
-        (content, report, parts), ticket = exchange.all_reduce(described, agree)
+        (records, parts, content, report), ticket = exchange.all_reduce(described, agree)
         while ticket.again:
+            owners = None
             if ticket.common_differs:  # told before holes are: a tensor that some ranks have would be one
                 compared = request.compared(parts.common)
-                consistency.check(exchange, consistency.digests(compared), consistency.inner(compared))
-            (content, report), ticket = exchange.all_reduce(
-                partial(_with_more, content, report, ticket, exchange.rank), agree
-            )
+                found = consistency.digests(compared, with_tensors=request.engine is not None)
+                owners = consistency.check(exchange, found, consistency.inner(compared))
+            (content, report), ticket = exchange.all_reduce(again, agree)
     except BaseException:
         for save in begun:
             store.abandon(save)
@@ -277,12 +288,8 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
     return Agreed(exchange, content, ticket, cache, parts.records, *later)
 
 
-def _with_more(
-    content: RankContent, report: _Report, ticket: Ticket, rank: int
-) -> tuple[tuple[RankContent, _Report], _Report]:
+def _with_more(content: RankContent, report: _Report, ticket: Ticket, rank: int) -> tuple[RankContent, _Report]:
     """What this rank saves and reports when the first one has asked for more, or has decided who writes copies."""
-    if ticket.common_differs:
-        return (content, report := report._replace(common_digest=0)), report
     if ticket.asks_copies:
         report = report._replace(copies=mesh_slices.on_slices(content.records))
     if ticket.owners is not None:
@@ -293,8 +300,7 @@ def _with_more(
         nbytes = content.nbytes - before + plan.total_bytes(writes)
         content = replace(content, writes=writes, table=encoded, nbytes=nbytes)
         report = report._replace(digest=encoded.digest, nbytes=nbytes, has_slices=False, copies=None)
-    report = report._replace(table=content.table)
-    return (content, report), report
+    return content, report._replace(table=content.table)
 
 
 def check_reports(reports: list[_Report], cache: PlanCache | None) -> PlanCache:
@@ -318,8 +324,8 @@ def check_reports(reports: list[_Report], cache: PlanCache | None) -> PlanCache:
     return cache
 
 
-def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tuple[RankContent, _Report, tree.Split]:
-    """What this rank saves, its report to the first rank, and its state dict taken apart."""
+def taken_apart(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tuple[list[ShardedBase], tree.Split]:
+    """The records of this rank, as the engine arranges them, and its state dict taken apart."""
     sorted_out: list[tree.Split] = []
 
     def own_records() -> list[ShardedBase]:
@@ -329,14 +335,28 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         return [record for _, record in sorted_out[0].records]
 
     records = own_records() if engine.arrange is None else engine.arrange(own_records, exchange)
-    parts, rank = sorted_out[0], exchange.rank
+    return [*records], sorted_out[0]
+
+
+def describe(
+    request: SaveRequest,
+    exchange: Exchange,
+    engine: SaveEngine,
+    records: Sequence[ShardedBase],
+    parts: tree.Split,
+    owners: Owners | None = None,
+) -> tuple[RankContent, _Report]:
+    """What this rank saves, and its report to the first rank.
+
+    ``owners``: who writes each plain tensor, if not all ranks have the same; then common data has been compared.
+    """
+    rank, compared = exchange.rank, request.compared(parts.common)
     objects = [record for record in records if isinstance(record, ShardedObject)]
-    compared = request.compared(parts.common)
     replicated, common, with_values = list[ShardedTensor](), parts.common, tuple[str, ...]()
     if common and request.engine is not None:  # else common data is a strategy's
         taken = {record.key for record in records} | {record.unique_key for record in objects}
         replicated, common, with_values = replicated_tensors.take_out(
-            common, compared, taken, rank, exchange.ranks, keep_values=request.megatron
+            common, compared, taken, rank, exchange.ranks, keep_values=request.megatron, owners=owners
         )
     tensors = [*(record for record in records if isinstance(record, ShardedTensor)), *replicated]
     # Compared as they were before ``arrange`` cut them: two ranks that write parts of one shard share none.
@@ -373,7 +393,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         encoded if engine.memory is None else None,
         [record.without_data() for record in objects],
         nbytes,
-        0 if exchange.ranks == 1 else consistency.summary(compared),
+        0 if exchange.ranks == 1 or owners is not None else consistency.summary(compared),
         request.store.name,
         consistency.samples(whole, rank) if request.validate_access_integrity else {},
         request.validate_access_integrity and any(record.is_on_slice for record in tensors),
@@ -391,7 +411,7 @@ def describe(request: SaveRequest, exchange: Exchange, engine: SaveEngine) -> tu
         request.metadata,
         with_values,
     )
-    return content, report, parts
+    return content, report
 
 
 def _add_content_metadata(request: SaveRequest, common: dict[Any, Any]) -> None:

@@ -75,9 +75,11 @@ class Names:
 
     def record(self, name: str, leaf: Any = None) -> ShardedTensor | PlainObject:
         """The record of what is stored under a name, of bytes if nothing is."""
-        if name in self.tensors:
-            return whole(name, self.tensors[name], leaf, self.rank)
-        return PlainObject.named(name, self.rank)
+        if name not in self.tensors:
+            return PlainObject.named(name, self.rank)
+        found = whole(name, self.tensors[name], leaf)
+        found.is_on_slice = True  # other ranks may ask for a copy, or none
+        return found
 
 
 def ask(state: Any, common: Any, stored: Names) -> Any:
@@ -134,8 +136,8 @@ def _with_lists(node: Any) -> Any:
     return [parts[at] for at in places] if parts.keys() == set(places) and parts else parts
 
 
-def whole(name: str, stored: Stored, leaf: Any = None, rank: int = 0) -> ShardedTensor:
+def whole(name: str, stored: Stored, leaf: Any = None) -> ShardedTensor:
     """A tensor asked for whole: into the caller's own, ``leaf``, or into a new one in place of anything else."""
     data = leaf.detach() if type(leaf) in PLAIN_TENSORS and not leaf.is_meta else None
     dtype, shape = (stored.dtype, stored.shape) if data is None else (data.dtype, tuple(data.shape))
-    return ShardedTensor(name, data, dtype, shape, shape, (0,) * len(shape), (1,) * len(shape), rank)
+    return ShardedTensor(name, data, dtype, shape, shape, (0,) * len(shape), (1,) * len(shape))

@@ -93,9 +93,11 @@ def test_the_parts_import_only_what_stands_above_them():
 
 def test_a_small_machine_runs_a_part_of_the_slow_tests_by_the_commit_and_a_large_one_all(noxfile):
     from checks.lanes import session_step, turn_of_ci
+    from checks.places import TURNS
 
-    assert [turn_of_ci(2, head=f"{number:08x}ffff") for number in (0, 1, 15, 16)] == ["0/16", "1/16", "15/16", "0/16"]
+    parts = [turn_of_ci(2, head=f"{number:08x}ffff") for number in (0, 1, TURNS - 1, TURNS)]
+    assert parts == [f"0/{TURNS}", f"1/{TURNS}", f"{TURNS - 1}/{TURNS}", f"0/{TURNS}"]
     assert turn_of_ci(2) == turn_of_ci(4) != ""
-    assert turn_of_ci(2, head="") == "0/16", "without git"
+    assert turn_of_ci(2, head="") == f"0/{TURNS}", "without git"
     assert turn_of_ci(8, head="00000001") == ""
     assert session_step(["rest(fsdp)"], "1/4").variables == {"SIXFOLD_TURN": "1/4"}

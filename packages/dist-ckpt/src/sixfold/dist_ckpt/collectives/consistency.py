@@ -221,7 +221,8 @@ def _differing(reports: list[tuple[Found, Inner]]) -> tuple[list[Place], Found, 
         raise ShardingError(
             "values in common data differ between ranks, and common data is saved once:\n  "
             + "\n  ".join(lines)
-            + "\nDescribe tensors by ShardedTensor (or DTensor). PerRank(value) keeps a value for each rank, under one "
+            + "\nDescribe tensors by ShardedTensor (or DTensor). Broadcast buffers of DDP, as of BatchNorm, from "
+            "rank 0 before the save. PerRank(value) keeps a value for each rank, under one "
             "key of the state dict. Drop them by LocalNonpersistentObject, or drop them from the check by "
             "preprocess_common_before_consistancy_check; then the first rank's are saved"
         )

@@ -44,7 +44,7 @@ from sixfold.dist_ckpt.save_load.dtype_conversion import copy_values
 from sixfold.dist_ckpt.save_load.host_view import HostView, Shares, open_host_view
 from sixfold.dist_ckpt.save_load.reader import WINDOW_BYTES, Reader
 from sixfold.dist_ckpt.save_load.requested_keys import StrictHandling
-from sixfold.dist_ckpt.state import dcp_names, factory, in_place, tree
+from sixfold.dist_ckpt.state import dcp_names, factory, in_place, stateful, tree
 from sixfold.dist_ckpt.state.placeholders import with_placeholders, without_placeholders
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor, check_data
 from sixfold.dist_ckpt.state.tensor_memory import check_readable, has_values
@@ -162,10 +162,10 @@ class Load:
         if exchange.rank == 0 and not mode.logs:
             _warn_of_stateful(rank_load, decision)
         if decision.has_stateful:  # they get their values when no rank has an error left to raise
-            result, found = exchange.run_on_all(lambda: _assembled(rank_load, values))
+            result, found = exchange.run_on_all(lambda: _assembled(rank_load, values, mode))
             exchange.run_on_all(lambda: _hand_over(found))
         else:
-            result, _ = _assembled(rank_load, values)
+            result, _ = _assembled(rank_load, values, mode)
         in_place.fill_plain(asked.state, rank_load.asked, result, exchange.rank == 0)
         missing = decision.missing if mode.minds_missing else set()
         if mode.logs:
@@ -274,7 +274,7 @@ class Load:
             tree.checked(self.asked.state),
             self.exchange.rank,
             self.exchange.ranks,
-            factory.Saved(stored, objects, common),
+            stateful.Saved(stored, objects, common),
         )
         _check_have_memory(merges, expanded, common, stored)
         own = leaves = tree.leaves(expanded)
@@ -307,7 +307,7 @@ class Load:
         extra = dict[tree.KeyPath, ShardedTensor]()
         if common:
             small = () if checkpoint.integrity is None else checkpoint.integrity.in_common
-            extra = replicated_tensors.not_asked_for(common, own, parts.records, stored, frozenset(small))
+            extra = replicated_tensors.not_asked_for(common, own, parts.records, stored, frozenset(small), merges)
             common = without_placeholders(common, extra)
         if extra:
             parts.records.extend(extra.items())
@@ -513,13 +513,15 @@ def _check_have_memory(
                 check_readable(tree.key_text(below[len(path) :]), leaf)
 
 
-def _assembled(rank_load: RankLoad, values: Values) -> tuple[Any, list[tuple[Any, Any]]]:
+def _assembled(rank_load: RankLoad, values: Values, strict: StrictHandling) -> tuple[Any, list[tuple[Any, Any]]]:
     """The result of a load, and what its Stateful objects are to get."""
     common, parts = rank_load.common, rank_load.parts
     if rank_load.extra:
         replicated_tensors.fill(common, rank_load.extra)
     values = factory.keep_own(values, rank_load.merges, parts, common)
     result = tree.assemble(common, rank_load.expanded, values)
+    if strict is not StrictHandling.ASSUME_OK_UNEXPECTED and result is not tree.GONE:
+        factory.fit_modules(result, rank_load.merges, rank_load.expanded)
     wanted = [path for path, _ in (*parts.records, *parts.local)]
     found = factory.merge(result, rank_load.merges, [path for path in wanted if path not in values])
     return ({} if result is tree.GONE else result), found

@@ -28,6 +28,7 @@ from sixfold.dist_ckpt.collectives.consistency import Owners
 from sixfold.dist_ckpt.errors import CorruptError, ShardingError
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import dcp_names, tree
+from sixfold.dist_ckpt.state.factory import Merge
 from sixfold.dist_ckpt.state.in_place import Leaves
 from sixfold.dist_ckpt.state.placeholders import Placeholder, in_common, is_placeholder, placeholder, with_kind
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
@@ -121,6 +122,7 @@ def not_asked_for(
     records: Sequence[tuple[tree.KeyPath, ShardedBase]],
     stored: Mapping[str, Stored],
     small: Collection[str],
+    merges: Sequence[Merge] = (),
 ) -> dict[tree.KeyPath, ShardedTensor]:
     """Records of the tensors that placeholders of ``common`` stand for and that nothing asks for, by their places.
 
@@ -128,6 +130,7 @@ def not_asked_for(
         own: leaves of the state dict of the load, with the caller's own records alone.
         records: all that is asked for.
         small: names of tensors that are in ``common.pt`` too; they come back beside shards, as megatron-core expects.
+        merges: an optimizer, and an object that has no shards, gets all that is stored of it, beside shards too.
     Raises:
         CorruptError: nothing is stored under the name of a placeholder.
     """
@@ -137,14 +140,26 @@ def not_asked_for(
     if absent := [name for path in places if (name := tree.key_text(path)) not in stored]:
         raise CorruptError(f"common.pt says that {absent[0]} is a tensor of the checkpoint, and none has this name")
     asked, keys = {path for path, _ in records}, {record.key for _, record in records}
-    sharded = {path[:1] for path, leaf in own if isinstance(leaf, ShardedBase)}
+    shards = [path for path, leaf in own if isinstance(leaf, ShardedBase)]
+    sharded, whole = {path[:1] for path in shards}, _get_all(merges, shards)
     return {
         path: dcp_names.whole(name, stored[name])
         for path in places
         if path not in asked
         and (name := tree.key_text(path)) not in keys
-        and (path[:1] not in sharded or name in small)
+        and (path[:1] not in sharded or name in small or any(path[: len(at)] == at for at in whole))
     }
+
+
+def _get_all(merges: Sequence[Merge], shards: Sequence[tree.KeyPath]) -> list[tree.KeyPath]:
+    """Places of objects that get all that is stored of them. A module gets what its own state dict has."""
+    places = [(step.path, step.owner) for step in merges if step.owner is not None]
+    return [
+        path
+        for path, owner in places
+        if isinstance(owner, torch.optim.Optimizer)
+        or not (isinstance(owner, torch.nn.Module) or any(at[: len(path)] == path for at in shards))
+    ]
 
 
 def fill(common: dict[Any, Any], extra: Mapping[tree.KeyPath, ShardedTensor]) -> None:

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-import torch
-
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import in_place, tree
@@ -96,7 +94,7 @@ def ask(state: Any, common: Any, stored: Names) -> Any:
             return node
         found = tree.get(common, path)
         is_named = found is tree.GONE or is_placeholder(found)
-        is_number = isinstance(node, torch.Tensor) and in_place.is_number(state, path, node)  # of no memory of its own
+        is_number = type(node) in PLAIN_TENSORS and in_place.is_number(state, path, node)  # of no memory of its own
         asked = _leaf(tree.key_text(path), None if is_number else node, stored) if is_named else None
         return node if asked is None else asked
 

@@ -15,7 +15,6 @@ import torch
 from sixfold.dist_ckpt.dict_utils import dict_list_map_inplace
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.integers import ReplicaId
-from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import per_rank, plain_types, stateful, tree
 from sixfold.dist_ckpt.state.per_rank import PerRank
 from sixfold.dist_ckpt.state.records import (
@@ -24,7 +23,7 @@ from sixfold.dist_ckpt.state.records import (
     ShardedObject,
     ShardedTensor,
 )
-from sixfold.dist_ckpt.state.stateful import is_stateful
+from sixfold.dist_ckpt.state.stateful import Saved, is_stateful
 from sixfold.dist_ckpt.state.tensor_memory import is_dtensor
 
 
@@ -95,14 +94,6 @@ class Merge(NamedTuple):
     owner: Any = None
 
 
-class Saved(NamedTuple):
-    """What a checkpoint holds, for a load: its tensors, the keys of its objects, its common data."""
-
-    tensors: Mapping[str, Stored]
-    objects: Collection[str]
-    common: Any
-
-
 def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None) -> tuple[Any, list[Merge]]:
     """A copy of the containers, factories replaced by what they build and DTensors by records; inner Merges first.
 
@@ -116,8 +107,7 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
         MismatchError: a PerRank of another number of ranks.
     """
     merges: list[Merge] = []
-    tensors = None if saved is None else saved.tensors
-    names = None if saved is None else [*saved.tensors, *tree.names_of_tensors(saved.common)]
+    names = None if saved is None else {*saved.tensors, *tree.names_of_tensors(saved.common)}
 
     def changed(path: tree.KeyPath, part: Any) -> Any:
         return tree.mapped(part, change, path, same=tree.PLAIN | tree.BRANCHES | {ShardedTensor})
@@ -134,7 +124,7 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
             merge = Merge(path, merge_fn, owner)
         elif is_stateful(leaf):
             owner = stateful.inside(leaf, path, names)
-            built = changed(path, stateful.state_of(owner, path, tensors))
+            built = changed(path, stateful.state_of(owner, path, saved))
             merge = Merge(path, lambda _: leaf, owner)
         elif is_dtensor(leaf):  # a load gives the DTensor back, with the same memory
             records, whole = ShardedTensor.all_of_dtensor(tree.key_text(path), leaf), leaf.detach()
@@ -226,6 +216,19 @@ def keep_own(
                 if isinstance(record, ShardedTensor | ShardedObject):
                     kept.setdefault(at, record.data)
     return kept
+
+
+def fit_modules(result: Any, merges: Sequence[Merge], expanded: Any) -> None:
+    """Give modules of which ``strict`` leaves something out what their own state dict has: torch refuses all else."""
+    for path, _, owner in merges:
+        asked, found = tree.get(expanded, path), tree.get(result, path)
+        if not isinstance(owner, torch.nn.Module) or not tree.is_dict(asked) or not tree.is_dict(found):
+            continue
+        for name in found.keys() - asked.keys():
+            del found[name]
+        for name in asked.keys() - found.keys():
+            if isinstance(asked[name], torch.Tensor):
+                found[name] = asked[name].detach()
 
 
 def _of_owners(

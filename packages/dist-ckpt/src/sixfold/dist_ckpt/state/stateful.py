@@ -8,18 +8,31 @@ for with it.
 
 [Note: an optimizer without state] An optimizer that has made no step has no moments, and its state dict asks for none.
 So each stored one is asked for: laid out like its parameter if it has the parameter's shape, else whole.
-``load_state_dict`` then gets them.
+``load_state_dict`` then gets them. Moments that it has and the checkpoint has not are not asked for: after the load it
+has none, as after torch's own.
+
+[Note: state that grows] A data loader, a metric or the extra state of a module may hold more now than at the save, or
+less. Its tensors of another shape, and elements of a longer list, are not filled: the object gets what was saved.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS
+
+
+class Saved(NamedTuple):
+    """What a checkpoint holds, for a load: its tensors, the keys of its objects, its common data."""
+
+    tensors: Mapping[str, Stored]
+    objects: Collection[str]
+    common: Any
 
 
 def is_stateful(leaf: Any) -> bool:
@@ -39,10 +52,18 @@ def inside(leaf: Any, path: tree.KeyPath, names: Collection[str] | None) -> Any:
     """
     while isinstance(leaf, torch.nn.Module):
         prefix = _prefix(leaf)
-        if prefix is None or any(name.startswith(f"{tree.key_text(path)}.{prefix}.") for name in names or ()):
+        if prefix is None or (names is not None and _has_prefix(leaf, prefix, tree.key_text(path), names)):
             break
         leaf = getattr(leaf, prefix)
     return leaf
+
+
+def _has_prefix(wrapper: torch.nn.Module, prefix: str, key: str, names: Collection[str]) -> bool:
+    """Whether names were saved with the prefix of the wrapper; the model inside may have a child of that name."""
+    own = [name for name, _ in (*wrapper.named_parameters(), *wrapper.named_buffers())]
+    return any(f"{key}.{name}" in names for name in own) and not any(
+        f"{key}.{name.removeprefix(f'{prefix}.')}" in names for name in own
+    )
 
 
 def _prefix(module: torch.nn.Module) -> str | None:
@@ -52,13 +73,17 @@ def _prefix(module: torch.nn.Module) -> str | None:
     return "_orig_mod" if [*module._modules] == ["_orig_mod"] else None  # of torch.compile, whose class loads much
 
 
-def state_of(owner: Any, path: tree.KeyPath, stored: Mapping[str, Stored] | None) -> Any:
-    """The state dict of an object; of an optimizer at a load with what is stored and not made yet.
+def state_of(owner: Any, path: tree.KeyPath, saved: Saved | None) -> Any:
+    """The state dict of an object; at a load with what is stored and not made yet, and without what is not stored.
 
-    See [Note: an optimizer without state]. ``stored``: the tensors of the checkpoint; None at a save.
+    See [Note: an optimizer without state] and [Note: state that grows]. ``saved``: None at a save.
     """
     own = owner.state_dict()
-    if not stored or not isinstance(owner, torch.optim.Optimizer) or type(own) is not dict:
+    if saved is None:
+        return own
+    if not isinstance(owner, torch.optim.Optimizer):
+        return _without_grown(own, path, saved, is_module=isinstance(owner, torch.nn.Module))
+    if type(own) is not dict:
         return own
     state, groups = own.get("state"), own.get("param_groups")
     if type(state) is not dict or type(groups) is not list:
@@ -69,16 +94,54 @@ def state_of(owner: Any, path: tree.KeyPath, stored: Mapping[str, Stored] | None
         for named, group in pairs
         for number, parameter in zip(named["params"], group["params"], strict=True)
     }
-    prefix, made = tree.key_text((*path, "state")) + ".", dict(state)
-    for key in stored:
+    where = (*path, "state")
+    prefix, made = tree.key_text(where) + ".", dict(_without_new(state, where, saved))
+    for key, stored in saved.tensors.items():
         if not key.startswith(prefix):
             continue
         text, _, name = key.removeprefix(prefix).partition(".")
         number = int(text) if text.isdecimal() else text
         if number not in parameters or "." in name or name in made.get(number, {}):
             continue
-        made[number] = {**made.get(number, {}), name: _like(parameters[number], stored[key])}
+        made[number] = {**made.get(number, {}), name: _like(parameters[number], stored)}
     return own | {"state": made}
+
+
+def _without_new(state: dict[Any, Any], path: tree.KeyPath, saved: Saved) -> dict[Any, Any]:
+    """The state of an optimizer without tensors that are not stored, if its groups are."""
+    if tree.get(saved.common, (*path[:-1], "param_groups")) is tree.GONE:
+        return state
+
+    def change(at: tree.KeyPath, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or _is_saved(at, saved):
+            return leaf
+        return tree.GONE if isinstance(at[-1], str) else None
+
+    kept = tree.mapped(state, change, path, same=tree.BRANCHES)
+    return {} if kept is tree.GONE else kept
+
+
+def _without_grown(own: Any, path: tree.KeyPath, saved: Saved, *, is_module: bool) -> Any:
+    """The state of an object with None, which a load fills with what was saved, in place of tensors that do not fit."""
+
+    def change(at: tree.KeyPath, leaf: Any) -> Any:
+        if type(leaf) not in PLAIN_TENSORS or (is_module and not _is_extra_state(at)):
+            return leaf
+        stored = saved.tensors.get(tree.key_text(at))
+        if stored is not None:
+            return leaf if stored.shape == tuple(leaf.shape) else None
+        is_beyond = type(tree.get(saved.common, at[:-1])) is list and not _is_saved(at, saved)
+        return None if is_beyond else leaf
+
+    return tree.mapped(own, change, path, same=tree.BRANCHES)
+
+
+def _is_extra_state(path: tree.KeyPath) -> bool:
+    return any(isinstance(name, str) and name.endswith("_extra_state") for name in path)
+
+
+def _is_saved(path: tree.KeyPath, saved: Saved) -> bool:
+    return tree.key_text(path) in saved.tensors or tree.get(saved.common, path) is not tree.GONE
 
 
 def _like(parameter: torch.Tensor, stored: Stored) -> torch.Tensor:

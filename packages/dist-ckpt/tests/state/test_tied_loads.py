@@ -51,6 +51,28 @@ def test_tied_weights_take_equal_values_and_refuse_unlike_ones(tmp_path, form):
     assert torch.equal(model.head.weight, loose.embed.weight)
 
 
+class Autoencoder(torch.nn.Module):
+    """Its decoder has the encoder's weight, transposed, as such models are tied."""
+
+    def __init__(self, tie):
+        super().__init__()
+        self.encode = torch.nn.Linear(5, 3, bias=False)
+        self.decode = torch.nn.Linear(3, 5, bias=False)
+        if tie:
+            self.decode.weight = torch.nn.Parameter(self.encode.weight.data.t())
+
+
+def test_transposed_tied_weights_take_equal_values_and_refuse_unlike_ones(tmp_path):
+    tied, model = Autoencoder(True), Autoencoder(True)
+    dist_ckpt.save({"m": tied}, tmp_path / "tied")
+    dist_ckpt.load({"m": model}, tmp_path / "tied")
+    assert torch.equal(model.decode.weight, tied.decode.weight)
+    assert torch.equal(model.encode.weight, tied.encode.weight)
+    dist_ckpt.save({"m": Autoencoder(False)}, tmp_path / "loose")
+    with pytest.raises(MismatchError, match=r"m\.decode\.weight: .* m\.encode\.weight .* two that differ"):
+        dist_ckpt.load({"m": model}, tmp_path / "loose")
+
+
 def fsdp2(rank, ranks, folder, strategy):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

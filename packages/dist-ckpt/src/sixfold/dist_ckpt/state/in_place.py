@@ -36,6 +36,7 @@ from sixfold.dist_ckpt.state.tensor_memory import (
     is_dtensor,
     is_writable,
     memory_of,
+    place_of,
     same_bits,
     share_memory,
 )
@@ -106,7 +107,7 @@ class Tied:
         """
         assert record.data is not None, f"{record} has a tensor"
         check_writable(record, record.data)
-        if (memory := memory_of(record.data)) is None:
+        if (memory := place_of(record.data)) is None:
             return record
         first = self.first.setdefault(memory, record.key)
         if first == record.key:

@@ -113,6 +113,14 @@ def memory_of(tensor: torch.Tensor) -> Any:
     return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
+def place_of(tensor: torch.Tensor) -> Any:
+    """As ``memory_of``, and the same for a tensor and its transpose, which fill one memory in another order."""
+    reach = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    if tensor.numel() == 0 or reach != tensor.numel():
+        return memory_of(tensor)
+    return tensor.device, tensor.data_ptr(), tensor.numel(), tensor.dtype
+
+
 def share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether the values of two tensors begin at one place."""
     return has_values(one) and has_values(other) and one.data_ptr() == other.data_ptr() and one.numel() > 0

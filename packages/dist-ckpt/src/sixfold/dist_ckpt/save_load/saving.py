@@ -180,9 +180,11 @@ class Agreed:
     def write(self, check_finite: bool, progress: Progress | None) -> Written:
         """Write this rank's share. What is agreed on is not sent again."""
         self.join()
-        meter = Meter(progress, lambda: self.content.total_bytes)
-        written = writer.write(self.content, self.ticket.save, self.exchange.rank, check_finite, meter.add)
-        meter.finish()
+        meter = None if progress is None else Meter(progress, lambda: self.content.total_bytes)
+        moved = None if meter is None else meter.add
+        written = writer.write(self.content, self.ticket.save, self.exchange.rank, check_finite, moved)
+        if meter is not None:
+            meter.finish()
         return replace(written, table=_NO_TABLE)
 
     def commit(self, by_rank: list[Written]) -> None:

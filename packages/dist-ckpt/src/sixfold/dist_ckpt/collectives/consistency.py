@@ -74,7 +74,7 @@ Samples = dict[tuple[ShardId, tuple[int, ...]], int]  # by shard and local shape
 
 def is_tensor(leaf: Any) -> bool:
     """Whether a leaf is a plain tensor whose values can lie in a frame."""
-    is_dense = type(leaf) in PLAIN_TENSORS and not leaf.is_nested and leaf.numel() > 0 and has_values(leaf)
+    is_dense = type(leaf) in PLAIN_TENSORS and has_values(leaf)
     return is_dense and has_form(leaf.dtype)
 
 

@@ -216,11 +216,12 @@ def _shifted(values_N: torch.Tensor, bits: int) -> torch.Tensor:
     return (values_N >> bits) & ((1 << (64 - bits)) - 1)
 
 
-def table_problems(table: Table, verb: str, *, copies: bool = False) -> list[str]:
+def table_problems(table: Table, verb: str, *, copies: bool = False, is_load: bool = False) -> list[str]:
     """Everything wrong with the shards of all ranks together, one line each, in the order of the kinds.
 
     Per key: one dtype, one global shape, boxes inside it, and main replicas that cover each element
     exactly once. ``verb`` is "saved" or "asked for". ``copies``: several ranks may be main for the same box.
+    ``is_load``: a replica that asks for the whole tensor leaves no hole, as a plain tensor that one rank alone loads.
     Cost: linear in the rows, a few array operations; only keys that fail are looked at box by box.
     """
     fine = covered_once(table).tolist()
@@ -231,10 +232,10 @@ def table_problems(table: Table, verb: str, *, copies: bool = False) -> list[str
     for index in torch.isin(table.rows_NW[:, 0], numbers).nonzero().flatten().tolist() if bad else ():
         row = table.row(index)
         found[row.kind.key].append(row)
-    return [problem for rows in found.values() for problem in _key_problems(rows, verb, copies)]
+    return [problem for rows in found.values() for problem in _key_problems(rows, verb, copies, is_load)]
 
 
-def _key_problems(rows: list[Row], verb: str, copies: bool) -> list[str]:
+def _key_problems(rows: list[Row], verb: str, copies: bool, is_load: bool) -> list[str]:
     key, _, shape = rows[0].kind
     for label, number in (("dtype", 1), ("global shape", 2)):
         for row in rows:
@@ -256,7 +257,8 @@ def _key_problems(rows: list[Row], verb: str, copies: bool) -> list[str]:
         owners = [*{row.box: row for row in reversed(owners)}.values()]
     boxes = [row.box for row in owners]
     problems = [_overlap(owners[a], owners[b], verb) for a, b in overlaps(boxes)]
-    if left := holes(shape, boxes):
+    is_whole = is_load and any(row.box.size == shape for row in full)
+    if not is_whole and (left := holes(shape, boxes)):
         problems.append(_hole(left, owners, rows, verb))
     return problems
 

@@ -459,7 +459,8 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
     raise_problems(mismatches, "asked for", MismatchError)
     if request.validate_access_integrity:
         copies = any(report.has_slices for report in reports)  # each rank is filled, whoever else holds a copy
-        problems = table_problems(table, "asked for", copies=copies) + object_problems(objects, "asked for")
+        problems = table_problems(table, "asked for", copies=copies, is_load=True)
+        problems += object_problems(objects, "asked for")
         raise_problems(problems, "asked for", ShardingError)
     threads, has_stateful = threads_of([r.cpus for r in reports]), any(r.has_stateful for r in reports)
     shares = view.shares([report.touched for report in reports])

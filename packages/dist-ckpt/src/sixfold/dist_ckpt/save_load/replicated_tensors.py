@@ -66,8 +66,11 @@ def take_out(
         for path, leaf in tree.leaves(common)
         if consistency.is_tensor(leaf) and (same is None or id(leaf) in same) and path[0] != CONTENT_METADATA
     ]
-    names = Counter(tree.key_text(path) for path, _ in leaves)
-    found = {path: leaf for path, leaf in leaves if names[name := tree.key_text(path)] == 1 and name not in taken}
+    names = [tree.key_text(path) for path, _ in leaves]
+    counts = Counter(names)
+    fits = [counts[name] == 1 and name not in taken for name in names]
+    named = {name: leaf for name, leaf, fit in zip(names, leaves, fits, strict=True) if fit}
+    found = dict(named.values())
     if owners is not None:
         for path, _ in leaves:
             if path not in found and repr(path) in owners.of_some:
@@ -83,11 +86,12 @@ def take_out(
         if left < 0 and not keep_values:
             break
         stays.add(path)
+    ordered = sorted(named)  # ranks may hold their keys in another order
     if owners is None:
-        dealt = _dealt([leaf.nbytes for leaf in found.values()], ranks)
+        dealt = _dealt([named[name][1].nbytes for name in ordered], ranks)
     else:
-        dealt = [owners.by_path[repr(path)] for path in found]
-    own = [_whole(path, leaf) for (path, leaf), owner in zip(found.items(), dealt, strict=True) if owner == rank]
+        dealt = [owners.by_path[repr(named[name][0])] for name in ordered]
+    own = [_whole(name, named[name][1]) for name, owner in zip(ordered, dealt, strict=True) if owner == rank]
 
     def change(path: tree.KeyPath, leaf: Any) -> Any:
         if path not in found:
@@ -110,9 +114,9 @@ def _dealt(sizes: Sequence[int], ranks: int) -> list[int]:
     return owners
 
 
-def _whole(path: tree.KeyPath, tensor: torch.Tensor) -> ShardedTensor:
+def _whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
     shape = tuple(tensor.shape)
-    key, offset, fragments = tree.key_text(path), (0,) * len(shape), (1,) * len(shape)
+    offset, fragments = (0,) * len(shape), (1,) * len(shape)
     return ShardedTensor(key, tensor.detach(), tensor.dtype, shape, shape, offset, fragments)
 
 

@@ -69,7 +69,8 @@ def fill_plain(asked: Any, leaves: Leaves, result: Any, is_first: bool) -> None:
         found = tree.get(result, path)
         if not isinstance(found, torch.Tensor) or share_memory(found, target):
             continue
-        if found.shape == target.shape and found.dtype == target.dtype and is_writable(target) and has_values(found):
+        is_dense = is_writable(target) and has_values(found)  # a nested tensor has no shape to compare
+        if is_dense and found.shape == target.shape and found.dtype == target.dtype:
             if is_number(asked, path, target) and not same_bits(numbers.setdefault(memory_of(target), found), found):
                 continue  # [Note: tied weights]
             own = target.detach()

@@ -68,8 +68,9 @@ def check_readable(name: object, tensor: torch.Tensor) -> None:
             f"{name}: data is on the meta device and holds no values; give it memory first, as "
             "module.to_empty(device=...) does. For a load a record may have data=None"
         )
-    if tensor._is_zerotensor() or tensor.layout is not torch.strided or tensor.is_quantized:
+    if tensor._is_zerotensor() or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         form = "a tensor of zeros without memory" if tensor._is_zerotensor() else tensor.layout
+        form = "nested" if tensor.is_nested else form
         form = f"quantised {tensor.dtype}" if tensor.is_quantized else form
         raise ShardingError(
             f"{name}: data is {form} on {tensor.device}; it is dense and holds values. Save its dense parts instead"

@@ -22,7 +22,7 @@ from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.dcp_names import PlainObject
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
-from sixfold.dist_ckpt.state.tensor_memory import comparable
+from sixfold.dist_ckpt.state.tensor_memory import comparable, has_values
 from sixfold.dist_ckpt.storage.by_pointer import folders
 from sixfold.dist_ckpt.storage.local import local_path, located
 from sixfold.dist_ckpt.storage.store import Store
@@ -208,11 +208,14 @@ def diff(
         ):
             different += _different_objects(sides, group, [(left[key], right[key]) for key in group])
             meter.add(sum(sizes[0].get(key, 0) for key in group))
+        common = stored_values.common_data(first), stored_values.common_data(second)
+        plain, entries = _plain_on_one_side(sides, (left, right), common, rtol)
+        different += entries
         found = {
-            "only_in_a": sorted(left.keys() - right.keys()),
-            "only_in_b": sorted(right.keys() - left.keys()),
+            "only_in_a": sorted(left.keys() - right.keys() - plain),
+            "only_in_b": sorted(right.keys() - left.keys() - plain),
             "different": sorted(different, key=lambda entry: str(entry["key"])),
-            "common_differs": _differing_paths(*map(stored_values.common_data, sides)),
+            "common_differs": _differing_paths(*common, plain),
         }
         meter.finish()
         return {"equal": not any(found.values()), **found}
@@ -270,9 +273,37 @@ def _compare(x: torch.Tensor, y: torch.Tensor, rtol: float) -> tuple[int, float]
     return far.numel(), float(far.max()) if far.numel() else 0.0
 
 
-def _differing_paths(left: Any, right: Any) -> list[str]:
+def _plain_on_one_side(
+    sides: tuple[Path, Path], listed: tuple[dict[str, Any], dict[str, Any]], common: tuple[Any, Any], rtol: float
+) -> tuple[set[str], list[dict[str, Any]]]:
+    """Names of tensors that one side has in common data, as older saves have plain ones, and what differs of them."""
+    names, different = set[str](), list[dict[str, Any]]()
+    for one, other in ((0, 1), (1, 0)):
+        plain = {tree.key_text(path): leaf for path, leaf in tree.leaves(common[other]) if _is_dense(leaf)}
+        for key in sorted(listed[one].keys() & plain.keys() - listed[other].keys()):
+            record, tensor = listed[one][key], plain[key].detach()
+            if not isinstance(record, ShardedTensor):
+                continue
+            names.add(key)
+            if record.global_shape != tensor.shape or record.dtype != tensor.dtype:
+                different.append(_entry(key, "shape" if record.global_shape != tensor.shape else "dtype"))
+                continue
+            pair = stored_values.read(sides[one], [record])[0], tensor
+            count, max_abs = _compare(*(pair if one == 0 else pair[::-1]), rtol)
+            if count:
+                different.append(_entry(key, "values", count, max_abs))
+    return names, different
+
+
+def _is_dense(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor) and has_values(leaf)
+
+
+def _differing_paths(left: Any, right: Any, compared: Collection[str]) -> list[str]:
+    """Paths of common data that differ, but for those of tensors that were ``compared``."""
     # An empty dict is a leaf; at the top it says no more than that the paths of the other side are missing.
     x, y = ({path: leaf for path, leaf in tree.leaves(part) if path} for part in (left, right))
+    x, y = ({path: leaf for path, leaf in side.items() if tree.key_text(path) not in compared} for side in (x, y))
     missing = object()
     differing = {path for path in x.keys() | y.keys() if not equal(x.get(path, missing), y.get(path, missing))}
     return sorted(set(map(tree.path_text, differing)))

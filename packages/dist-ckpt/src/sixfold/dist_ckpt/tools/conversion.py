@@ -34,7 +34,7 @@ from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.save_load.reader import Sources
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.dcp_names import PlainObject
-from sixfold.dist_ckpt.state.placeholders import Placeholder, is_placeholder
+from sixfold.dist_ckpt.state.placeholders import Placeholder, is_placeholder, placeholder
 from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 from sixfold.dist_ckpt.storage import local as storage
@@ -98,7 +98,7 @@ def to_checkpoint(
 
 
 def _common(common: dict[Any, Any], kept: Collection[str], copies: Collection[str], to: str) -> dict[Any, Any]:
-    """Common data without what stands for a tensor that is left out, and for zarr without what stands for any.
+    """Common data without what stands for a tensor that is left out, and for zarr without second copies of values.
 
     ``copies``: names of tensors whose values it holds too.
     """
@@ -107,7 +107,9 @@ def _common(common: dict[Any, Any], kept: Collection[str], copies: Collection[st
         key = tree.key_text(path)
         if not is_placeholder(leaf) and not (isinstance(leaf, torch.Tensor) and key in copies):
             return leaf
-        return Placeholder(leaf) if key in kept and to == "torch_dist" else tree.GONE
+        if key not in kept:
+            return tree.GONE
+        return Placeholder(leaf) if to == "torch_dist" else placeholder(leaf)  # no integrity.json names copies there
 
     found = tree.mapped(common, change, same=tree.BRANCHES)
     return {} if found is tree.GONE else dict(found)

@@ -163,7 +163,7 @@ def test_torchs_own_load_reads_all_tensors_of_two_ranks_and_files_are_the_same_t
 
 
 DIFFERING = {
-    "one element": lambda rank, last: {"w": torch.zeros(16_000).index_fill_(0, torch.tensor([7_777]), rank)},
+    "one element": lambda rank, last: {"w": torch.zeros(1_000_000).index_fill_(0, torch.tensor([7_777]), rank)},
     "one element of many integers": lambda rank, last: {
         "w": torch.zeros(400_000, dtype=torch.int64).index_fill_(0, torch.tensor([77_777]), int(rank))
     },

@@ -34,6 +34,22 @@ def plain_state(mib, count, fill=None):
     return {"model": {f"t{i}": torch.full((length,), float(i if fill is None else fill)) for i in range(count)}}
 
 
+def saved_in_turn(rank, folder, rounds, saves):
+    """Medians of saves into folders that are not there; one checkpoint of each stays for the loads."""
+
+    def clear():
+        dist.barrier()
+        if rank == 0:
+            for name in saves:
+                shutil.rmtree(folder / name, ignore_errors=True)
+        dist.barrier()
+
+    medians = in_turn(rounds, saves, False, clear)
+    for save in saves.values():
+        save()
+    return medians
+
+
 def plain_job(rank, folder, ranks, mib, count, rounds, results):
     start(rank, ranks, folder, "plain")
     folder, state, empty = Path(folder), plain_state(mib, count), plain_state(mib, count, -1)
@@ -48,16 +64,7 @@ def plain_job(rank, folder, ranks, mib, count, rounds, results):
         "door": lambda: door.load(empty, checkpoint_id=str(folder / "door")),
     }
 
-    def clear():
-        dist.barrier()
-        if rank == 0:
-            for name in saves:
-                shutil.rmtree(folder / name, ignore_errors=True)
-        dist.barrier()
-
-    found = {"save": in_turn(rounds, saves, False, clear)}
-    for save in saves.values():
-        save()
+    found = {"save": saved_in_turn(rank, folder, rounds, saves)}
 
     def zero():
         for tensor in empty["model"].values():
@@ -102,16 +109,7 @@ def objects_job(rank, folder, ranks, mib, rounds, results):
     saves = {"sixfold": lambda: dist_ckpt.save(state, folder / "sixfold"), "dcp": their_save}
     loads = {"sixfold": lambda: dist_ckpt.load(state, folder / "sixfold"), "dcp": their_load}
 
-    def clear():
-        dist.barrier()
-        if rank == 0:
-            for name in saves:
-                shutil.rmtree(folder / name, ignore_errors=True)
-        dist.barrier()
-
-    found = {"save": in_turn(rounds, saves, False, clear)}
-    for save in saves.values():
-        save()
+    found = {"save": saved_in_turn(rank, folder, rounds, saves)}
 
     def zero():
         with torch.no_grad():

@@ -1,5 +1,7 @@
 """Plain tensors that not all ranks have, as stages of a pipeline: saved by who has them, loaded by any layout."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -67,6 +69,18 @@ def test_a_tensor_that_one_rank_has_is_saved_once(first, tmp_path):
     states[first]["alone"] = torch.arange(3.0)
     assert run_ranks(save_rank, 2, tmp_path / "c", states) == [None, None]
     assert dist_ckpt.load_plain_tensors(tmp_path / "c")["alone"].tolist() == [0, 1, 2]
+
+
+def save_by_copies(rank, ranks, folder):
+    """What is compared is a copy, as megatron-core's own function makes it."""
+    state = {"same": torch.ones(2)} | ({"alone": torch.arange(3.0)} if rank else {})
+    with pytest.raises(ShardingError, match=r"alone: ranks \[1\] hold it, ranks \[0\] do not have it"):
+        dist_ckpt.save(state, folder, preprocess_common_before_consistancy_check=copy.deepcopy)
+
+
+def test_a_tensor_of_one_rank_is_not_lost_where_copies_are_compared(tmp_path):
+    run_ranks(save_by_copies, 2, tmp_path / "c")
+    assert not (tmp_path / "c").exists()
 
 
 def test_tensors_of_one_name_that_differ_are_an_error_on_all(tmp_path):

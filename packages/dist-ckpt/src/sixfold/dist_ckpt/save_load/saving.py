@@ -278,7 +278,9 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
             owners = None
             if ticket.common_differs:  # told before holes are: a tensor that some ranks have would be one
                 compared = request.compared(parts.common)
-                found = consistency.digests(compared, with_tensors=request.engine is not None)
+                # A tensor of some ranks is taken out by identity, which a function of the caller's may not keep.
+                is_own = request.engine is not None and request.preprocess_common_before_consistancy_check is None
+                found = consistency.digests(compared, with_tensors=is_own)
                 owners = consistency.check(exchange, found, consistency.inner(compared))
             (content, report), ticket = exchange.all_reduce(again, agree)
     except BaseException:

@@ -63,13 +63,14 @@ class PlainBlock(nn.Module):
 class Plain(nn.Module):
     """The whole plain model; its head is tied."""
 
-    def __init__(self, c: GPTConfig) -> None:
+    def __init__(self, c: GPTConfig, seq: int = SEQ) -> None:
         super().__init__()
         self.embedding = nn.Embedding(c.vocab_size, c.hidden_size)
         self.layers = nn.ModuleList(PlainBlock(c) for _ in range(c.num_layers))
         self.norm = nn.RMSNorm(c.hidden_size, c.norm_eps)
-        angles = torch.arange(SEQ).outer(c.rope_theta ** (-torch.arange(0, c.head_dim, 2) / c.head_dim))
-        self.cos, self.sin = (torch.cat((t, t), -1).bfloat16() for t in (angles.cos(), angles.sin()))
+        angles = torch.arange(seq).outer(c.rope_theta ** (-torch.arange(0, c.head_dim, 2) / c.head_dim))
+        for name, t in (("cos", angles.cos()), ("sin", angles.sin())):
+            self.register_buffer(name, torch.cat((t, t), -1).bfloat16())
 
     def forward(self, x: Tensor, labels: Tensor) -> Tensor:
         x = self.embedding(x)

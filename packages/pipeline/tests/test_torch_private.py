@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -88,3 +90,26 @@ def test_what_a_backward_was_asked_for_is_read_of_each_of_torchs_calls():
         y.register_hook(look)
         call(y.sum())
     assert seen == [[id(x)], [id(x)], [id(x)], []]
+
+
+@pytest.mark.slow
+def test_a_torch_that_cannot_forget_what_a_thread_was_shown_trains_alike():
+    """As 2.11, which has no _remove_obj_from_tls."""
+    code = """if True:
+        import torch
+        forget = torch._C._remove_obj_from_tls
+        del torch._C._remove_obj_from_tls
+        import sixfold.pipeline.torch_private
+        torch._C._remove_obj_from_tls = forget  # this torch uses it too
+        from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
+        from sixfold.pipeline import PipelineRunner, Stage, zb_h1
+        modules, oracle = layers(2), layers(2)
+        runner = PipelineRunner(zb_h1(2, 4), [Stage(m, i) for i, m in enumerate(modules)], loss_fn=square_loss)
+        x, y = batch(16)
+        runner.step(x, y)
+        plain_loop(oracle, list(x.tensor_split(4)), list(y.tensor_split(4)))
+        assert all(equal_bits(gradients(a), gradients(b)) for a, b in zip(modules, oracle)), "other gradients"
+        torch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()  # outside, nothing is left of it
+    """
+    folders = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    subprocess.run([sys.executable, "-c", code], check=True, env={**os.environ, "PYTHONPATH": folders})

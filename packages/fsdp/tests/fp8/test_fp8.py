@@ -142,7 +142,7 @@ def test_a_tensor_larger_than_the_scratch_is_quantised_in_pieces(monkeypatch):
         main = main_of(model, name)
         q, scale = quantized(main)
         assert torch.equal(seen_by_layers(model, net, name).view(-1), (q.float() * scale).bfloat16())
-    assert model.report()["bytes"]["fp8_scratch"] == 100 * 5 + 256 * 4 + 6 * 16
+    assert model.report()["bytes"]["fp8_scratch"] == 100 * 5 + 256 * 4 + 6 * 28
 
 
 def test_a_byte_for_each_fp8_weight_travels_and_norms_lie_beside_them_as_they_are():
@@ -329,3 +329,11 @@ def test_a_byte_budget_changes_no_bit(budget):
             optimizer.zero_grad()
         results.append(model.full_state_dict())
     assert same(*results) == []
+
+
+def test_every_scale_lies_where_cublaslt_takes_it():
+    """At multiples of 16 bytes; of another it says CUBLAS_STATUS_NOT_SUPPORTED."""
+    tensors = [quantized_module.QuantizedTensor(str(at), (16, 16)) for at in range(5)]
+    scales = quantized_module.Fp8Scales([(None, True, tensors[:3]), (None, False, tensors[3:])], torch.device("cpu"))
+    assert scales.tensors == 5
+    assert [one.scale.data_ptr() % 16 for one in tensors] == [0] * 5

@@ -8,7 +8,7 @@ A torch without one of them is refused with one sentence, and not by an Attribut
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 import torch.nn.modules.module
 from torch import nn
 
-__all__ = ["ENTRY", "KNOWN", "PRIVATE", "asked_of", "frame_of", "missing"]
+__all__ = ["ENTRY", "KNOWN", "PRIVATE", "asked_of", "frame_of", "hide", "missing"]
 
 KNOWN = "2.11 to 2.13"  # versions that the tests ran with
 PRIVATE = (
@@ -28,7 +28,6 @@ PRIVATE = (
     "_C._get_obj_in_tls",
     "_C._is_any_autocast_enabled",
     "_C._is_key_in_tls",
-    "_C._remove_obj_from_tls",
     "_C._set_grad_enabled",
     "_C._stash_obj_in_tls",
     "_C._storage_Use_Count",
@@ -86,4 +85,8 @@ if _gone := missing():
         f"with torch {KNOWN}: install one of these"
     )
 
+# What a thread was shown it forgets; a torch that cannot (2.11) shows it None from then on.
+hide: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", None) or (
+    lambda key: torch._C._stash_obj_in_tls(key, None)
+)
 ENTRY: CodeType = torch.autograd.graph._engine_run_backward.__code__

@@ -88,7 +88,7 @@ class QuantizedTensor:
         q: the parameter's shape, uint8: the bytes; ``gathered`` itself unless that is wider.
         compute: (numel,) the weights that they stand for, or None where the bytes themselves are multiplied.
         transposed: (K, N) uint8, a copy of ``q`` for the backward matmul, while there is one.
-        scale: () fp32, at an address for ever.
+        scale: () fp32, at an address for ever, a multiple of 16 bytes.
     """
 
     __slots__ = ("compute", "gathered", "main", "name", "q", "scale", "scratch", "shape", "source", "transposed")
@@ -126,7 +126,9 @@ class _ScaleGroup:
         self.tensors = tuple(tensors)
         self.stale = True
         self.amax_T = torch.zeros(len(tensors), dtype=torch.float32, device=device)
-        self.scale_T = torch.ones(len(tensors), dtype=torch.float32, device=device)
+        # Each at a multiple of 16 bytes: cuBLASLt multiplies by no other.
+        self._scales_T4 = torch.ones(len(tensors), 4, dtype=torch.float32, device=device)
+        self.scale_T = self._scales_T4[:, 0]
         held = [(i, one.main) for i, one in enumerate(tensors) if one.main is not None and one.main.numel()]
         self._mains = [main for _, main in held]
         self._places = torch.tensor([i for i, _ in held], dtype=torch.int64, device=device)
@@ -134,7 +136,7 @@ class _ScaleGroup:
     @property
     def nbytes(self) -> int:
         """Bytes."""
-        return self.amax_T.nbytes + self.scale_T.nbytes + self._places.nbytes
+        return self.amax_T.nbytes + self._scales_T4.nbytes + self._places.nbytes
 
     def refresh(self, wait: Callable[[Any], None]) -> None:
         """[Note: scales before the first gather] One all-reduce of the bits of ``amax``."""

@@ -34,11 +34,12 @@ from sixfold.pipeline.split_backward.layers import MAKES_ITS_OWN, Layer, deferra
 from sixfold.pipeline.split_backward.nested_backward import NOBODY, Asked, joins, task
 from sixfold.pipeline.split_backward.user_operators import OPEN
 from sixfold.pipeline.stage.stage import Stage
+from sixfold.pipeline.torch_private import hide
 
 __all__ = ["WeightGradientStore"]
 
 _FLUSH_BYTES = 32 * 2**20  # gradients that W holds before it accumulates them; a call of the engine costs 10 us
-_show, _hide = torch._C._stash_obj_in_tls, torch._C._remove_obj_from_tls
+_show, _hide = torch._C._stash_obj_in_tls, hide
 _graph_is_made, _make_graph = torch.is_grad_enabled, torch._C._set_grad_enabled
 _engine: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 _backward = _engine  # W's

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -212,6 +214,19 @@ def test_works_that_end_in_time_are_forgotten():
     faults.close()
 
 
+def test_a_work_that_a_stream_waits_for_is_not_kept():
+    device, done = Device(), threading.Event()
+    faults = Faults(0, 2, None, timeout_s=5.0, host_waits=False, done_of=lambda work: done.is_set, abort=device.abort)
+    faults.wait(device.launch(), "", "reduce")
+    work = weakref.ref(device.works.pop())
+    gc.collect()
+    assert work() is None
+    assert faults._watched
+    done.set()
+    wait_until(lambda: not faults._watched)
+    faults.close()
+
+
 @pytest.mark.parametrize("use", ["optimizer.step", "finish_grad_sync", "clip_grad_norm_", "state_records", "check"])
 def test_after_a_missed_deadline_on_a_device_nothing_that_was_not_received_is_used(use):
     """Reductions of a wrapped model never come; the watchdog expires between backward and step()."""
@@ -221,7 +236,7 @@ def test_after_a_missed_deadline_on_a_device_nothing_that_was_not_received_is_us
     before = {name: main.detach().clone() for name, main in model.main_parameters()}
     faults = model._engine.faults
     device = Device(faults)
-    faults._host_waits, faults._abort = False, device.abort
+    faults._host_waits, faults._abort, faults._done_of = False, device.abort, lambda work: work.is_completed
     model._engine.ranks.shard.reduce_scatter = device.launch
     loss_of(model(batch(0, 0, 0)), batch(0, 0, 0)).backward()
     faults.timeout_s = faults.first_step_timeout_s = 0.06  # not before: the backward itself would meet it

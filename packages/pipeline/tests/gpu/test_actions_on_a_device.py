@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from nested_helpers import MODULES, check
@@ -37,27 +39,32 @@ def test_passes_inside_of_others_have_the_bits_of_the_plain_loop_on_the_devices_
 
 
 class Drops(nn.Module):
-    """Notes the sum of what its dropout left, at each forward of a microbatch."""
+    """Tells what its dropout left, at each forward of a microbatch."""
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, tell: Callable[[int, Tensor], None]) -> None:
         super().__init__()
-        self.layer, self.seen = layer, {}
+        self.layer, self.tell = layer, tell
 
     def forward(self, x: Tensor, *, k: int) -> Tensor:
         y = nn.functional.dropout(self.layer(x), 0.5)
-        self.seen.setdefault(k, []).append(y.detach().clone())
+        self.tell(k, y.detach().clone())
         return y
 
 
 def test_a_recomputed_forward_draws_the_devices_numbers_of_the_first_one():
-    modules = [Drops(module) for module in on_device(2)]
+    seen: list[dict[int, list[Tensor]]] = [{}, {}]  # no part of the modules: RECOMPUTE puts those back
+    modules = [
+        Drops(module, lambda k, y, mine=mine: mine.setdefault(k, []).append(y))
+        for module, mine in zip(on_device(2), seen, strict=True)
+    ]
     x, y = (tensor.to("cuda") for tensor in batch(8))
     program = recompute(gpipe(2, 4))
     runner = PipelineRunner(program, [Stage(m, i) for i, m in enumerate(modules)], loss_fn=square_loss)
     runner.step(x, y, kwargs=[{"k": k} for k in range(4)])
-    for module in modules:
-        assert all(len(each) == 2 and torch.equal(*each) for each in module.seen.values())
-        assert not torch.equal(module.seen[0][0] == 0, module.seen[1][0] == 0)
+    for mine in seen:
+        assert [len(each) for each in mine.values()] == [2] * 4
+        assert all(torch.equal(*each) for each in mine.values())
+        assert not torch.equal(mine[0][0] == 0, mine[1][0] == 0)
 
 
 def test_autocast_of_the_device_holds_for_forwards_and_not_for_backwards():

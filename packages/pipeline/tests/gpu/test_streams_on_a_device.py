@@ -29,10 +29,11 @@ def test_gradients_have_the_bits_of_the_plain_loop(program):
 
 def test_both_parts_of_an_overlap_run_at_one_time():
     program = dualpipe_v(1, 8)
-    modules = [torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(64))).to("cuda") for _ in range(2)]
+    # A product of 2048 x 1024 x 1024 outlasts its launch, so that the second part is there while the first one runs.
+    modules = [torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(16))).to("cuda") for _ in range(2)]
     stages = [Stage(module, index) for index, module in enumerate(modules)]
     runner = PipelineRunner(program, stages, loss_fn=square_loss, overlap="streams", profile=True)
-    x, y = torch.randn(64, 256, device="cuda"), torch.randn(64, 256, device="cuda")
+    x, y = (torch.randn(8 * 2048, 1024, device="cuda") for _ in range(2))
     runner.step(x, y)
     timeline = runner.gather_timeline(runner.step(x, y))
     times = {str(action): (begin, end) for _, action, begin, end in timeline.events}

@@ -7,6 +7,8 @@ A torch without one of them is refused with one sentence, and not by an Attribut
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import sys
 from collections.abc import Callable, Iterable
 from types import CodeType, FrameType
@@ -16,7 +18,7 @@ import torch
 import torch.nn.modules.module
 from torch import nn
 
-__all__ = ["ENTRY", "KNOWN", "PRIVATE", "asked_of", "frame_of", "hide", "missing"]
+__all__ = ["ENTRY", "KNOWN", "PRIVATE", "asked_of", "frame_of", "hide", "missing", "show", "shown"]
 
 KNOWN = "2.11 to 2.13"  # versions that the tests ran with
 PRIVATE = (
@@ -85,8 +87,39 @@ if _gone := missing():
         f"with torch {KNOWN}: install one of these"
     )
 
-# What a thread was shown it forgets; a torch that cannot (2.11) shows it None from then on.
-hide: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", None) or (
-    lambda key: torch._C._stash_obj_in_tls(key, None)
-)
+_OPEN = "sixfold.pipeline.store"
+_show: Callable[[str, Any], None] = torch._C._stash_obj_in_tls
+_forget: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", None) or (lambda key: _show_alive(key, None))
+_keep = ctypes.pythonapi.Py_IncRef
+_keep.argtypes, _keep.restype = [ctypes.py_object], None
+
+
+def _show_alive(key: str, value: Any) -> None:
+    """For a torch that gives back a reference which it did not take, as 2.11 does."""
+    _keep(value)
+    _show(key, value)
+
+
+def _takes_none() -> bool:
+    """Whether torch takes no reference to what it shows."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    _show(_OPEN, probe)
+    taken = sys.getrefcount(probe) - before
+    if not taken:
+        _keep(probe)
+    _forget(_OPEN)
+    return not taken
+
+
+# What this thread is shown, the threads of its backward see. An older torch cannot forget it, and shows None.
+show: Callable[[Any], None] = functools.partial(_show_alive if _takes_none() else _show, _OPEN)
+hide: Callable[[], None] = functools.partial(_forget, _OPEN)
+
+
+def shown() -> Any:
+    """What ``show`` was given, in the thread of the step or of its backward; None behind ``hide``."""
+    return torch._C._get_obj_in_tls(_OPEN) if torch._C._is_key_in_tls(_OPEN) else None
+
+
 ENTRY: CodeType = torch.autograd.graph._engine_run_backward.__code__

@@ -8,7 +8,7 @@ these words do nothing. They are chosen once, by the device, so no other file as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from threading import RLock
 from typing import Any, Protocol
@@ -88,3 +88,9 @@ class CudaStream:
 def make_stream(device: torch.device) -> SideStream:
     """A stream of ``device``, or the null object."""
     return CudaStream(device) if device.type == "cuda" else NullStream()
+
+
+def done_behind(device: torch.device) -> Callable[[], bool]:
+    """Tells later whether the current stream of a CUDA ``device`` is through with what it was asked to do until now."""
+    event: torch.cuda.Event = torch.cuda.current_stream(device).record_event()
+    return event.query

@@ -64,6 +64,8 @@ class Faults:
             beat is lost after half of ``timeout_s`` in every step: compiling leaves the heartbeat its turns.
         host_waits: a Work's wait() blocks the host (gloo); else only a stream waits, and a thread looks at the Work
             and calls ``abort`` at its deadline.
+        done_of: of a Work that a stream waits for, what tells later whether it is done. A Work that is kept keeps its
+            tensors, and main gradients would look as if somebody held them.
         launched: what each communicator was asked to do so far.
     """
 
@@ -77,6 +79,7 @@ class Faults:
         first_step_timeout_s: float = 0.0,
         busy_timeout_s: float = 0.0,
         host_waits: bool = True,
+        done_of: Callable[[Any], Callable[[], bool]] = lambda work: work.is_completed,
         abort: Callable[[], None] | None = None,
         launched: Callable[[], Launched] = dict,
         store_name: str = "fault_store",
@@ -93,6 +96,7 @@ class Faults:
         self._store = None if store is None else PatientStore(store, min(_STORE_S, timeout_s))
         self._meeting = None if self._store is None else Meeting(rank, size, self._store, timeout_s)
         self._host_waits = host_waits
+        self._done_of = done_of
         self._abort = abort
         self._launched = launched
         self._store_name = store_name
@@ -103,7 +107,8 @@ class Faults:
         # Where the host waits, and since when; made for each wait, so plain tuples until someone asks.
         self._at: tuple[tuple[int | None, str | None, str], float] | None = None
         self._last: tuple[int | None, str | None, str] | None = None
-        self._watched: deque[tuple[Any, Place, float]] = deque()  # Works that a stream waits for, and since when
+        # Of Works that a stream waits for: whether it is done, where, and since when.
+        self._watched: deque[tuple[Callable[[], bool], Place, float]] = deque()
         self._found: Found | None = None
         self._busy_seen = float("-inf")  # when a rank that lives and does not wait was seen last
         self._say_after_s = min(_SAID_S, timeout_s / 4)
@@ -165,10 +170,10 @@ class Faults:
             return
         place = None if self.step < 0 else self.step, unit, op
         if not (self._host_waits or on_host):
-            self._watched.append((work, Place(*place), time.monotonic()))
+            work.wait()
+            self._watched.append((self._done_of(work), Place(*place), time.monotonic()))
             if self._heartbeat is None:
                 self._heartbeat = self._start(None)
-            work.wait()
             if self.failed is not None:  # [Note: flag before abort]
                 self.check()
             return
@@ -237,7 +242,7 @@ class Faults:
 
     def _look_at_works(self) -> bool:
         """Forget Works that are done; True when one is too late and the model was ended."""
-        while self._watched and self._watched[0][0].is_completed():
+        while self._watched and self._watched[0][0]():
             self._watched.popleft()
         if not self._watched:
             return False

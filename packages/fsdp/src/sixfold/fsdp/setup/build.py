@@ -24,7 +24,7 @@ from sixfold.fsdp.collectives.comm import Launches, Ranks
 from sixfold.fsdp.collectives.communicators import Communicators
 from sixfold.fsdp.collectives.host_messages import Control, StoreControl, control_of, exchange, exchange_text
 from sixfold.fsdp.collectives.own_meshes import Meshes
-from sixfold.fsdp.collectives.streams import make_stream
+from sixfold.fsdp.collectives.streams import done_behind, make_stream
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.engine.gather import Gathering
@@ -211,6 +211,7 @@ def _faults(
         first_step_timeout_s=options.first_step_timeout_s,
         busy_timeout_s=options.busy_timeout_s,
         host_waits=device.type != "cuda",
+        done_of=lambda work: done_behind(device),
         abort=communicators.abort,
         launched=launched,
         store_name=stores.name,

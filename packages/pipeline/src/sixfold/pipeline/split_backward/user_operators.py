@@ -19,15 +19,14 @@ from torch.autograd import Function
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.split_backward.nested_backward import joins, task
+from sixfold.pipeline.torch_private import shown
 
 if TYPE_CHECKING:
     from sixfold.pipeline.split_backward.weight_gradients import WeightGradientStore
 
-__all__ = ["AGAIN", "OPEN", "defer_weight_grad", "made_again"]
+__all__ = ["AGAIN", "defer_weight_grad", "made_again"]
 
 AGAIN = "_sixfold_pipeline_again"  # in the __dict__ of a tensor that is made again: the promise, and of which version
-
-OPEN = "sixfold.pipeline.store"  # under which a thread sees the open store. [Note: torch's thread locals]
 _graph_is_made = torch.is_grad_enabled
 
 
@@ -59,7 +58,7 @@ def defer_weight_grad(
         raise ScheduleError("defer_weight_grad: output is no floating-point tensor")
     if not callable(weight_grad):
         raise ScheduleError(f"defer_weight_grad: weight_grad is {weight_grad!r}; it is called with output's gradient")
-    store: WeightGradientStore | None = torch._C._get_obj_in_tls(OPEN) if torch._C._is_key_in_tls(OPEN) else None
+    store: WeightGradientStore | None = shown()
     if store is not None and store.slot is not None:
         store.slot.again = True  # it may run once more in I, and finds the store as it is found here
     if not _graph_is_made() or not any(parameter.requires_grad for parameter in params):

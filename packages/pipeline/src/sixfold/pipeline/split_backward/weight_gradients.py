@@ -32,14 +32,12 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.split_backward.deferred import Cast, Entry, MicrobatchEntries, Operator, add_up, as_it_is, summed
 from sixfold.pipeline.split_backward.layers import MAKES_ITS_OWN, Layer, deferrable
 from sixfold.pipeline.split_backward.nested_backward import NOBODY, Asked, joins, task
-from sixfold.pipeline.split_backward.user_operators import OPEN
 from sixfold.pipeline.stage.stage import Stage
-from sixfold.pipeline.torch_private import hide
+from sixfold.pipeline.torch_private import hide, show
 
 __all__ = ["WeightGradientStore"]
 
 _FLUSH_BYTES = 32 * 2**20  # gradients that W holds before it accumulates them; a call of the engine costs 10 us
-_show, _hide = torch._C._stash_obj_in_tls, hide
 _graph_is_made, _make_graph = torch.is_grad_enabled, torch._C._set_grad_enabled
 _engine: Callable[..., Any] = torch.autograd.Variable._execution_engine.run_backward
 _backward = _engine  # W's
@@ -125,11 +123,11 @@ class WeightGradientStore:
             if "forward" not in attributes:  # of the instance, which comes before its class's
                 attributes["forward"] = forward
         self.slot = slot
-        _show(OPEN, self)
+        show(self)
         try:
             return call(*inputs, **kwargs)
         finally:
-            _hide(OPEN)
+            hide()
             self.slot = None
             for attributes, forward in forwards:
                 if attributes.get("forward") is forward:

@@ -58,6 +58,17 @@ def test_a_slice_is_bitwise_the_slice_of_the_whole(start, stop):
     )
 
 
+def test_threads_draw_the_same_bits():
+    shape, before, drawn = (40, 16384), torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            drawn.append(initial_values(1, "layers.0.ffn.up.weight", shape, 0.02, 77, 40 * 16384 - 5))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*drawn)
+
+
 def test_values_are_normal_with_the_given_deviation():
     values = np.sort(initial_values(3, "a", (400, 500), 0.5).numpy().ravel().astype(np.float64) / 0.5)
     normal = np.array([0.5 * (1 + math.erf(v / math.sqrt(2))) for v in values[::50]])

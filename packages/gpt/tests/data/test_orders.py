@@ -1,6 +1,7 @@
 """Runs in the orders that have an index, and runs whose blend changes: trained, cut, resumed."""
 
 import json
+import re
 import shutil
 import warnings
 from dataclasses import replace
@@ -135,6 +136,21 @@ def test_a_dataset_that_is_read_more_often_than_max_epochs_is_told_of(limit, tol
         train_data, _ = build_datasets(config)
         train_data.get_batch(range(2399, 2400))
     assert any("read more often than" in str(one.message) for one in caught) == told
+
+
+def test_an_evaluation_that_reads_a_sample_twice_is_told_of_and_the_remedy_reads_none_twice(tmp_path):
+    def told(batches):
+        config = tiny_config(tmp_path, "eval.every=2", f"eval.batches={batches}")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            build_datasets(config)
+        return [str(one.message) for one in caught if "an evaluation" in str(one.message)]
+
+    (message,) = told(500)
+    remedy = int(re.search(r"eval\.batches = (\d+) reads it once", message)[1])
+    assert 1 <= remedy < 500
+    assert told(remedy) == []
+    assert told(remedy + 1) != []
 
 
 @pytest.mark.slow

@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import folder_bytes, one
+from saved_forms_helpers import FORMS, wrong
 
+from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, CorruptError, ShardedObject, ShardedTensor
+from sixfold.dist_ckpt import CheckpointError, CorruptError, ShardedObject, ShardedTensor, retention, tools
 
 
 def values(fill):
@@ -103,6 +105,121 @@ def test_every_random_damage_of_a_checkpoint_is_found(tmp_path, corruptions):
     assert all(torch.equal(loaded[key], tensor) for key, tensor in values(1).items()) and loaded["o"] == {"fill": 1}
     print(f"{found} of {found} random damages found")
     assert found > 0.9 * corruptions
+
+
+def lose(folder, name, intact, other, rng):
+    (folder / name).unlink()
+
+
+def empty(folder, name, intact, other, rng):
+    (folder / name).write_bytes(b"")
+
+
+def take_from_other_save(folder, name, intact, other, rng):
+    """Some of the files that differ are those of another save of the same names; one at least is not."""
+    unlike = [one for one in intact if other[one] != intact[one]]
+    for taken in rng.sample(unlike, rng.randrange(1, len(unlike))):
+        (folder / taken).write_bytes(other[taken])
+
+
+def change_places(folder, name, intact, other, rng):
+    partner = rng.choice([one for one in intact if one != name])
+    (folder / name).write_bytes(intact[partner])
+    (folder / partner).write_bytes(intact[name])
+
+
+def rename(folder, name, intact, other, rng):
+    (folder / name).rename(folder / f"{name}.old")
+
+
+OF_FILES = (lose, empty, take_from_other_save, change_places, rename)
+
+
+def do_damage(folder, intact, other, rng):
+    """One random damage; what it was, or None if every byte is what it was."""
+    data_files = [name for name in intact if name.endswith(".distcp")]
+    name, damage = rng.choice([*intact, *data_files]), rng.choice([*DAMAGES, *OF_FILES])
+    if damage in OF_FILES:
+        damage(folder, name, intact, other, rng)
+    else:
+        (folder / name).write_bytes(damage(intact[name], rng))
+    return None if folder_bytes(folder) == intact else f"{damage.__name__} of {name}"
+
+
+def mend(folder, intact):
+    for name, data in folder_bytes(folder).items():
+        if data != intact.get(name):
+            (folder / name).unlink()
+    for name, data in intact.items():
+        if not (folder / name).exists():
+            (folder / name).write_bytes(data)
+
+
+def save_on_ranks(rank, ranks, form, folder, fill):
+    FORMS[form].save(folder, fill)
+
+
+def saved(form, root):
+    """Two saves of one form with other values: their folders, and what the readers of parts find in them."""
+    folders = [retention.step_path(root / str(fill), 7) for fill in (1, 2)]
+    for fill, folder in enumerate(folders, 1):
+        if FORMS[form].ranks > 1:
+            run_ranks(save_on_ranks, FORMS[form].ranks, form, folder, fill)
+        else:
+            FORMS[form].save(folder, fill)
+        assert wrong(FORMS[form].load(folder), FORMS[form].expected(fill)) == []
+    return folders, [{name: read() for name, read in readers_of(folder).items()} for folder in folders]
+
+
+def tried(action):
+    """What it returns; None if it raises the package's error."""
+    try:
+        return action()
+    except CheckpointError:
+        return None
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.slow
+def test_every_random_damage_of_every_form_is_found_and_no_other_value_comes_back(tmp_path, form, corruptions):
+    """``verify`` finds all of it, a load too, unless it reads nothing of the file: the door leaves common.pt out."""
+    (folder, second), parts = saved(form, tmp_path)
+    readers, expected = readers_of(folder), FORMS[form].expected(1)
+    intact, other, rng = folder_bytes(folder), folder_bytes(second), random.Random(f"{form} {corruptions}")
+    found, unread, unseen = 0, 0, []
+    for _ in range(max(12, corruptions // len(FORMS))):
+        damage = do_damage(folder, intact, other, rng)
+        if damage is not None:
+            found += 1
+            unseen += [f"{damage}: verify finds nothing"] if tools.verify(folder)["ok"] else []
+            mode = rng.choice(["touched", "full"])
+            loaded = tried(lambda mode=mode: FORMS[form].load(folder, verify=mode))
+            if loaded is not None:
+                unread += 1
+                unseen += [f"{damage}: other values"] if wrong(loaded, expected) or form != "door" else []
+            name = rng.choice([*readers])
+            part = tried(readers[name])
+            # A reader of a part may find the whole other save, and never a mixture.
+            if part is not None and all(wrong(part, whole[name]) for whole in parts):
+                unseen += [f"{damage}: other values by {name}"]
+        mend(folder, intact)
+    assert wrong(FORMS[form].load(folder), expected) == []
+    print(f"{form}: {found} random damages, {unread} in bytes that the load did not read, {len(unseen)} not found")
+    assert unseen == []
+    assert found >= 10
+
+
+def readers_of(folder):
+    """What reads a part of a checkpoint, or asks for nothing by name."""
+    return {
+        "load of nothing": lambda: dist_ckpt.load({}, folder, group=None),
+        "load_plain_tensors": lambda: dist_ckpt.load_plain_tensors(folder),
+        "load_common_state_dict": lambda: dist_ckpt.load_common_state_dict(folder),
+        "load_tensors_metadata": lambda: {
+            key: (record.global_shape, str(record.dtype))
+            for key, record in dist_ckpt.load_tensors_metadata(folder).items()
+        },
+    }
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
 """Kills at random moments: what a next load finds is the old checkpoint or the new one, whole.
 
-    DIST_CKPT_KILLS=1000 pytest packages/dist-ckpt/tests/ranks/test_kills.py    # 10 without it, 20 by --every-case
+    DIST_CKPT_KILLS=1000 pytest packages/dist-ckpt/tests/ranks/test_kills.py    # 12 without it, 24 by --every-case
 
 Each job saves in a loop until one of its processes is killed: a rank by its own interval timer, which strikes in
-the middle of any system call, or a worker by its trainer. Each rank notes every save that has returned.
+the middle of any system call, or a worker by its trainer. Each rank notes every save that has returned. The state
+has a value of each kind: shards, plain tensors, objects with a state dict, values of each rank, numbers.
 """
 
+import functools
 import os
 import random
 import signal
@@ -14,25 +16,43 @@ import time
 
 import pytest
 import torch
-from forked_worker import Forked
+from forked_worker import Forked, fork_workers
+from torch import nn
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import LostPeerError, ShardedObject, ShardedTensor, retention
+from sixfold.dist_ckpt import CheckpointManager, LostPeerError, PerRank, ShardedObject, ShardedTensor, retention
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.background import worker_process
 from sixfold.dist_ckpt.storage import local as storage
 
 KILLS = int(os.environ.get("DIST_CKPT_KILLS", "0"))
 RANKS = 2
-SHARES = {"steps": 0.3, "overwrite": 0.3, "aside": 0.17, "prune": 0.17, "async": 0.03, "worker": 0.03}
+SHARES = {
+    "steps": 0.2, "overwrite": 0.2, "aside": 0.1, "prune": 0.1, "managed": 0.2, "in background": 0.14,
+    "async": 0.03, "worker": 0.03,
+}  # fmt: skip
+
+
+def objects(value):
+    """A model and an optimizer whose weights, buffers and moments are all ``value``."""
+    model = nn.Sequential(nn.Linear(200, 100), nn.BatchNorm1d(3))
+    for tensor in model.state_dict().values():
+        tensor.fill_(value)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    optimizer.state = {p: {"momentum_buffer": torch.full_like(p, value)} for p in model.parameters()}
+    return {"model": model, "optimizer": optimizer}
 
 
 def state(rank, ranks, value):
+    own = {"rng": torch.full((5_000,), value * ranks + rank), "position": [value, rank]}
     return {
         "w": ShardedTensor.from_rank_offsets("w", torch.full((9_000,), float(value)), (0, rank, ranks)),
         "v": ShardedTensor.from_rank_offsets("v", torch.full((7,), value), (0, rank, ranks)),
         "o": ShardedObject("o", value, (ranks,), (rank,)),
+        "plain": {"large": torch.full((20_000,), float(value)), "small": [torch.full((3,), value)]},
+        "own": PerRank(own),
+        **objects(value),
         "it": value,
     }
 
@@ -57,7 +77,24 @@ def save_in_background(rank, ranks, folder, value):
     return handle
 
 
+@functools.cache
+def manager_of(folder, background):
+    return CheckpointManager(folder, keep_last=2, best="loss", background=background, timeout_s=20)
+
+
+def save_managed(rank, ranks, folder, value):
+    manager_of(folder, False).save(value, state(rank, ranks, value), {"loss": -value})
+
+
+def save_managed_in_background(rank, ranks, folder, value):
+    """What is committed when it returns is the save before."""
+    fork_workers()
+    manager_of(folder, True).save(value, state(rank, ranks, value), {"loss": -value})
+
+
 ACTIONS = {
+    "managed": save_managed,
+    "in background": save_managed_in_background,
     "steps": save_step,
     "overwrite": save_over,
     "aside": save_over,
@@ -82,12 +119,11 @@ def live(rank, ranks, folder, kind, seed, first):
     victim, share = rng.randrange(ranks), rng.random()
     if kind == "aside":
         storage.exchange = lambda a, b: False  # as on older NFS
-    journal, act = Journal(folder, rank), ACTIONS[kind]
+    journal, act, behind = Journal(folder, rank), ACTIONS[kind], int(kind == "in background")
     act(rank, ranks, folder, first)
-    journal.note(first)
     start = time.perf_counter()
     act(rank, ranks, folder, first + 1)
-    journal.note(first + 1)
+    journal.note(first + 1 - behind)
     if rank == victim:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which kills without asking Python
         signal.setitimer(signal.ITIMER_REAL, 1e-6 + 3 * share * (time.perf_counter() - start))
@@ -96,7 +132,7 @@ def live(rank, ranks, folder, kind, seed, first):
             act(rank, ranks, folder, value)
         except LostPeerError:
             return "lost"
-        journal.note(value)
+        journal.note(value - behind)
     return "never killed"
 
 
@@ -137,20 +173,35 @@ def value_of(path):
         "w": ShardedTensor.from_rank_offsets("w", torch.zeros(9_000 * RANKS)),
         "v": ShardedTensor.from_rank_offsets("v", torch.zeros(7 * RANKS, dtype=torch.int64)),
         "o": [ShardedObject("o", None, (RANKS,), (rank,)) for rank in range(RANKS)],
+        "plain": {"large": torch.zeros(20_000), "small": [torch.zeros(3, dtype=torch.int64)]},
+        "own": PerRank(None, lambda found, rank, ranks: found),
+        **objects(0),
     }
     loaded = dist_ckpt.load(asked, path, group=None, verify="full")
-    assert loaded["w"].unique().tolist() == [loaded["it"]]
-    assert loaded["v"].unique().tolist() == [loaded["it"]]
-    assert loaded["o"] == [loaded["it"]] * RANKS
-    return loaded["it"]
+    value = loaded["it"]
+    moments = [part["momentum_buffer"] for part in loaded["optimizer"].state.values()]
+    tensors = [loaded["w"], loaded["v"], loaded["plain"]["large"], *loaded["plain"]["small"], *moments]
+    assert len(moments) == 4
+    assert [t.unique().tolist() for t in (*tensors, *loaded["model"].state_dict().values())] == [[value]] * 15
+    assert loaded["o"] == [value] * RANKS
+    assert [own["position"] for own in loaded["own"]] == [[value, rank] for rank in range(RANKS)]
+    assert [own["rng"].unique().tolist() for own in loaded["own"]] == [[value * RANKS + rank] for rank in range(RANKS)]
+    return value
 
 
-def newest(folder, kind):
-    if kind in ("steps", "prune"):
-        steps = retention.checkpoints(folder)
-        assert [value_of(path) for _, path in steps] == [step for step, _ in steps]
-        return steps[-1][0]
-    return value_of(folder / "c")
+def newest(folder, kind, since):
+    """The value of the newest checkpoint; every other one from ``since`` on that a search finds is whole too."""
+    if kind in ("overwrite", "aside", "async", "worker"):
+        return value_of(folder / "c")
+    steps = retention.checkpoints(folder)
+    assert [(step, value_of(path)) for step, path in steps if step >= since] == [(s, s) for s, _ in steps if s >= since]
+    assert len(steps) >= 2, "the last ones are not removed"
+    shown = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
+    assert shown == {path.name for _, path in steps}, "nothing half shows"
+    if kind in ("managed", "in background"):
+        manager = CheckpointManager(folder, best="loss", group=None)
+        assert (manager.latest(), manager.best()) == (steps[-1][0], steps[-1][0])
+    return steps[-1][0]
 
 
 def returned(folder):
@@ -169,7 +220,7 @@ def jobs(of_all):
 
 
 def pytest_generate_tests(metafunc):
-    of_all = KILLS or (20 if metafunc.config.getoption("--every-case") else 10)
+    of_all = KILLS or (24 if metafunc.config.getoption("--every-case") else 12)
     metafunc.parametrize(("kind", "start", "kills"), list(jobs(of_all)))
 
 
@@ -185,8 +236,9 @@ def test_a_kill_leaves_the_old_checkpoint_or_the_new_one_whole(tmp_path, kind, s
             victim = random.Random(seed).randrange(RANKS)
             results = run_ranks(live, RANKS, tmp_path, kind, seed, first, timeout=60, allow_exit=(victim,))
             assert results == [None if rank == victim else "lost" for rank in range(RANKS)]
-        last, found = returned(tmp_path), newest(tmp_path, kind)
-        assert last <= found <= last + 1
+        last, found = returned(tmp_path), newest(tmp_path, kind, first)
+        assert last <= found <= last + 1 + (kind == "in background")
         ends["after" if found > last else "before"] += 1
         first = found + 10
+    newest(tmp_path, kind, 0)
     print(f"{kind}: {kills} kills, {ends}")

@@ -22,6 +22,7 @@ ONCE = ROOT / "tools" / "once"  # the folder of a pytest plugin: what passed in 
 # Options under which the tests run whole, not in the default command's samples.
 FULL: dict[str, tuple[str, ...]] = dict.fromkeys(PACKAGES, ()) | {
     "indexed-data": ("--kills=1000",),
+    "dist-ckpt": ("--save-kills=1000", "--corruptions=10400", "--mangled=3000"),
     "pipeline": ("--full-matrix", "--mutants=1000", "--random-runs=1000", "--all-bubbles", "--all-exports"),
     "fsdp": ("--all-pairs", "--random-programs=200"),
     "gpt": (

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import s3_server
 
-COUNTS = {"--corruptions": 100, "--mangled": 30}
+COUNTS = {"--corruptions": 100, "--mangled": 30, "--save-kills": 12}
 
 
 def pytest_addoption(parser):

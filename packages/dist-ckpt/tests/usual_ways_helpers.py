@@ -1,4 +1,4 @@
-"""The ten usual ways to save a run: what is saved, what takes a load back, and the doors that it goes through.
+"""The usual ways to save a run: what is saved, what takes a load back, and the doors that it goes through.
 
     seed --> made: a Run --> states: what a script saves --> a door --> folder
     folder --> a door --> take: gives it to a new Run --> whole: every value of it, for comparing
@@ -36,6 +36,24 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointManager, PerRank, dcp
 
+#: all of torch.optim but SparseAdam, with options that give each the state that it can have
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "Adadelta": {},
+    "Adafactor": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "ASGD": {},
+    "LBFGS": {},
+    "Muon": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.9, "centered": True},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9},
+}
+
 
 class Loader:
     """Each rank has a position of its own."""
@@ -51,25 +69,35 @@ class Loader:
         self.position = state["position"]
 
 
+def _generator_of_numpy():
+    import numpy
+
+    return numpy.random.RandomState(0)
+
+
 @dataclass
 class Run:
     model: nn.Module  # as the script has it, wrapped
     optimizer: torch.optim.Optimizer
     schedule: Any
     average: nn.Module | None = None
+    swa: torch.optim.swa_utils.AveragedModel | None = None
     loader: Loader = field(default_factory=Loader)
     generator: torch.Generator = field(default_factory=torch.Generator)
     python: random.Random = field(default_factory=partial(random.Random, 0))
+    numpy: Any = field(default_factory=_generator_of_numpy)
     step: int = 0
     of_others: list[Any] | None = None  # what the ranks of another world had of their own
 
     def own(self):
         """What this rank alone has."""
-        return {"torch": self.generator.get_state(), "python": self.python.getstate()}
+        states = {"torch": self.generator.get_state(), "python": self.python.getstate()}
+        return states | {"numpy": self.numpy.get_state()}
 
     def set_own(self, values):
         self.generator.set_state(values["torch"])
         self.python.setstate(values["python"])
+        self.numpy.set_state(values["numpy"])
 
 
 # ---- how a model is laid out
@@ -122,7 +150,10 @@ def made(layout, ranks, seed, *, average=False):
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
-    run = Run(model, optimizer, schedule, LAYOUTS[layout](Net(), ranks) if average else None)
+    run = Run(model, optimizer, schedule)
+    if average:
+        run.average = LAYOUTS[layout](Net(), ranks)
+        run.swa = torch.optim.swa_utils.AveragedModel(Net(), use_buffers=True)
     run.generator.manual_seed(seed)
     return run
 
@@ -138,10 +169,13 @@ def train(run, steps):
         run.loader.position = 100 * run.step + dist.get_rank()
         torch.rand(3 + dist.get_rank(), generator=run.generator)
         run.python.random()
+        run.numpy.rand(2 + dist.get_rank())
         if run.average is not None:
             with torch.no_grad():
                 for kept, now in zip(run.average.parameters(), run.model.parameters(), strict=True):
                     kept.mul_(0.9).add_(now, alpha=0.1)
+            torch.manual_seed(run.step)
+            run.swa.update_parameters(Net())
 
 
 def full(value):
@@ -167,6 +201,7 @@ def whole(run):
     }
     if run.average is not None:
         found["average"] = {name: full(value) for name, value in run.average.state_dict().items()}
+        found["swa"] = {name: full(value) for name, value in run.swa.state_dict().items()}
     return found
 
 
@@ -320,7 +355,8 @@ def take_loaders(run, loaded, torchs, saved_by):
 
 
 def averages(run, torchs, **_):
-    return {**objects(run, torchs), "ema": run.average.state_dict(), "decay": 0.9}
+    """A sharded copy of the weights that lags behind, and torch's AveragedModel as an object."""
+    return {**objects(run, torchs), "ema": run.average.state_dict(), "swa": run.swa, "decay": 0.9}
 
 
 def take_averages(run, loaded, torchs, **_):
@@ -336,7 +372,7 @@ class Way(NamedTuple):
     is_set: bool = False  # several state dicts, each saved for itself
     has_own: bool = False  # values of each rank
     average: bool = False
-    needs_moments: bool = False  # torch's load fills what is there, so a new optimizer makes a step first
+    first_step: str = ""  # who needs one of a new optimizer: "torch", whose load fills what is there, or "all"
     of_model: Callable[[Run], Any] = lambda run: {"model": run.model.state_dict()}  # what of it is the model's
 
     def made(self, ranks, seed):
@@ -344,21 +380,25 @@ class Way(NamedTuple):
 
 
 WAYS = {
-    "state dicts": Way("plain", state_dicts, take_state_dicts, needs_moments=True),
-    "ddp": Way("ddp", state_dicts, take_state_dicts, needs_moments=True),
+    "state dicts": Way("plain", state_dicts, take_state_dicts, first_step="torch"),
+    "ddp": Way("ddp", state_dicts, take_state_dicts, first_step="torch"),
     "fsdp2": Way("fsdp2", objects, take_objects),
+    "fsdp2 state dicts": Way("fsdp2", state_dicts, take_state_dicts, first_step="all"),
     "fsdp2 and tp": Way("fsdp2 and tp", objects, take_objects),
     "hsdp": Way("hsdp", objects, take_objects),
     "app": Way("fsdp2", app, take_app, of_model=lambda run: {"app": {"model": run.model.state_dict()}}),
+    "app of a plain model": Way(
+        "plain", app, take_app, of_model=lambda run: {"app": {"model": run.model.state_dict()}}
+    ),
     "lightning": Way(
         "ddp",
         lightning,
         take_lightning,
-        needs_moments=True,
+        first_step="torch",
         of_model=lambda run: {"state_dict": run.model.module.state_dict()},
     ),
     "accelerate": Way("fsdp2", accelerate, take_accelerate, is_set=True, has_own=True),
-    "loaders": Way("plain", loaders, take_loaders, has_own=True, needs_moments=True),
+    "loaders": Way("plain", loaders, take_loaders, has_own=True, first_step="torch"),
     "averages": Way("fsdp2", averages, take_averages, average=True),
 }
 
@@ -415,7 +455,7 @@ def save_by(way, door, run, folder):
 
 def load_by(way, door, run, folder, saved_by):
     """Into a run that has other values."""
-    if door.torchs and way.needs_moments:
+    if way.first_step == "all" or (door.torchs and way.first_step):
         train(run, 1)
     states = way.states(run, torchs=door.torchs, saved_by=saved_by)
     if way.is_set:
@@ -425,8 +465,8 @@ def load_by(way, door, run, folder, saved_by):
     way.take(run, loaded, torchs=door.torchs, saved_by=saved_by)
 
 
-def model_by_torch(way, run, folder):
-    """The weights and buffers of a save, by torch's own reader, into a run that has others."""
-    DOORS["torch"].load(way.of_model(run), folder / ("pytorch_model_fsdp_0" if way.is_set else "c"))
+def model_by(reader, way, run, folder):
+    """The weights and buffers of a save, by torch's calls, with its own reader or ours, into a run that has others."""
+    DOORS[reader].load(way.of_model(run), folder / ("pytorch_model_fsdp_0" if way.is_set else "c"))
     net = getattr(run.model, "module", run.model)
     return {name: full(value) for name, value in net.state_dict().items()}

@@ -1,6 +1,6 @@
 """Kills at random moments: what a next load finds is the old checkpoint or the new one, whole.
 
-    DIST_CKPT_KILLS=1000 pytest packages/dist-ckpt/tests/ranks/test_kills.py    # 12 without it, 24 by --every-case
+    pytest packages/dist-ckpt/tests/ranks/test_kills.py --save-kills 1000    # 12 without it
 
 Each job saves in a loop until one of its processes is killed: a rank by its own interval timer, which strikes in
 the middle of any system call, or a worker by its trainer. Each rank notes every save that has returned. The state
@@ -26,7 +26,6 @@ from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.background import worker_process
 from sixfold.dist_ckpt.storage import local as storage
 
-KILLS = int(os.environ.get("DIST_CKPT_KILLS", "0"))
 RANKS = 2
 SHARES = {
     "steps": 0.2, "overwrite": 0.2, "aside": 0.1, "prune": 0.1, "managed": 0.2, "in background": 0.14,
@@ -220,8 +219,7 @@ def jobs(of_all):
 
 
 def pytest_generate_tests(metafunc):
-    of_all = KILLS or (24 if metafunc.config.getoption("--every-case") else 12)
-    metafunc.parametrize(("kind", "start", "kills"), list(jobs(of_all)))
+    metafunc.parametrize(("kind", "start", "kills"), list(jobs(metafunc.config.getoption("--save-kills"))))
 
 
 @pytest.mark.timeout(600)

@@ -88,6 +88,8 @@ def measured(rank, ranks, folder):
         peaks["save", group, check_finite] = peak_growth_mib(
             lambda s=state, p=path, c=check_finite: dist_ckpt.save(s, p, check_finite=c)
         )
+    state = {"model": {f"w{i}": KINDS["plain"]() for i in range(COUNT)}, "step": 3}
+    peaks["plain state"] = peak_growth_mib(lambda: dist_ckpt.save(state, folder / "plain state"))
     saved = folder / "plain-False"
     for name, kinds in LOADS.items():
         state = {f"w{i}": one(f"w{i}", TARGETS[kinds[i % len(kinds)]]()) for i in range(COUNT)}
@@ -126,6 +128,10 @@ def peaks(folder):
 @pytest.mark.slow
 def test_a_save_copies_a_few_parts_and_never_the_state(peaks, group, check_finite):
     assert peaks["save", group, check_finite] <= SAVE_BOUND_MIB < ALL_MIB / 3
+
+
+def test_a_save_of_plain_state_copies_no_more(peaks):
+    assert peaks["plain state"] <= SAVE_BOUND_MIB < ALL_MIB / 3
 
 
 @pytest.mark.parametrize("name", LOADS)

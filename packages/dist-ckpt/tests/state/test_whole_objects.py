@@ -5,27 +5,11 @@ import copy
 import pytest
 import torch
 from torch import nn
+from usual_ways_helpers import OPTIMIZERS
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import MismatchError
-
-OPTIMIZERS = {
-    "Adadelta": {},
-    "Adafactor": {},
-    "Adagrad": {},
-    "Adam": {"amsgrad": True},
-    "AdamW": {},
-    "Adamax": {},
-    "ASGD": {},
-    "LBFGS": {},
-    "Muon": {},
-    "NAdam": {},
-    "RAdam": {},
-    "RMSprop": {"momentum": 0.9, "centered": True},
-    "Rprop": {},
-    "SGD": {"momentum": 0.9},
-}
 
 
 def made(name="AdamW", seed=0):

@@ -290,3 +290,32 @@ def test_megatron_core_both_ways_in_one_rank(saved):
     folder = saved(1, True)
     assert {"megatron-plain", "megatron-parallel", "megatron-async"} <= {path.name for path in folder.iterdir()}
     assert run_ranks(load_all, 1, folder, True, timeout=600.0) == [True]
+
+
+def megatron_beside_plain(rank, ranks, folder):
+    """What megatron-core loads of a save that has plain tensors, large and small, beside records."""
+    theirs, found = megatron(), {}
+    for name in ("default", "megatron"):
+        asked = {"w": theirs.mapping.ShardedTensor.from_rank_offsets("w", torch.zeros(5))}
+        loaded = theirs.load(asked, str(folder / name))
+        found[name] = {
+            key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in loaded.items()
+        }
+    return found
+
+
+@pytest.mark.skipif(not HAS_MEGATRON, reason="needs megatron-core (and the psutil it does not declare), a peer")
+@pytest.mark.slow
+def test_megatron_core_loads_records_beside_plain_tensors(tmp_path):
+    state = {
+        "w": dist_ckpt.ShardedTensor.from_rank_offsets("w", torch.arange(5.0)),
+        "few": torch.arange(3),
+        "model": {"large": torch.arange(20_000)},
+        "step": 7,
+    }
+    for name in ("default", "megatron"):
+        dist_ckpt.save(state, tmp_path / name, group=None, megatron=name == "megatron")
+    (found,) = run_ranks(megatron_beside_plain, 1, tmp_path, timeout=120.0)
+    for loaded in found.values():
+        assert (loaded["w"], loaded["few"], loaded["step"]) == ([0, 1, 2, 3, 4], [0, 1, 2], 7)
+    assert torch.equal(found["megatron"]["model"]["large"], torch.arange(20_000))

@@ -3,6 +3,7 @@
 import collections
 import gc
 import pickle
+import re
 import struct
 import warnings
 from dataclasses import replace
@@ -19,7 +20,16 @@ from torch.distributed.checkpoint.planner import LoadItemType
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, CorruptError, MismatchError, ShardingError, dcp
+from sixfold.dist_ckpt import (
+    CheckpointError,
+    CorruptError,
+    LocalNonpersistentObject,
+    MismatchError,
+    PerRank,
+    ShardedObject,
+    ShardingError,
+    dcp,
+)
 from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.save_load import reader as engine
 from sixfold.dist_ckpt.stores import MemoryStore
@@ -50,6 +60,27 @@ def test_a_class_that_the_reader_must_be_told_of_is_warned_of_at_save(tmp_path):
     with pytest.warns(UserWarning, match=r"Fraction.*safe_globals"):
         torch_dcp.save({"of": fractions_half()}, storage_writer=dcp.Writer(tmp_path / "c"))
     assert everything(FileSystemReader(tmp_path / "c")) == {"of": fractions_half()}
+
+
+OF_OURS = {
+    "PerRank": lambda: PerRank([1, 2]),
+    "ShardedTensor": lambda: one("w", torch.ones(2)),
+    "ShardedObject": lambda: ShardedObject("o", 1, (1,), (0,)),
+    "LocalNonpersistentObject": lambda: LocalNonpersistentObject(1),
+}
+
+
+@pytest.mark.parametrize("kind", OF_OURS)
+@pytest.mark.parametrize("deep", [False, True])
+def test_what_only_our_own_save_knows_is_refused_through_torchs_calls(tmp_path, kind, deep):
+    """It was pickled as it is, of one rank, with a warning; no load took it back."""
+    value = OF_OURS[kind]()
+    with pytest.raises(CheckpointException) as told:
+        dcp_save({"own": [1, {"x": value}] if deep else value}, dcp.Writer(tmp_path / "c"))
+    (error,) = [error for error, _ in told.value.failures.values()]
+    assert isinstance(error, ShardingError)
+    assert re.match(rf"own.*: a {kind} is for sixfold\.dist_ckpt\.save", str(error))
+    assert not (tmp_path / "c").exists()
 
 
 def fractions_half():

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import secrets
 import warnings
 import weakref
@@ -54,6 +55,7 @@ from sixfold.dist_ckpt.storage.url import is_known
 from sixfold.dist_ckpt.torch_dcp import metadata as dcp_metadata
 
 Place = str | os.PathLike[str] | Store
+_OURS = re.compile(r"names sixfold\.dist_ckpt\.[\w.]*?(\w+);")  # a class of ours in a pickle, as an error says it
 _Places = list[tuple[MetadataIndex, ByteRange]]  # of a file, in its order
 
 
@@ -392,6 +394,11 @@ def _readable(key: str, data: Any) -> bytes:
     try:
         weights_only.load(content, key, ())
     except CheckpointError as error:
+        if ours := _OURS.search(str(error)):  # which torch would write as it is, of one rank, and nothing reads back
+            raise ShardingError(
+                f"{key}: a {ours[1]} is for sixfold.dist_ckpt.save; torch's calls do not know it. Save by that one, or "
+                "give torch tensors and plain values: those of each rank under a key of its own, as f'rank{rank}'"
+            ) from None
         try:
             return weights_only.dump(torch.load(io.BytesIO(content), weights_only=False), key)
         except Exception:  # a class of the user's; his own code may raise anything

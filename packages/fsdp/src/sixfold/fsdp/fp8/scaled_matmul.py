@@ -15,6 +15,7 @@ What looks for a copy that is not there makes one for itself, so a copy dropped 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -228,7 +229,18 @@ def _room(tensors: Sequence[QuantizedTensor]) -> int:
     return sum(_rounded(math.prod(tensor.shape)) for tensor in tensors)
 
 
-def fault_of(parameter: nn.Parameter, device: torch.device) -> str | None:
+@functools.cache
+def _cpu_takes_rows() -> bool:
+    """Whether this torch's CPU multiplies with a scale for each row (2.11 does not)."""
+    q, scale = torch.zeros(16, 16).to(FP8), torch.ones(16)
+    try:
+        torch._scaled_mm(q, q.t(), scale_a=scale[:, None], scale_b=scale[None], out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
+
+
+def fault_of(parameter: nn.Parameter, device: torch.device, matmul: Fp8Matmul) -> str | None:
     """Why ``F.linear`` cannot multiply the bytes of ``parameter``."""
     shape = tuple(parameter.shape)
     if type(parameter) is not nn.Parameter:
@@ -239,6 +251,8 @@ def fault_of(parameter: nn.Parameter, device: torch.device) -> str | None:
         return f"has the shape {shape}, and on CUDA torch._scaled_mm takes multiples of 16"
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 9):
         return f"is on {torch.cuda.get_device_name(device)}, and torch._scaled_mm needs compute capability 8.9"
+    if device.type == "cpu" and matmul is Fp8Matmul.scaled_rows and not _cpu_takes_rows():
+        return f"is on a CPU, where torch._scaled_mm of torch {torch.__version__} takes one scale a tensor"
     return (
         None if device.type in ("cuda", "cpu") else f"is on {device.type}, where torch._scaled_mm is not known to run"
     )

@@ -109,7 +109,7 @@ def _fp8_fault(module: nn.Module, options: Options, device: torch.device) -> str
     matmul = Fp8Matmul(options.mixed_precision.fp8_matmul)
     names = fp8_names_of(module, options) if matmul.on_bytes else []
     for name in names:
-        fault = fault_of(module.get_parameter(name), device)
+        fault = fault_of(module.get_parameter(name), device, matmul)
         if fault is not None:
             return (
                 f"{name} {fault}: fp8_matmul={matmul.value!r} cannot multiply it; leave it out of MixedPrecision.fp8, "

@@ -17,9 +17,9 @@ from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.background.arena import Arena
+from sixfold.dist_ckpt.plans import batches
 from sixfold.dist_ckpt.save_load import dtype_conversion, reader, writer
 from sixfold.dist_ckpt.tools import commands as tools
-from sixfold.dist_ckpt.tools import stored_values
 
 COUNT, ROWS, MIB = 16, 1 << 9, 2
 ALL_MIB = COUNT * MIB
@@ -98,7 +98,7 @@ def measured(rank, ranks, folder):
     state, arena = [KINDS["transposed"]() for _ in range(COUNT)], Arena()
     peaks["arena"] = peak_growth_mib(lambda: arena.take(state))
     arena.close()
-    stored_values.BATCH_BYTES, tools._COMPARED_ELEMENTS = BATCH_MIB << 20, 1 << 14
+    batches.BATCH_BYTES, tools._COMPARED_ELEMENTS = BATCH_MIB << 20, 1 << 14
     for to in FORMATS:
         peaks["convert", to] = peak_growth_mib(lambda t=to: tools.convert(saved, folder / t, to=t))
     peaks["verify"] = peak_growth_mib(lambda: tools.verify(saved))
@@ -106,7 +106,7 @@ def measured(rank, ranks, folder):
     dist_ckpt.save(zeros, folder / "zeros")
     for other in ("plain-True", "zeros"):
         peaks["diff", other] = peak_growth_mib(lambda o=other: tools.diff(saved, folder / o))
-    stored_values.BATCH_BYTES, tools._OBJECT_BYTES = 256 << 20, MIB << 20
+    batches.BATCH_BYTES, tools._OBJECT_BYTES = 256 << 20, MIB << 20
     objects = [ShardedObject("o", bytes(MIB << 20), (COUNT,), (i,)) for i in range(COUNT)]
     dist_ckpt.save({"o": objects}, folder / "objects")
     peaks["diff", "objects"] = peak_growth_mib(lambda: tools.diff(folder / "objects", folder / "objects"))

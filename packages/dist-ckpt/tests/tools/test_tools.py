@@ -253,7 +253,7 @@ def test_convert_refuses_a_target_that_is_not_empty_and_a_damaged_source(folder,
 def test_safetensors_hold_every_value(folder, tmp_path, monkeypatch, rows):
     safe = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
     if rows:
-        monkeypatch.setattr("sixfold.dist_ckpt.tools.stored_values.BATCH_BYTES", rows)
+        monkeypatch.setattr("sixfold.dist_ckpt.plans.batches.BATCH_BYTES", rows)
     found = tools.convert(folder, tmp_path / "s", to="safetensors")
     assert found["files"] == ["model.safetensors"]
     loaded = safe.load_file(tmp_path / "s" / "model.safetensors")
@@ -264,15 +264,17 @@ def test_safetensors_hold_every_value(folder, tmp_path, monkeypatch, rows):
 
 def test_safetensors_in_shards_have_the_index_that_hubs_read(folder, tmp_path):
     safe = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
-    tools.convert(folder, tmp_path / "s", to="safetensors", max_shard_bytes=200, keys="*[!s]")
-    index = json.loads((tmp_path / "s" / "model.safetensors.index.json").read_text())
+    found = tools.convert(folder, tmp_path / "s", to="safetensors", max_shard_bytes=200, keys="*[!s]")
+    assert found["files"] == ["model.safetensors"]  # as transformers calls the only one
+    found = tools.convert(folder, tmp_path / "u", to="safetensors", max_shard_bytes=100, keys="*[!s]")
+    index = json.loads((tmp_path / "u" / "model.safetensors.index.json").read_text())
     wanted = {key: tensor for key, tensor in tensors().items() if key != "ids"}
     assert index["metadata"] == {"total_size": sum(tensor.nbytes for tensor in wanted.values())}
     assert index["weight_map"] == {
-        "flag": "model-00001-of-00001.safetensors",
-        "layer.0.w": "model-00001-of-00001.safetensors",
-        "layer.1.w": "model-00001-of-00001.safetensors",
-        "none": "model-00001-of-00001.safetensors",
+        "flag": "model-00001-of-00002.safetensors",
+        "layer.0.w": "model-00001-of-00002.safetensors",
+        "layer.1.w": "model-00002-of-00002.safetensors",
+        "none": "model-00002-of-00002.safetensors",
     }
     tools.convert(folder, tmp_path / "t", to="safetensors", max_shard_bytes=100)
     index = json.loads((tmp_path / "t" / "model.safetensors.index.json").read_text())

@@ -12,9 +12,9 @@ The rooms, in the order of the data; each imports only those before it:
 
     geometry, state, formats, plans, storage, checkpoint, mirror, collectives, strategies/base.py, save_load, background
 
-Callers use serialization.py, manager.py over retention.py, strategies, stores.py, optimizers.py, tools, and dcp.py over
-torch_dcp. The modules mapping, validation, core, utils, dict_utils, exchange_utils and optimizer have the names of
-megatron-core.
+Callers use serialization.py, manager.py over retention.py, strategies, stores.py, optimizers.py, hugging_face, tools,
+and dcp.py over torch_dcp. The modules mapping, validation, core, utils, dict_utils, exchange_utils and optimizer have
+the names of megatron-core.
 
 What a plain save or load of a folder does not need is imported when it is first asked for.
 """
@@ -92,7 +92,9 @@ _WHERE = dict.fromkeys(["AsyncSave", "async_save"], "background.saver") | {
     "CheckpointManager": "manager",
     "remove_sharded_tensors": "tools.conversion",
 }
-_MODULES = frozenset(["background", "dict_utils", "manager", "optimizer", "optimizers", "retention", "stores", "tools"])
+_MODULES = frozenset(
+    ["background", "dict_utils", "hugging_face", "manager", "optimizer", "optimizers", "retention", "stores", "tools"]
+)
 
 
 def __getattr__(name: str) -> Any:

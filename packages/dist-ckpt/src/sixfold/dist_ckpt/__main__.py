@@ -17,10 +17,14 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
+
 from sixfold.dist_ckpt import tools
 from sixfold.dist_ckpt.errors import CheckpointError, typed
+from sixfold.dist_ckpt.hugging_face import KeyMap
 
 Found = dict[str, Any]
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 
 
@@ -29,7 +33,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = vars(_parser().parse_args(arguments))
     verb, as_json, show = options.pop("verb"), options.pop("json"), _Bar() if _has_terminal() else None
     try:
-        found = typed(lambda: getattr(tools, verb)(**options, **({"progress": show} if verb in _LONG else {})))
+        given = _converting(options) if verb == "convert" else options
+        found = typed(lambda: getattr(tools, verb)(**given, **({"progress": show} if verb in _LONG else {})))
     except CheckpointError as error:
         return _failed(error)
     except KeyboardInterrupt:
@@ -43,6 +48,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CheckpointError as error:  # a full disk: status 1 would say that the checkpoint is damaged or differs
         return _failed(error)
     return int(not found.get("ok", found.get("equal", True)))
+
+
+def _converting(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of the command as arguments of ``tools.convert``."""
+    given = dict(options)
+    rules, others = given.pop("rename"), "keep" if given.pop("keep_others") else "error"
+    for rule in rules:
+        if rule.count("=") != 1:
+            raise CheckpointError(f"--rename is {rule!r}; it is OURS=THEIRS")
+    key_map = KeyMap([tuple(rule.split("=")) for rule in rules], others=others) if rules else None
+    return given | {"dtype": _DTYPES.get(given["dtype"]), "key_map": key_map}
 
 
 def _has_terminal() -> bool:
@@ -102,6 +118,15 @@ def _parser() -> argparse.ArgumentParser:
     sub.add_argument("dst", help="a folder that does not exist or is empty")
     sub.add_argument("--to", required=True, choices=("torch_dist", "zarr", "safetensors"))
     sub.add_argument("--max-shard-bytes", type=int, metavar="N", help="safetensors: several files of at most N bytes")
+    sub.add_argument("--dtype", choices=sorted(_DTYPES), help="floating-point numbers become such")
+    sub.add_argument(
+        "--rename",
+        action="append",
+        default=[],
+        metavar="OURS=THEIRS",
+        help="safetensors, there or back: a rule for names, such as 'model.{*rest}={*rest}'; may be given several times",
+    )
+    sub.add_argument("--keep-others", action="store_true", help="keep a name that no rule fits; else it is an error")
     sub = command("diff", "Compare two checkpoints by value, whatever their layouts.", "a", "b")
     sub.add_argument("--rtol", type=float, default=0.0, help="|a - b| <= RTOL * |b| counts as equal (default 0)")
     return parser

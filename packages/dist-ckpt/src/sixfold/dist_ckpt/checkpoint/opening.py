@@ -225,6 +225,13 @@ def open_checkpoint(path: str | Path, *, verify: str = "touched") -> Checkpoint:
     return typed(lambda: _open(storage.resolved(folder), verify))
 
 
+def open_safetensors(path: Path) -> Checkpoint:
+    """One file of safetensors, whatever lies beside it. Errors: as ``open_checkpoint``."""
+    folder = path.parent
+    manifest = typed(lambda: safetensors_folder.read_manifest(folder, path))
+    return Checkpoint(folder, manifest, None, "off", _identity(folder))
+
+
 def read_config(checkpoint_dir: str | Path) -> tuple[tuple[str, int], tuple[str, int]] | None:
     """Sharded and common (backend, version) of a folder's metadata.json; None if there is no readable one."""
     try:

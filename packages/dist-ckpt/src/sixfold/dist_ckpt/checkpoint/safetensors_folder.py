@@ -2,13 +2,14 @@
 
     folder --> read_manifest (this file) --> Manifest --> the same engine that reads torch_dist
 
-Each tensor is one chunk, whole and plain in its file. All other files of such a folder are passed over. Only headers
-are read here; the format has no checksums.
+Each tensor is one chunk, whole and plain in its file; or several, where torch's ``HuggingFaceStorageWriter`` has let
+each rank write its parts. All other files of such a folder are passed over. Only headers are read here; the format has
+no checksums.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +18,12 @@ import torch
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, at
 from sixfold.dist_ckpt.formats import safetensors
 from sixfold.dist_ckpt.formats.safetensors import Entry
-from sixfold.dist_ckpt.geometry.box import whole
+from sixfold.dist_ckpt.geometry.box import Box, overlaps
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.storage import local as storage
 
 BACKEND = "safetensors"
+_SINGLE = f"model{safetensors.SUFFIX}"
 
 
 def is_one(folder: Path) -> bool:
@@ -37,39 +39,80 @@ def file_names(folder: Path) -> list[str]:
     Raises: as ``read_manifest``.
     """
     index = _index(folder)
-    files = set(_places(index).values()) if index is not None else {_single(folder).name}
-    return sorted(files | ({index.name} if index is not None else set()))
+    if index is None:
+        return sorted(_together(folder))
+    return sorted({*_places(index).values(), index.name})
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """What such a folder holds. No tensor is read.
+def read_manifest(folder: Path, file: Path | None = None) -> Manifest:
+    """What such a folder holds, or one file of it. No tensor is read.
 
     Raises:
         CorruptError: a damaged header or index, a file that is missing or of another size, a tensor that is not in
-            the file that the index names. UnsafeError: an index that leaves the folder.
-        MismatchError: several files and no index; a dtype that is not read.
+            the file that the index names, or in another too; parts that are not of one tensor. UnsafeError: an index
+            that leaves the folder.
+        MismatchError: several files of whole tensors and no index; a dtype that is not read.
     """
-    index = _index(folder)
-    if index is None:
-        path = _single(folder)
-        return _manifest((key, path.name, entry) for key, entry in _entries(path).items())
-    places = _places(index)
-    found = {file: _entries(folder / file) for file in sorted(set(places.values()))}
-    for key, file in places.items():
-        if key not in found[file]:
-            raise CorruptError(f"{folder / file} has no tensor {key}, which {index.name} says it has")
-    return _manifest((key, file, found[file][key]) for key, file in places.items())
+    index = _index(folder) if file is None else None
+    if file is not None:
+        found = {file.name: _entries(file)}
+    elif index is None:
+        found = _together(folder)
+    else:
+        places = _places(index)
+        found = {name: _entries(folder / name) for name in sorted(set(places.values()))}
+        for key, name in places.items():
+            if key not in found[name]:
+                raise CorruptError(f"{folder / name} has no tensor {key}, which {index.name} says it has")
+    return _manifest(folder, found)
 
 
-def _manifest(tensors: Iterable[tuple[str, str, Entry]]) -> Manifest:
+def _together(folder: Path) -> dict[str, dict[str, Entry]]:
+    """The files of a folder without index: one, or those that torch's writer made of parts of tensors."""
+    found = sorted(folder.glob(f"[!.]*{safetensors.SUFFIX}"))
+    if len(found) > 1 and not (folder / _SINGLE).exists():
+        entries = {path.name: _entries(path) for path in found}
+        if all(entry.offset is not None for file in entries.values() for entry in file.values()):
+            return entries
+    path = _single(folder)
+    return {path.name: _entries(path)}
+
+
+def _manifest(folder: Path, files: dict[str, dict[str, Entry]]) -> Manifest:
+    """All tensors of all files. A tensor in an indexed file belongs to the model, whether the index has it or not."""
+    parts: dict[str, list[tuple[str, Entry]]] = {}
+    for file, entries in files.items():
+        for key, entry in entries.items():
+            parts.setdefault(key, []).append((file, entry))
     stored: dict[str, StoredTensor] = {}
     unaligned: dict[ByteRange, torch.dtype] = {}
-    for key, file, entry in tensors:
-        frame, box = ByteRange(file, entry.start, entry.stop - entry.start), whole(entry.shape)
-        stored[key] = StoredTensor(entry.dtype, entry.shape, (StoredChunk(box, frame),) if frame.length else ())
-        if entry.start % entry.dtype.itemsize:
-            unaligned[frame] = entry.dtype
+    for key, found in parts.items():
+        if len(found) > 1 and any(entry.offset is None for _, entry in found):
+            raise CorruptError(f"{key} lies in {found[0][0]} and in {found[1][0]} of {folder}; which one holds?")
+        stored[key] = _tensor(folder, key, found)
+        for file, entry in found:
+            if entry.start % entry.dtype.itemsize:
+                unaligned[ByteRange(file, entry.start, entry.stop - entry.start)] = entry.dtype
     return Manifest(stored, {}, decoder=_Decoder(unaligned))
+
+
+def _tensor(folder: Path, key: str, parts: Sequence[tuple[str, Entry]]) -> StoredTensor:
+    """A tensor of all its parts. Its shape is where they end: torch's writer tells no other."""
+    kinds = {(entry.dtype, len(entry.shape)) for _, entry in parts}
+    if len(kinds) > 1:
+        raise CorruptError(f"{key}: its parts in {folder} differ in dtype or in the number of dimensions")
+    boxes = [Box(entry.offset or (0,) * len(entry.shape), entry.shape) for _, entry in parts]
+    filled = [box for box in boxes if box.volume] or boxes  # an empty part may lie behind the end
+    ends = [[start + size for start, size in zip(*box, strict=True)] for box in filled]
+    chunks = [
+        StoredChunk(box, ByteRange(file, entry.start, entry.stop - entry.start))
+        for box, (file, entry) in zip(boxes, parts, strict=True)
+        if box.volume
+    ]
+    if found := overlaps([chunk.box for chunk in chunks]):
+        one, other = (chunks[at].frame.file for at in found[0])
+        raise CorruptError(f"{key}: its parts in {one} and {other} of {folder} overlap; which one holds?")
+    return StoredTensor(parts[0][1].dtype, tuple(map(max, zip(*ends, strict=True))), tuple(chunks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +142,9 @@ def _index(folder: Path) -> Path | None:
 
 def _single(folder: Path) -> Path:
     """The one file of a folder without index. MismatchError: there are several, and none has the usual name."""
-    usual, found = f"model{safetensors.SUFFIX}", sorted(folder.glob(f"[!.]*{safetensors.SUFFIX}"))
-    lacking = f"neither {usual} nor {safetensors.INDEX_NAME}, which would say what belongs together"
-    return _usual(folder, found, usual, "safetensors files", lacking)
+    found = sorted(folder.glob(f"[!.]*{safetensors.SUFFIX}"))
+    lacking = f"neither {_SINGLE} nor {safetensors.INDEX_NAME}, which would say what belongs together"
+    return _usual(folder, found, _SINGLE, "safetensors files", lacking)
 
 
 def _usual(folder: Path, found: list[Path], name: str, what: str, lacking: str) -> Path:

@@ -25,7 +25,7 @@ wait back. Whoever skipped it would get it in place of the next report.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from math import ceil, sqrt
@@ -45,7 +45,7 @@ Group = dist.ProcessGroup | Literal["world"] | None
 
 STAR_RANKS = 64  # see [Note: star and tree]
 _LONGEST_S = 1e8  # three years stand for infinity, which gloo's clock does not know
-_TAG = 0x5C4B  # keeps these messages apart from a trainer's own on the same group
+_TAG, _SWAP_TAG = 0x5C4B, 0x5C4C  # keep these messages apart from a trainer's own on the same group
 _cpu_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
@@ -150,6 +150,24 @@ class Exchange:
     def run_on_all(self, work: Callable[[], Mine]) -> Mine:
         """Run ``work`` on every rank; an error on any of them is raised on all."""
         return self.all_reduce(lambda: (work(), None), lambda _: None)[0]
+
+    def swap(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
+        """Send contiguous CPU tensors to peers, and fill those that peers send, all at once; both know the sizes.
+
+        Raises:
+            LostPeerError: a peer is dead or late.
+        """
+        works: list[tuple[dist.Work | None, int]] = []
+        peer = self.rank
+        try:
+            for peer, tensor in receives.items():
+                works.append((dist.irecv(tensor, group=self.channel, group_src=peer, tag=_SWAP_TAG), peer))
+            for peer, tensor in sends.items():
+                works.append((dist.isend(tensor, group=self.channel, group_dst=peer, tag=_SWAP_TAG), peer))
+            for work, peer in works:
+                self._wait(work, peer)
+        except RuntimeError as error:
+            raise self._lost(peer, error) from error
 
     def _reported(self, above: int, heard: list[bytes]) -> tuple[Outcome, list[bytes]]:
         """Send what this rank and those below have to say; the decision, and the parts of this rank and of those."""

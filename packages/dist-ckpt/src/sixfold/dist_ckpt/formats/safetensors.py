@@ -1,16 +1,19 @@
-"""Headers of safetensors files, read by ourselves: 8 bytes of length, a JSON object, then the bytes of the tensors.
+"""Headers of safetensors files, read and written by ourselves: 8 bytes of length, a JSON object, the tensors' bytes.
 
     head of a file --> parse_header (this file) --> where each tensor lies --> checkpoint/safetensors_folder.py
     model.safetensors.index.json --> parse_index (this file) --> which file has which tensor
+    names, dtypes, shapes --> encode_header, encode_index (this file) --> hugging_face/model_files.py
 
 Nothing read is believed. Lengths, names, dtypes, shapes and offsets are checked. The tensors fill the file to its
-last byte without gap or overlap, as the format wants. The library (extra ``safetensors``) is needed for export only.
+last byte without gap or overlap, as the format wants. The library (extra ``safetensors``) is needed for export only,
+as a check.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from math import prod
 from typing import Any, NamedTuple
 
@@ -43,17 +46,40 @@ NAMES = {
     torch.complex64: "C64",
 }
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
+_ALIGNMENT = 8  # of the first tensor
 _PACKED = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")  # of the format, and not read here
-_PARTS = "DCP_SHARDING_INFO"  # torch's writer marks files whose tensors are parts of larger ones
+_PARTS = "DCP_SHARDING_INFO"  # by which torch's writer says where each tensor lies in the one that it may be a part of
 
 
 class Entry(NamedTuple):
-    """A tensor of a file: its bytes are [start, stop) of the file."""
+    """A tensor of a file: its bytes are [start, stop) of the file.
+
+    ``offset``: of a file that torch's writer has marked, where the tensor lies in the larger one that it is a part of.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     start: int
     stop: int
+    offset: tuple[int, ...] | None = None
+
+
+def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """All bytes of a file before those of its tensors, which are given in their order."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, dtype, shape in tensors:
+        stop = at + prod(shape) * dtype.itemsize
+        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+        at = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def encode_index(places: Mapping[str, str], nbytes: int) -> bytes:
+    """The content of an index: the file of each tensor, and the bytes of all values."""
+    return json.dumps({"metadata": {"total_size": nbytes}, "weight_map": places}, indent=2, sort_keys=True).encode()
 
 
 def header_bytes(length: bytes, file_bytes: int) -> int:
@@ -75,16 +101,16 @@ def parse_header(header: bytes, file_bytes: int) -> dict[str, Entry]:
 
     Raises:
         CorruptError: it is no such header, or contradicts itself or the file's size.
-        MismatchError: a dtype of less than a byte; a file of parts of tensors.
+        MismatchError: a dtype of less than a byte.
     """
     content = _object(header, "the header")
     extra = content.pop("__metadata__", {})
     if not isinstance(extra, dict):
         raise CorruptError(f"__metadata__ is a {type(extra).__name__}; it is an object of texts")
-    if _PARTS in extra:
-        raise MismatchError("it holds parts of tensors; let torch consolidate them into whole ones first")
     first = LENGTH_BYTES + len(header)
     entries = {name: _entry(name, entry, first) for name, entry in content.items()}
+    if _PARTS in extra:
+        entries = _placed(entries, extra[_PARTS])
     at = first
     for name, entry in sorted(entries.items(), key=lambda item: item[1][2:]):
         if entry.start != at:
@@ -109,6 +135,18 @@ def _entry(name: str, entry: Any, first: int) -> Entry:
     if stop - start != prod(shape) * dtype.itemsize:
         raise CorruptError(f"{name}: {_shown(offsets)} are {stop - start} bytes; {kind} {_shown(shape)} has others")
     return Entry(dtype, tuple(shape), first + start, first + stop)
+
+
+def _placed(entries: dict[str, Entry], text: Any) -> dict[str, Entry]:
+    """The tensors of a file that torch's writer has marked, each with its place in a larger one."""
+    places, found = _object(str(text).encode(errors="surrogatepass"), _PARTS), dict[str, Entry]()
+    for name, entry in entries.items():
+        place = places.get(name)
+        offset: Any = place.get("saved_offsets") if isinstance(place, dict) else None
+        if not _are_counts(offset) or len(offset) != len(entry.shape):
+            raise CorruptError(f"{name}: saved_offsets {_shown(offset)} are no place in {len(entry.shape)} dimensions")
+        found[name] = entry._replace(offset=tuple(offset))
+    return found
 
 
 def parse_index(data: bytes) -> dict[str, str]:

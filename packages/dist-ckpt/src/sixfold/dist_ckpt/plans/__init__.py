@@ -1,4 +1,4 @@
 """Tables of all ranks, plans of what moves where, and all that can be wrong with them. Pure.
 
-From outside: balance, plan, shard_table.
+From outside: balance, batches, plan, shard_table.
 """

@@ -9,6 +9,7 @@ whatever the size. What is at a URL is fetched before ``progress`` is first call
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +17,22 @@ import torch
 
 from sixfold.dist_ckpt.checkpoint import safetensors_folder
 from sixfold.dist_ckpt.checkpoint.opening import read_config
+from sixfold.dist_ckpt.collectives.exchange import Exchange, Group
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.geometry.box import cuts
+from sixfold.dist_ckpt.hugging_face.key_map import KeyMap
+from sixfold.dist_ckpt.hugging_face.model_files import ExportPlan, Options
+from sixfold.dist_ckpt.plans.batches import batches, grouped, nbytes_of
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.dcp_names import PlainObject
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import comparable, has_values
 from sixfold.dist_ckpt.storage.by_pointer import folders
-from sixfold.dist_ckpt.storage.local import local_path, located
+from sixfold.dist_ckpt.storage.local import LocalStore, local_path, located
 from sixfold.dist_ckpt.storage.store import Store
 from sixfold.dist_ckpt.tools import conversion, damage_check, stored_values
-from sixfold.dist_ckpt.tools.stored_values import equal, nbytes_of
+from sixfold.dist_ckpt.tools.stored_values import equal
 
 _COMPARED_ELEMENTS = 1 << 18  # at once; differences take some 60 bytes each
 _OBJECT_BYTES = 16 * 2**20  # of objects that are compared at once, as they are stored
@@ -108,8 +113,12 @@ def convert(
     to: str,
     max_shard_bytes: int | None = None,
     keys: str = "*",
+    key_map: KeyMap | None = None,
+    dtype: torch.dtype | None = None,
     progress: Progress | None = None,
     safe_globals: Sequence[Any] = (),
+    group: Group = None,
+    timeout_s: float = 600.0,
 ) -> dict[str, Any]:
     """Write a checkpoint in another format; every byte of the source that has a checksum is checked.
 
@@ -120,36 +129,78 @@ def convert(
             object is an error. A ``ShardedObject`` stays behind.
         max_shard_bytes: safetensors only: tensors per file, unless one tensor alone is larger.
         keys: a glob; other tensors and objects are left out.
+        key_map: names of the tensors in safetensors by those in the checkpoint: ``hugging_face.KeyMap``.
+        dtype: values of floating-point numbers are converted to it; one that would become infinite is an error.
         progress: called with bytes of tensors done and in all, the last time before ``dst`` appears.
         safe_globals: as in ``load``.
+        group: safetensors only: the ranks that share the files among them, all of which make this call; None for this
+            process alone, "world" for all.
+        timeout_s: the longest wait for one of them.
     Returns:
         src, dst, to, tensors (their number), nbytes (of tensors), files (names).
     Raises:
-        StorageError: ``dst`` is not empty. CheckpointError: the source cannot be read, or not be written as ``to``.
+        StorageError: ``dst`` is not empty. MismatchError: ``key_map`` does not fit the names. CheckpointError: the
+            source cannot be read, or not be written as ``to``.
     """
     if to not in ("torch_dist", "zarr", "safetensors"):
         raise CheckpointError(f"to is {to!r}; it is 'torch_dist', 'zarr' or 'safetensors'")
+    options = Options(key_map, dtype, max_shard_bytes)
     if max_shard_bytes is not None and to != "safetensors":
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes} and to is {to!r}; it goes with 'safetensors'")
     if not isinstance(dst, Store):
         located(dst, "dst")
     if to != "torch_dist":
         local_path(dst, f"{to} is written into a local folder; upload it")
+    if to == "safetensors":
+        return _to_safetensors(src, dst, keys, options, Exchange(group, timeout_s), progress)
+    if group is not None:
+        raise CheckpointError(f"group is {group!r} and to is {to!r}; it goes with 'safetensors'")
     with damage_check.opened(src, whole=True) as source:
         wanted, objects = stored_values.listed(source, keys)
-        plain = stored_values.plain_tensors(source, keys, wanted) if to == "safetensors" else {}
-        _check_matches(keys, src, [*wanted, *plain, *(objects if to != "safetensors" else ())])
-        if to == "safetensors":
-            stored_values.check_tensors_alone(source, keys, objects.values())
-            target, files = conversion.to_safetensors(source, dst, wanted, max_shard_bytes, progress, plain)
-        else:
-            target, files = typed(
-                lambda: conversion.to_checkpoint(source, dst, wanted, objects, to, progress, safe_globals)
+        _check_matches(keys, src, [*wanted, *objects])
+        if key_map is not None and not safetensors_folder.is_one(source):
+            raise CheckpointError(
+                f"{source} is no folder of safetensors, and to is {to!r}; key_map names tensors on the way from such "
+                "folders and to them"
             )
-        name, nbytes = damage_check.name_of(src, source), sum(map(nbytes_of, wanted.values()))
-        nbytes += sum(value.nbytes for value in plain.values())
-    count = len(wanted) + len(plain)
-    return {"src": name, "dst": target, "to": to, "tensors": count, "nbytes": nbytes, "files": files}
+        names = None if key_map is None else key_map.ours(wanted)
+        target, files = typed(
+            lambda: conversion.to_checkpoint(
+                source, dst, wanted, objects, to, progress, safe_globals, names=names, dtype=dtype
+            )
+        )
+        return _converted(damage_check.name_of(src, source), target, to, wanted.values(), files)
+
+
+def _to_safetensors(
+    src: str | Path | Store,
+    dst: str | Path | Store,
+    keys: str,
+    options: Options,
+    exchange: Exchange,
+    progress: Progress | None,
+) -> dict[str, Any]:
+    """``convert`` by one or all ranks: what they look at first is an error on all if it is one on any."""
+    with ExitStack() as stack:
+
+        def looked() -> tuple[Path, dict[str, ShardedTensor], dict[str, torch.Tensor], ExportPlan]:
+            source = stack.enter_context(damage_check.opened(src, whole=True))
+            wanted, objects = stored_values.listed(source, keys)
+            plain = stored_values.plain_tensors(source, keys, wanted)
+            _check_matches(keys, src, [*wanted, *plain])
+            stored_values.check_tensors_alone(source, keys, objects.values())
+            whole = {key: conversion.whole_record(key, value) for key, value in plain.items()} | wanted
+            return source, whole, plain, options.planned(whole)
+
+        source, whole, plain, plan = exchange.run_on_all(looked)
+        store = LocalStore(local_path(dst, "safetensors").resolve())
+        files = conversion.to_safetensors(source, store, plan, plain, exchange, progress)
+        return _converted(damage_check.name_of(src, source), store.name, "safetensors", whole.values(), files)
+
+
+def _converted(src: str, dst: str, to: str, tensors: Collection[ShardedTensor], files: Sequence[str]) -> dict[str, Any]:
+    nbytes = sum(map(nbytes_of, tensors))
+    return {"src": src, "dst": dst, "to": to, "tensors": len(tensors), "nbytes": nbytes, "files": list(files)}
 
 
 def _check_matches(keys: str, where: str | Path | Store, matches: Collection[str]) -> None:
@@ -203,9 +254,7 @@ def diff(
         nbytes = sum(map(nbytes_of, tensors)) + sum(sizes[0].get(key, 0) for key in objects)
         meter = Meter(progress, lambda: nbytes)
         different += _different_tensors(sides, tensors, rtol, meter)
-        for group in stored_values.grouped(
-            objects, lambda k: max(s.get(k, _OBJECT_BYTES) for s in sizes), _OBJECT_BYTES
-        ):
+        for group in grouped(objects, lambda k: max(s.get(k, _OBJECT_BYTES) for s in sizes), _OBJECT_BYTES):
             different += _different_objects(sides, group, [(left[key], right[key]) for key in group])
             meter.add(sum(sizes[0].get(key, 0) for key in group))
         common = stored_values.common_data(first), stored_values.common_data(second)
@@ -237,7 +286,7 @@ def _different_tensors(
     sides: tuple[Path, Path], tensors: Sequence[ShardedTensor], rtol: float, meter: Meter
 ) -> list[dict[str, Any]]:
     found: dict[str, tuple[int, float]] = {}
-    for batch in stored_values.batches(tensors):
+    for batch in batches(tensors):
         _compare_batch(sides, batch, rtol, found)
         meter.add(sum(map(nbytes_of, batch)))
     return [_entry(key, "values", *found[key]) for key in found]

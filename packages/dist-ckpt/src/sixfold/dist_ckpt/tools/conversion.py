@@ -1,34 +1,42 @@
 """Conversion: a checkpoint written anew, in another format or without some of its tensors.
 
     folder --> records that map its files (this file) --> save: torch_dist, zarr
-    folder --> stored_values.py: batches of values --> files of safetensors (this file)
+    folder --> stored_values.py: batches of values (this file) --> hugging_face/model_files.py: files of safetensors
 
 A record whose values lie plain in a file of the source maps them, so that the page cache and not the process holds
-them. Safetensors, the format that model hubs and inference engines read, are streamed. The ``safetensors`` library
-(extra ``safetensors``) would want a whole file's bytes in memory to write it. It opens each file afterwards, which
-checks header and lengths by independent code.
+them. Safetensors, the format that model hubs and inference engines read, are streamed: one process writes all files, or
+each rank of a group its own.
 """
 
 from __future__ import annotations
 
-import json
 import secrets
 import tempfile
 import warnings
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby, product
+from itertools import product
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, read_config
-from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, typed
-from sixfold.dist_ckpt.formats.safetensors import INDEX_NAME, NAMES
+from sixfold.dist_ckpt.collectives.exchange import Exchange
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
 from sixfold.dist_ckpt.geometry.manifest import Stored
+from sixfold.dist_ckpt.hugging_face.model_files import (
+    ExportPlan,
+    abandoned_on_error,
+    converted,
+    publish,
+    write_files,
+    written_dtype,
+)
+from sixfold.dist_ckpt.plans.batches import batches, nbytes_of
 from sixfold.dist_ckpt.plans.plan import Read
 from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.save_load.reader import Sources
@@ -36,15 +44,11 @@ from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.dcp_names import PlainObject
 from sixfold.dist_ckpt.state.placeholders import Placeholder, is_placeholder, placeholder
 from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor
-from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 from sixfold.dist_ckpt.storage import local as storage
 from sixfold.dist_ckpt.storage.local import LocalStore, store_at
-from sixfold.dist_ckpt.storage.store import Store
+from sixfold.dist_ckpt.storage.store import Save, Store
 from sixfold.dist_ckpt.strategies.base import owns_file
 from sixfold.dist_ckpt.tools import damage_check, stored_values
-from sixfold.dist_ckpt.tools.stored_values import nbytes_of
-
-_ALIGNMENT = 8
 
 
 def to_checkpoint(
@@ -57,8 +61,12 @@ def to_checkpoint(
     safe_globals: Sequence[Any],
     *,
     in_place: bool = False,
+    names: Mapping[str, str] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[str, list[str]]:
     """See ``tools.convert``. Returns the target and the names of its files, relative.
+
+    ``names``: other names for all tensors. ``dtype``: of the values that are converted.
 
     ``in_place``: the target may be the source, and bytes of plain DCP, which have no grid, stay under their own keys.
     Else those without a dot become common data, and in zarr all: with a dot, only the name tells where they belong.
@@ -80,8 +88,11 @@ def to_checkpoint(
             integrity.check_blocks(checkpoint.folder, integrity.all_blocks())
         found: dict[str, Any] = {}
         for key, record in tensors.items():
-            mapped = None if checkpoint is None else _mapped(checkpoint, key, regular=to == "zarr")
-            found[f"sixfold.tensor.{key}"] = mapped or [_assembled(source, record, Path(scratch))]
+            is_same = checkpoint is not None and written_dtype(record.dtype, dtype) == record.dtype
+            mapped = _mapped(checkpoint, key, regular=to == "zarr") if checkpoint is not None and is_same else None
+            parts = mapped or [_assembled(source, record, Path(scratch), dtype)]
+            new = key if names is None else names[key]
+            found[f"sixfold.tensor.{new}"] = parts if new == key else [replace(part, key=new) for part in parts]
             meter.add(nbytes_of(record) // 2)  # the other half is the save's
         for (key, cell), value in zip(
             objects.items(), stored_values.read(source, objects.values(), safe_globals), strict=True
@@ -138,15 +149,21 @@ def _grid(stored: Stored) -> tuple[int, ...] | None:
     return tuple(map(len, starts)) if fits else None
 
 
-def _assembled(source: Path, record: ShardedTensor, scratch: Path) -> ShardedTensor:
-    """The whole tensor in a mapped file of its own."""
+def _assembled(source: Path, record: ShardedTensor, scratch: Path, dtype: torch.dtype | None) -> ShardedTensor:
+    """The whole tensor in a mapped file of its own, its values converted if ``dtype`` says so."""
+    whole = replace(record, data=None, dtype=written_dtype(record.dtype, dtype))
     elements = prod(record.global_shape)
-    flat = torch.empty(0, dtype=record.dtype, device="cpu")
+    flat = torch.empty(0, dtype=whole.dtype, device="cpu")
     if elements:
-        storage.check_space(scratch, nbytes_of(record))
-        flat = torch.from_file(str(scratch / secrets.token_hex(4)), shared=True, size=elements, dtype=record.dtype)
-    whole = replace(record, data=flat.view(record.global_shape))
-    stored_values.read(source, [whole])
+        storage.check_space(scratch, nbytes_of(whole))
+        flat = torch.from_file(str(scratch / secrets.token_hex(4)), shared=True, size=elements, dtype=whole.dtype)
+    whole.data = flat.view(record.global_shape)
+    if whole.dtype == record.dtype:
+        stored_values.read(source, [whole])
+        return whole
+    for batch in batches([record]):
+        for part, values in zip(batch, stored_values.read(source, batch), strict=True):
+            whole.data[part.global_slice()] = converted(record.key, values, dtype)
     return whole
 
 
@@ -184,131 +201,52 @@ def remove_sharded_tensors(
         to_checkpoint(source, folder, kept, objects, backend, progress, safe_globals, in_place=True)
 
 
-class File(NamedTuple):
-    """One file of safetensors: its tensors in the order of their bytes, and all bytes before those."""
-
-    name: str
-    keys: tuple[str, ...]
-    head: bytes
-    nbytes: int
-
-
 def to_safetensors(
     source: Path,
-    destination: str | Path | Store,
-    tensors: Mapping[str, ShardedTensor],
-    max_shard_bytes: int | None,
-    progress: Progress | None,
+    store: LocalStore,
+    plan: ExportPlan,
     plain: Mapping[str, torch.Tensor],
-) -> tuple[str, list[str]]:
-    """See ``tools.convert``. Returns the target and the names of its files. ``plain``: those of common data."""
-    tensors = {**{key: _whole(key, value) for key, value in plain.items()}, **tensors}
-    store = LocalStore(storage.local_path(destination, "safetensors are written into a local folder").resolve())
-    files, given = plan_files(tensors, max_shard_bytes), plain
-    nbytes = sum(map(nbytes_of, tensors.values()))
-    meter = Meter(progress, lambda: nbytes)
+    exchange: Exchange,
+    progress: Progress | None,
+) -> list[str]:
+    """See ``tools.convert``. Returns the names of the files. ``plain``: values of common data, by our keys.
+
+    Collective, with the same plan on all ranks: each reads what its files hold, and writes them.
+    """
+
+    def begun(found: Sequence[tuple[str, str]]) -> Save:
+        if len(set(found)) > 1:
+            raise MismatchError("the ranks see different checkpoints, or export to different folders; give all one")
+        return store.begin(secrets.token_hex(8), plan.nbytes, "error")
+
+    _, save = exchange.all_reduce(lambda: (None, (plan.digest, store.name)), begun)
+    files = plan.of_rank(exchange.rank, exchange.ranks)
+    nbytes = sum(file.nbytes for file in files)
 
     def parts() -> Iterator[torch.Tensor]:
-        for is_given, keys in groupby((key for file in files for key in file.keys), key=lambda key: key in given):
-            if is_given:
-                for key in keys:
-                    yield given[key]
-                    meter.add(nbytes_of(tensors[key]))
-                continue
-            for batch in stored_values.batches(tensors[key] for key in keys):
-                yield from stored_values.read(source, batch)
-                meter.add(sum(map(nbytes_of, batch)))
+        for batch in plan.batches(files):
+            stored = [part for part in batch if part.key not in plain]
+            values = deque(stored_values.read(source, stored) if stored else ())
+            for part in batch:  # each is let go of when it is written
+                if part.key in plain:
+                    yield converted(part.key, plain[part.key][part.global_slice()], plan.dtype)
+                else:
+                    yield converted(part.key, values.popleft(), plan.dtype)
 
-    def write() -> list[str]:
-        save = store.begin(secrets.token_hex(8), nbytes, "error")
-        try:
-            with store.told(save, nbytes):
-                write_files(Path(save.staging), files, parts())
-                meter.finish()
-                store.publish(save, [file.name for file in files])
-        except BaseException:
-            store.abandon(save)
-            raise
-        return sorted(store.list_files())
+    def write() -> tuple[None, None]:
+        store.join(save)
+        meter = Meter(progress, lambda: nbytes)
+        with store.told(save, nbytes):
+            write_files(Path(save.staging), files, parts(), meter)
+        meter.finish()
+        return None, None
 
-    return store.name, typed(write)
+    with abandoned_on_error(store, save, exchange.rank):
+        exchange.all_reduce(write, lambda _: publish(store, save, plan))
+    return sorted(plan.names)
 
 
-def _whole(key: str, value: torch.Tensor) -> ShardedTensor:
+def whole_record(key: str, value: torch.Tensor) -> ShardedTensor:
+    """A tensor as one whole shard."""
     shape = tuple(value.shape)
     return ShardedTensor(key, value, value.dtype, shape, shape, (0,) * len(shape), None)
-
-
-def plan_files(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None) -> list[File]:
-    """Share whole tensors among files of at most ``max_shard_bytes`` of values, in the order of their keys.
-
-    Returns:
-        The files; the index after those of tensors, if these may be several.
-    Raises:
-        CheckpointError: the library is missing; a dtype that the format does not know; ``max_shard_bytes`` < 1.
-    """
-    _library()
-    if max_shard_bytes is not None and max_shard_bytes < 1:
-        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; it is >= 1")
-    for key, record in sorted(tensors.items()):
-        if record.dtype not in NAMES:
-            raise CheckpointError(f"{key}: safetensors knows no {record.dtype}; leave it out with keys")
-        if key == "__metadata__" or key != key.encode(errors="replace").decode():
-            raise CheckpointError(f"{key!r}: safetensors knows no tensor of this name; leave it out with keys")
-    if max_shard_bytes is None:
-        return [_file("model.safetensors", sorted(tensors), tensors)]
-    groups = [*stored_values.grouped(sorted(tensors), lambda key: nbytes_of(tensors[key]), max_shard_bytes)] or [[]]
-    names = [f"model-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
-    files = [_file(name, keys, tensors) for name, keys in zip(names, groups, strict=True)]
-    index = {
-        "metadata": {"total_size": sum(file.nbytes for file in files)},
-        "weight_map": {key: file.name for file in files for key in file.keys},
-    }
-    return [*files, File(INDEX_NAME, (), json.dumps(index, indent=2, sort_keys=True).encode(), 0)]
-
-
-def _file(name: str, keys: list[str], tensors: Mapping[str, ShardedTensor]) -> File:
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    # Wide elements first: each tensor then starts at a multiple of its element's size.
-    ordered = sorted(keys, key=lambda key: (-tensors[key].dtype.itemsize, key))
-    for key in ordered:
-        record, stop = tensors[key], at + nbytes_of(tensors[key])
-        shape = list(record.global_shape)
-        header[key] = {"dtype": NAMES[record.dtype], "shape": shape, "data_offsets": [at, stop]}
-        at = stop
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
-    return File(name, tuple(ordered), len(text).to_bytes(8, "little") + text, at)
-
-
-def write_files(folder: Path, files: Sequence[File], parts: Iterator[torch.Tensor]) -> None:
-    """Write the files into ``folder``.
-
-    Args:
-        parts: the tensors of all files in order, each whole or as consecutive ranges.
-    """
-    for planned in files:
-        with (folder / planned.name).open("xb", buffering=1 << 20) as file:
-            file.write(planned.head)
-            left = planned.nbytes
-            while left:
-                # Nothing here keeps a tensor while the next batch of them is read.
-                left -= file.write(tensor_bytes(next(parts).contiguous()))
-            assert left == 0, f"{planned.name} got {-left} bytes too many"
-    for planned in (file for file in files if file.name != INDEX_NAME):
-        with _library().safe_open(str(folder / planned.name), framework="pt") as opened:
-            found = set(opened.keys())
-        if found != set(planned.keys):
-            text = f"was written with {len(planned.keys)} tensors and reads back with {len(found)}"
-            raise CorruptError(f"{folder / planned.name} {text}")
-
-
-def _library() -> Any:
-    try:
-        import safetensors
-    except ImportError as error:
-        raise CheckpointError(
-            "export to safetensors needs the library; pip install 'sixfold-dist-ckpt[safetensors]'"
-        ) from error
-    return safetensors

@@ -13,21 +13,21 @@ from __future__ import annotations
 import io
 from argparse import Namespace
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from fnmatch import fnmatchcase
-from math import prod
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, open_checkpoint
-from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
+from sixfold.dist_ckpt.errors import MismatchError, typed
 from sixfold.dist_ckpt.formats import weights_only
-from sixfold.dist_ckpt.geometry.box import cuts
+from sixfold.dist_ckpt.hugging_face.model_files import check_no_tensor
+from sixfold.dist_ckpt.plans import batches
 from sixfold.dist_ckpt.state import plain_types, tree
 from sixfold.dist_ckpt.state.dcp_names import PlainObject
 from sixfold.dist_ckpt.state.placeholders import without_placeholders
@@ -35,10 +35,7 @@ from sixfold.dist_ckpt.state.records import ShardedBase, ShardedObject, ShardedT
 from sixfold.dist_ckpt.state.tensor_memory import check_readable
 from sixfold.dist_ckpt.storage import local as storage
 
-BATCH_BYTES = 256 * 2**20
 _KINDS = (bool, int, float, complex, bytes, bytearray, set, frozenset)  # equal across kinds in Python
-
-Item = TypeVar("Item")
 
 
 def opened(folder: Path) -> Checkpoint | None:
@@ -57,42 +54,10 @@ def listed(folder: Path, keys: str = "*") -> tuple[dict[str, ShardedTensor], dic
     return {name: record for name, record in found.items() if isinstance(record, ShardedTensor)}, objects
 
 
-def nbytes_of(record: ShardedTensor) -> int:
-    """Bytes of what a record holds."""
-    return prod(record.local_shape) * record.dtype.itemsize
-
-
 def object_bytes(folder: Path) -> dict[str, int]:
     """Bytes that objects take in their files, by stored key; of a format that the built-in engine reads."""
     checkpoint = opened(folder)
     return {} if checkpoint is None else {key: frame.length for key, frame in checkpoint.manifest.objects.items()}
-
-
-def grouped(items: Iterable[Item], nbytes: Callable[[Item], int], most: int) -> Iterator[list[Item]]:
-    """The items in order, as many at a time as take ``most`` bytes together, or one that takes more."""
-    group: list[Item] = []
-    filled = 0
-    for item in items:
-        if group and filled + nbytes(item) > most:
-            yield group
-            group, filled = [], 0
-        group.append(item)
-        filled += nbytes(item)
-    if group:
-        yield group
-
-
-def batches(tensors: Iterable[ShardedTensor]) -> Iterator[list[ShardedTensor]]:
-    """Whole tensors in order, as records of row-major ranges, some ``BATCH_BYTES`` at a time."""
-    return grouped((part for record in tensors for part in _row_parts(record)), nbytes_of, BATCH_BYTES)
-
-
-def _row_parts(record: ShardedTensor) -> Iterator[ShardedTensor]:
-    shape = record.global_shape
-    for cut in cuts(shape, max(1, BATCH_BYTES // record.dtype.itemsize)):
-        ends = [axis.indices(length)[:2] for axis, length in zip(cut, shape, strict=True)]
-        local, offset = tuple(stop - start for start, stop in ends), tuple(start for start, _ in ends)
-        yield ShardedTensor(record.key, None, record.dtype, local, shape, offset, None)
 
 
 def read(folder: Path, records: Iterable[ShardedBase], safe_globals: Sequence[Any] | None = None) -> list[Any]:
@@ -131,30 +96,12 @@ def check_tensors_alone(folder: Path, keys: str, objects: Iterable[ShardedObject
     """
     for path, leaf in tree.leaves(common_data(folder)):
         if fnmatchcase(name := tree.key_text(path), keys) and not isinstance(leaf, torch.Tensor):
-            _check_no_tensor(name, leaf)
+            check_no_tensor(name, leaf)
     sizes = object_bytes(folder)
     found = [record for record in objects if isinstance(record, PlainObject)]
-    for group in grouped(found, lambda record: sizes.get(record.unique_key, 0), BATCH_BYTES):
+    for group in batches.grouped(found, lambda record: sizes.get(record.unique_key, 0), batches.BATCH_BYTES):
         for record, value in zip(group, read(folder, group), strict=True):
-            _check_no_tensor(record.key, value)
-
-
-def _check_no_tensor(name: str, value: Any) -> None:
-    if _holds_tensor(value, set()):
-        raise CheckpointError(
-            f"{name} is a {type(value).__name__} that holds tensors; safetensors knows tensors by name alone. Convert "
-            "to torch_dist, which keeps it, or give keys that do not match it, such as 'model.*'"
-        )
-
-
-def _holds_tensor(value: Any, seen: set[int]) -> bool:
-    if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, str | bytes | int | float | type(None)) or id(value) in seen:
-        return False
-    seen.add(id(value))
-    parts = [*plain_types.parts_of(value)] or [*getattr(value, "__dict__", {}).items()]
-    return any(_holds_tensor(part, seen) for pair in parts for part in pair)
+            check_no_tensor(record.key, value)
 
 
 def _pickles(folder: Path, objects: Sequence[str]) -> Iterator[bytes]:

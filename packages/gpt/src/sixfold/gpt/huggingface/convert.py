@@ -27,7 +27,7 @@ import torch
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import retention
-from sixfold.dist_ckpt.tools import conversion
+from sixfold.dist_ckpt.hugging_face import model_files
 from sixfold.gpt.checkpoints.trained_model import (
     IMPORTED,
     TABLES_OF_IDS,
@@ -301,11 +301,10 @@ def export_model(
         key: _record(key, piece.shape, DTYPES[dtype] if dtype else stored[f"model.{name}"].dtype)
         for key, (name, piece) in ours.items()
     }
-    total = sum(prod(r.global_shape) * r.dtype.itemsize for r in records.values())
-    files = conversion.plan_files(records, max_shard_bytes if total > max_shard_bytes else None)
+    files = model_files.plan_files(records, max_shard_bytes)
     order = [key for file in files for key in file.keys]
     with new_folder(target, "a Hugging Face folder") as draft:
-        conversion.write_files(
+        model_files.write_files(
             draft, files, _values(folder, stored, [(*ours[key], records[key].dtype) for key in order])
         )
         dtypes = Counter({str(r.dtype).removeprefix("torch."): 0 for r in records.values()})

@@ -23,6 +23,10 @@ def entry(dtype, shape, start, stop):
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
 
 
+def parts(places):
+    return {"__metadata__": {"DCP_SHARDING_INFO": json.dumps(places)}, "x": entry("U8", [1], 0, 1)}
+
+
 def test_tensors_off_their_alignment_load_and_are_cut(tmp_path):
     header = {"x": entry("U8", [3], 0, 3), "y": entry("F32", [2, 2], 3, 19)}
     folder = write(
@@ -53,6 +57,15 @@ DAMAGE = {
     "a gap": ({"x": entry("U8", [1], 0, 1), "y": entry("U8", [1], 2, 3)}, b"\0\0\0", "y: .* gap"),
     "a truth value as a count": ({"x": entry("U8", [True], 0, 1)}, b"\0", "lists of counts"),
     "a key more": ({"x": {**entry("U8", [1], 0, 1), "more": 1}}, b"\0", "dtype, shape and data_offsets"),
+    "no place of a part": (parts({}), b"\0", "saved_offsets None"),
+    "a place that is none": (parts({"x": [0]}), b"\0", "saved_offsets None"),
+    "a place in two dimensions": (parts({"x": {"saved_offsets": [0, 0]}}), b"\0", "saved_offsets"),
+    "a place before the first": (parts({"x": {"saved_offsets": [-1]}}), b"\0", "saved_offsets"),
+    "places that are no JSON": (
+        {"__metadata__": {"DCP_SHARDING_INFO": "{"}, "x": entry("U8", [1], 0, 1)},
+        b"\0",
+        "DCP_SHARDING_INFO is no JSON",
+    ),
     "metadata that is none": ({"__metadata__": [1], "x": entry("U8", [1], 0, 1)}, b"\0", "__metadata__"),
 }
 
@@ -74,11 +87,9 @@ def test_a_long_header_is_refused_before_it_is_read():
 
 def test_what_is_not_read_is_told_as_such_and_not_as_damage(tmp_path):
     packed = write(tmp_path / "packed" / "model.safetensors", {"x": entry("F4", [2], 0, 1)}, b"\0")
-    header = {"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "x": entry("U8", [1], 0, 1)}
-    parts = write(tmp_path / "parts" / "model.safetensors", header, b"\0")
     write(tmp_path / "two" / "a.safetensors", {})
     two = write(tmp_path / "two" / "b.safetensors", {})
-    for folder, words in ((packed, "dtype F4"), (parts, "consolidate"), (two, "what belongs together")):
+    for folder, words in ((packed, "dtype F4"), (two, "what belongs together")):
         with pytest.raises(MismatchError, match=words):
             dist_ckpt.load_tensors_metadata(folder)
 

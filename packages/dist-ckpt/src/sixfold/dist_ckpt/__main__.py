@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="OURS=THEIRS",
-        help="safetensors, there or back: a rule for names, such as 'model.{*rest}={*rest}'; may be given several times",
+        help="safetensors, there or back: a rule for names, such as 'model.{*rest}={*rest}'; give each by its own",
     )
     sub.add_argument("--keep-others", action="store_true", help="keep a name that no rule fits; else it is an error")
     sub = command("diff", "Compare two checkpoints by value, whatever their layouts.", "a", "b")

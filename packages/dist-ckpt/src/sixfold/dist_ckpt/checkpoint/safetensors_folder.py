@@ -72,7 +72,7 @@ def _together(folder: Path) -> dict[str, dict[str, Entry]]:
     found = sorted(folder.glob(f"[!.]*{safetensors.SUFFIX}"))
     if len(found) > 1 and not (folder / _SINGLE).exists():
         entries = {path.name: _entries(path) for path in found}
-        if all(entry.offset is not None for file in entries.values() for entry in file.values()):
+        if all(file and all(entry.offset is not None for entry in file.values()) for file in entries.values()):
             return entries
     path = _single(folder)
     return {path.name: _entries(path)}

@@ -261,36 +261,47 @@ class _Transfer:
                     mine = converted(part.key, values[_within(common, box)], self._agreed.plan.dtype)
                     flat = mine.to("cpu").resolve_conj().resolve_neg().contiguous().reshape(-1)
                     found.append(flat.view(torch.uint8))
-        return torch.cat(found) if found else None
+        if not found:
+            return None
+        message, at = torch.empty(sum(_room(len(data)) for data in found), dtype=torch.uint8, device="cpu"), 0
+        for data in found:
+            message[at : at + len(data)] = data
+            at += _room(len(data))
+        return message
 
-    def _boxes(self, batch: Batch) -> Iterator[tuple[int, int, ShardedTensor, Box]]:
-        """What a batch is put together from: the rank that gives it, the place in the batch, the part, the box."""
+    def _boxes(self, batch: Batch) -> Iterator[tuple[int, int, int, Box]]:
+        """What a batch is put together from: the rank that gives it, the place in the batch, its bytes, the box."""
         for at, part in enumerate(batch):
             for rank, box in self._agreed.boxes.get(part.key, ()):
                 if (common := intersect(part.box, box)) is not None:
-                    yield rank, at, part, common
+                    yield rank, at, common.volume * self._dtype(part).itemsize, common
 
     def _empty(self, batch: Batch) -> dict[int, torch.Tensor]:
         """Memory for what other ranks send of a batch."""
-        nbytes = defaultdict[int, int](int)
-        for rank, _, part, box in self._boxes(batch):
-            nbytes[rank] += box.volume * self._dtype(part).itemsize
-        nbytes.pop(self._exchange.rank, None)
-        return {rank: torch.empty(count, dtype=torch.uint8, device="cpu") for rank, count in nbytes.items()}
+        room = defaultdict[int, int](int)
+        for rank, _, nbytes, _ in self._boxes(batch):
+            room[rank] += _room(nbytes)
+        room.pop(self._exchange.rank, None)
+        return {rank: torch.empty(count, dtype=torch.uint8, device="cpu") for rank, count in room.items()}
 
     def _put_together(self, batch: Batch, received: Mapping[int, torch.Tensor]) -> list[torch.Tensor]:
         parts = [torch.empty(part.local_shape, dtype=self._dtype(part), device="cpu") for part in batch]
         used = defaultdict[int, int](int)
-        for rank, at, part, box in self._boxes(batch):
+        for rank, at, nbytes, box in self._boxes(batch):
             start = used[rank]
-            used[rank] = stop = start + box.volume * self._dtype(part).itemsize
-            values = received[rank][start:stop].view(self._dtype(part)).view(box.size)
-            parts[at][_within(box, part.box)] = values
+            used[rank] += _room(nbytes)
+            values = received[rank][start : start + nbytes].view(parts[at].dtype).view(box.size)
+            parts[at][_within(box, batch[at].box)] = values
         assert all(used[rank] == len(data) for rank, data in received.items()), f"{used} of {received.keys()}"
         return parts
 
     def _dtype(self, part: ShardedTensor) -> torch.dtype:
         return written_dtype(part.dtype, self._agreed.plan.dtype)
+
+
+def _room(nbytes: int) -> int:
+    """Bytes of a message for a part of it: each begins where a number of any dtype may lie."""
+    return -(-nbytes // 8) * 8
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:

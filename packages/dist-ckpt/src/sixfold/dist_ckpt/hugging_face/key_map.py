@@ -72,10 +72,10 @@ class KeyMap:
         Raises:
             MismatchError: a name that no rule fits, with ``others="error"``; two names that become one.
         """
-        return self._applied(ours, lambda name: [*self._theirs(name)], "a name of ours")
+        return self._applied(ours, self._theirs, "a name of ours")
 
     def ours(self, theirs: Iterable[str]) -> dict[str, str]:
-        """Our name for each of their names: the one that ``theirs`` takes there.
+        """Our name for each of their names: the one that ``theirs`` takes there. A rule goes before a kept name.
 
         Raises:
             MismatchError: as ``theirs``; a rule that works one way alone; a name of theirs for two of ours.
@@ -86,18 +86,18 @@ class KeyMap:
     def __str__(self) -> str:
         return "\n".join([*(_rule(*pair) for pair in self.pairs), f"others: {self.others}"])
 
-    def _theirs(self, name: str) -> Iterable[str]:
+    def _theirs(self, name: str) -> list[str]:
         for ours, theirs in self.pairs:
             if found := _regex(ours).fullmatch(name):
                 return [_filled(theirs, found)]
         return [name] if self.others == "keep" else []
 
     def _ours(self, name: str) -> list[str]:
-        """All names of ours that become this one: a rule that fits may not be the first that fits the name it gives."""
+        """All names of ours that a rule makes this one: a rule that fits may not be the first that fits its name."""
         matches = ((ours, _regex(theirs).fullmatch(name)) for ours, theirs in self.pairs)
-        candidates = [_filled(ours, found) for ours, found in matches if found]
-        candidates += [name] if self.others == "keep" else []
-        return [one for one in dict.fromkeys(candidates) if [*self._theirs(one)] == [name]]
+        candidates = dict.fromkeys(_filled(ours, found) for ours, found in matches if found)
+        by_rule = [one for one in candidates if self._theirs(one) == [name]]
+        return by_rule or [name] * (self._theirs(name) == [name])
 
     def _applied(self, names: Iterable[str], change: Callable[[str], list[str]], what: str) -> dict[str, str]:
         found, untaken, clashes, taken = dict[str, str](), list[str](), list[str](), dict[str, str]()

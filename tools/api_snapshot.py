@@ -28,6 +28,7 @@ PUBLIC_MODULES = {
     "dist-ckpt": (
         "background",
         "dcp",
+        "hugging_face",
         "retention",
         "stores",
         "strategies",

@@ -2,9 +2,6 @@
 
 import errno
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -285,39 +282,3 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="ENOSPC"):
         hugging_face.export(tensors(), tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
-
-
-KILLED = """
-import os, sys, torch
-from sixfold.dist_ckpt import hugging_face
-from sixfold.dist_ckpt.hugging_face import exporting, model_files
-place, stop, calls = sys.argv[1], int(sys.argv[2]), 0
-def counted(function):
-    def call(*given, **options):
-        global calls
-        calls += 1
-        if calls > stop:
-            os.kill(os.getpid(), 9)
-        return function(*given, **options)
-    return call
-model_files.FilesWriter._next = counted(model_files.FilesWriter._next)
-model_files.write_file = counted(model_files.write_file)
-model_files.LocalStore.publish = counted(model_files.LocalStore.publish)
-hugging_face.export({f"w{i}": torch.full((4,), float(i)) for i in range(3)}, place, max_shard_bytes=16)
-print(calls)
-"""
-
-
-@pytest.mark.slow
-def test_a_kill_between_files_leaves_no_folder_and_the_next_export_cleans_up(tmp_path, batch, request):
-    if "many" in request.node.callspec.id:
-        pytest.skip("the same process, whatever the batches of this one are")
-    run = [sys.executable, "-W", "ignore", "-c", KILLED, str(tmp_path / "m")]
-    for stop in range(6):
-        done = subprocess.run([*run, str(stop)], capture_output=True, text=True, timeout=100, env={**os.environ})
-        assert done.returncode == -9, done.stderr
-        assert not (tmp_path / "m").exists()
-    done = subprocess.run([*run, "6"], capture_output=True, text=True, timeout=100)
-    assert (done.returncode, done.stdout) == (0, "6\n"), done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["m"]
-    assert len(read(tmp_path / "m")) == 3

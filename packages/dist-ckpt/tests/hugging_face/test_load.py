@@ -322,3 +322,32 @@ def test_records_are_filled(folder):
     found = hugging_face.load(state, folder)
     assert torch.equal(torch.cat(found["rows"]), tensors()["a.w"])
     assert found["s"] == 2.5
+
+
+def test_what_is_no_tensor_stays_as_it_is(tmp_path):
+    class Counted(torch.nn.Linear):
+        seen = 7
+
+        def get_extra_state(self):
+            return {"seen": self.seen}
+
+        def set_extra_state(self, state):
+            self.seen = state["seen"]
+
+    saved, model = Counted(2, 3), Counted(2, 3)
+    model.seen = 9
+    hugging_face.export(saved, tmp_path / "m")
+    hugging_face.load(model, tmp_path / "m")
+    assert model.seen == 9
+    assert torch.equal(model.weight, saved.weight)
+    found = hugging_face.load({"weight": torch.zeros(3, 2), "bias": torch.zeros(3), "step": 4, "n": {}}, tmp_path / "m")
+    assert (found["step"], found["n"]) == (4, {})
+
+
+def test_an_object_in_a_state_dict_loads_by_a_map_of_its_name(tmp_path):
+    saved, model = torch.nn.Linear(2, 3), torch.nn.Linear(2, 3)
+    names = KeyMap({"model.{*rest}": "{*rest}"})
+    hugging_face.export({"model": saved, "step": 3}, tmp_path / "m", key_map=names)
+    assert set(safe.load_file(tmp_path / "m" / "model.safetensors")) == {"weight", "bias"}
+    hugging_face.load({"model": model}, tmp_path / "m", key_map=names)
+    assert same(dict(model.state_dict()), dict(saved.state_dict()))

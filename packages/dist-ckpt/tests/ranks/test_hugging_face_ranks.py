@@ -309,6 +309,65 @@ def test_a_rank_that_dies_is_told_in_seconds_and_leaves_no_folder(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def killed(rank, ranks, folder, stop):
+    """Ends at the given step: a file begun, the index, the rename."""
+    calls = []
+
+    def counted(function):
+        def call(*given, **options):
+            calls.append(1)
+            if len(calls) > stop:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*given, **options)
+
+        return call
+
+    model_files.FilesWriter._next = counted(model_files.FilesWriter._next)
+    model_files.write_file = counted(model_files.write_file)
+    model_files.LocalStore.publish = counted(model_files.LocalStore.publish)
+    hugging_face.export({f"w{i}": torch.full((4,), float(i)) for i in range(3)}, folder, max_shard_bytes=16)
+    return len(calls)
+
+
+def test_a_kill_between_files_leaves_no_folder_and_the_next_export_cleans_up(tmp_path):
+    for stop in range(6):
+        run_ranks(killed, 1, tmp_path / "m", stop, allow_exit={0})
+        assert not (tmp_path / "m").exists()
+    assert len(list(tmp_path.iterdir())) == 6  # of the killed ones
+    assert run_ranks(killed, 1, tmp_path / "m", 6) == [6]
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    assert len(files_of(tmp_path / "m")) == 4
+
+
+def two_axes(rank, ranks):
+    mesh = init_device_mesh("cpu", (2, ranks // 2))
+    places = {
+        "a": [Shard(0), Shard(1)],
+        "b": [Replicate(), Shard(0)],
+        "c": [Shard(0), Shard(0)],
+        "d": [Shard(2), Replicate()],
+    }
+    whole = whole_state() | {"c": torch.arange(8)}
+    return {key: distribute_tensor(value, mesh, places[key]) for key, value in whole.items()}
+
+
+def test_shards_and_replicas_of_two_mesh_axes_go_out_and_come_in(tmp_path):
+    run_ranks(export_small, 4, tmp_path / "m", two_axes, {"max_shard_bytes": 100})
+    read = {k: v for path in (tmp_path / "m").glob("*.safetensors") for k, v in safe.load_file(path).items()}
+    assert same(read, whole_state() | {"c": torch.arange(8)})
+    run_ranks(load_as, 4, tmp_path / "m", two_axes, {})
+
+
+def differing(rank, ranks, folder):
+    with pytest.raises(dist_ckpt.ShardingError, match="w"):
+        hugging_face.export({"w": torch.full((3,), float(rank))}, folder)
+
+
+def test_copies_that_differ_between_ranks_are_an_error(tmp_path):
+    run_ranks(differing, 2, tmp_path / "m")
+    assert list(tmp_path.iterdir()) == []
+
+
 def mismatched(rank, ranks, folder):
     state = dtensors(rank, ranks)
     if rank == 1:

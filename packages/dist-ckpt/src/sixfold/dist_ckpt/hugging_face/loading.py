@@ -29,6 +29,8 @@ from sixfold.dist_ckpt.save_load.host_view import HostView
 from sixfold.dist_ckpt.save_load.loading import Load, LoadRequest
 from sixfold.dist_ckpt.save_load.requested_keys import StrictHandling, parse_strict
 from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
+from sixfold.dist_ckpt.state.stateful import is_stateful
 from sixfold.dist_ckpt.state.tensor_memory import check_readable
 from sixfold.dist_ckpt.storage.local import store_at
 from sixfold.dist_ckpt.storage.store import Store
@@ -52,6 +54,7 @@ def load(
 
     Args:
         target: a module, or a state dict as ``load`` of the package takes it: FSDP2, tensor parallel, records, plain.
+            Its tensors are filled; all else in it stays as it is.
         path: a folder with one file or with an index, or with files that torch's ``HuggingFaceStorageWriter`` made of
             parts of tensors; or one file. A folder may be a URL or a store.
         key_map: names in the files by names in the state dict, as for ``export``; None takes them as they are.
@@ -72,7 +75,7 @@ def load(
         store = store_at(path, timeout_s / 2)
         file = store.local_folder if store.local_folder is not None and store.name.endswith(SUFFIX) else None
         file = file if file is not None and file.is_file() else None
-        state = state_of(target)
+        state = _tensors_alone(state_of(target))
         request = LoadRequest(
             state=state,
             store=store,
@@ -94,6 +97,17 @@ def load(
     _, ties = tied(exchange, expanded)
     result = _ModelLoad(request, key_map, ties, file).run()
     return target if isinstance(target, torch.nn.Module) else result
+
+
+def _tensors_alone(state: Any) -> dict[Any, Any]:
+    """The state dict with all else, such as the extra state of a module, as what stays as it is."""
+
+    def change(_: tree.KeyPath, leaf: Any) -> Any:
+        is_asked = isinstance(leaf, torch.Tensor | ShardedBase | LocalNonpersistentObject) or is_stateful(leaf)
+        return leaf if is_asked else LocalNonpersistentObject(leaf)
+
+    found = tree.mapped(tree.checked(state), change, same=tree.BRANCHES)
+    return {} if found is tree.GONE else found
 
 
 class _ModelLoad(Load):

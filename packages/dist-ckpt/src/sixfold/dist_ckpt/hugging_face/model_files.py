@@ -263,7 +263,7 @@ def publish(store: LocalStore, save: Save, plan: ExportPlan, extras: Sequence[An
         for file in plan.files:
             path = staging / file.name
             if not path.is_file() or path.stat().st_size != len(file.head) + file.nbytes:
-                raise CheckpointError(f"{path} is not the file that its rank wrote")
+                raise CheckpointError(f"{path} is not the file that its rank wrote; nothing else may write there")
         if len(plan.files) > 1:
             write_file(staging, INDEX_NAME, plan.index())
         before = _states(staging)

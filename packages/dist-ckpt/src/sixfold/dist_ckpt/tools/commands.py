@@ -193,7 +193,7 @@ def _to_safetensors(
             return source, whole, plain, options.planned(whole)
 
         source, whole, plain, plan = exchange.run_on_all(looked)
-        store = LocalStore(local_path(dst, "safetensors").resolve())
+        store = LocalStore(local_path(dst, "safetensors are written into a local folder").resolve())
         files = conversion.to_safetensors(source, store, plan, plain, exchange, progress)
         return _converted(damage_check.name_of(src, source), store.name, "safetensors", whole.values(), files)
 

@@ -173,3 +173,17 @@ def test_names_that_look_like_files_stay_names_in_every_format(tmp_path, name):
         else:
             assert alike(dist_ckpt.load({}, at / target, group=None), state)
     assert [path.name for path in tmp_path.iterdir()] == ["of"]
+
+
+def test_a_conversion_to_another_dtype_converts_second_copies_too(tmp_path):
+    """Small plain tensors lie in common.pt as well, where megatron-core reads them."""
+    dist_ckpt.save({"w": torch.nn.Parameter(torch.ones(3)), "n": torch.arange(2), "step": 3}, tmp_path / "c")
+    tools.convert(tmp_path / "c", tmp_path / "d", to="torch_dist", dtype=torch.bfloat16)
+    common = dist_ckpt.load_common_state_dict(tmp_path / "d")
+    assert {key: common[key].dtype for key in "wn"} == {"w": torch.bfloat16, "n": torch.int64}
+    assert isinstance(common["w"], torch.nn.Parameter)
+    loaded = dist_ckpt.load(
+        {"w": torch.zeros(3, dtype=torch.bfloat16), "n": torch.zeros(2, dtype=torch.int64)}, tmp_path / "d"
+    )
+    assert torch.equal(loaded["w"], torch.ones(3, dtype=torch.bfloat16))
+    assert loaded["step"] == 3

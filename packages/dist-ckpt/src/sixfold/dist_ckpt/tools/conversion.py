@@ -42,7 +42,7 @@ from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.save_load.reader import Sources
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.dcp_names import PlainObject
-from sixfold.dist_ckpt.state.placeholders import Placeholder, is_placeholder, placeholder
+from sixfold.dist_ckpt.state.placeholders import Placeholder, is_placeholder, placeholder, with_kind
 from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor
 from sixfold.dist_ckpt.storage import local as storage
 from sixfold.dist_ckpt.storage.local import LocalStore, store_at
@@ -79,7 +79,7 @@ def to_checkpoint(
     meter, checkpoint = Meter(progress, lambda: sum(map(nbytes_of, tensors.values()))), stored_values.opened(source)
     common = serialization.load_common_state_dict(source, safe_globals=safe_globals)
     integrity = None if checkpoint is None else checkpoint.integrity
-    state = _common(common, tensors, () if integrity is None else integrity.in_common, to)
+    state = _common(common, tensors, () if integrity is None else integrity.in_common, to, dtype)
     # Beside the target, where there is room, under a name that its next save knows for a leftover.
     prefix = None if target is None else f".{target.name}.tmp-{secrets.token_hex(8)}"
     beside = None if target is None else target.parent
@@ -108,7 +108,9 @@ def to_checkpoint(
     return store.name if target is None else str(target), sorted(store.list_files())
 
 
-def _common(common: dict[Any, Any], kept: Collection[str], copies: Collection[str], to: str) -> dict[Any, Any]:
+def _common(
+    common: dict[Any, Any], kept: Collection[str], copies: Collection[str], to: str, dtype: torch.dtype | None
+) -> dict[Any, Any]:
     """Common data without what stands for a tensor that is left out, and for zarr without second copies of values.
 
     ``copies``: names of tensors whose values it holds too.
@@ -120,6 +122,7 @@ def _common(common: dict[Any, Any], kept: Collection[str], copies: Collection[st
             return leaf
         if key not in kept:
             return tree.GONE
+        leaf = with_kind(leaf.detach().to(written_dtype(leaf.dtype, dtype)), leaf)
         return Placeholder(leaf) if to == "torch_dist" else placeholder(leaf)  # no integrity.json names copies there
 
     found = tree.mapped(common, change, same=tree.BRANCHES)

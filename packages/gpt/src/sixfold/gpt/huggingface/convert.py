@@ -307,6 +307,8 @@ def export_model(
         model_files.write_files(
             draft, files, _values(folder, stored, [(*ours[key], records[key].dtype) for key in order])
         )
+        if len(files) > 1:
+            (draft / INDEX).write_bytes(model_files.index_of(files))
         dtypes = Counter({str(r.dtype).removeprefix("torch."): 0 for r in records.values()})
         for r in records.values():
             dtypes[str(r.dtype).removeprefix("torch.")] += prod(r.global_shape)

@@ -34,6 +34,7 @@ def files_of(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", CUTS)
 def test_transformers_computes_the_same_from_what_two_ranks_have_exported(tmp_path, cut):
     found = run_ranks(export, 2, tmp_path / "m", cut, {"max_shard_bytes": 6000})
@@ -50,6 +51,7 @@ def load(rank, ranks, folder, cut):
     return whole_of(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("cut", CUTS)
 def test_a_model_that_transformers_saved_loads_at_any_layout(tmp_path, cut, ranks):
@@ -96,6 +98,7 @@ def flat_records(rank, ranks):
 MAKERS = [plain, dtensors, stages, flat_records]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("make", MAKERS)
 def test_no_layout_and_no_number_of_ranks_changes_a_byte(tmp_path, make, ranks):
@@ -162,6 +165,7 @@ def tied_load(rank, ranks, folder):
     return whole_of(model)
 
 
+@pytest.mark.slow
 def test_tied_weights_of_fsdp2_go_out_and_come_in_as_bfloat16(tmp_path):
     (found, _) = run_ranks(tied_export, 2, tmp_path / "m")
     assert found["tied"] == {"lm_head.weight": "model.embed_tokens.weight"}
@@ -184,6 +188,7 @@ def some_without_elements(rank, ranks, folder, load):
     return row.full_tensor().tolist()
 
 
+@pytest.mark.slow
 def test_ranks_without_elements_of_tied_weights_agree_with_the_others(tmp_path):
     assert run_ranks(some_without_elements, 4, tmp_path / "m", False) == [{"b": "a"}] * 4
     found = run_ranks(some_without_elements, 4, tmp_path / "m", True)
@@ -217,6 +222,7 @@ def test_torchs_reader_reads_an_export_into_other_ranks(tmp_path):
     run_ranks(by_torch, 2, tmp_path / "m", False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [plain, dtensors])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_what_torchs_writer_saves_by_parts_loads_at_any_number_of_ranks(tmp_path, make, ranks):
@@ -329,6 +335,7 @@ def killed(rank, ranks, folder, stop):
     return len(calls)
 
 
+@pytest.mark.slow
 def test_a_kill_between_files_leaves_no_folder_and_the_next_export_cleans_up(tmp_path):
     for stop in range(6):
         run_ranks(killed, 1, tmp_path / "m", stop, allow_exit={0})

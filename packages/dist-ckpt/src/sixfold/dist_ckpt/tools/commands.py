@@ -17,7 +17,7 @@ import torch
 
 from sixfold.dist_ckpt.checkpoint import safetensors_folder
 from sixfold.dist_ckpt.checkpoint.opening import read_config
-from sixfold.dist_ckpt.collectives.exchange import Exchange, Group
+from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.hugging_face.key_map import KeyMap
@@ -142,19 +142,19 @@ def convert(
         StorageError: ``dst`` is not empty. MismatchError: ``key_map`` does not fit the names. CheckpointError: the
             source cannot be read, or not be written as ``to``.
     """
-    if to not in ("torch_dist", "zarr", "safetensors"):
-        raise CheckpointError(f"to is {to!r}; it is 'torch_dist', 'zarr' or 'safetensors'")
-    options = Options(key_map, dtype, max_shard_bytes)
-    if max_shard_bytes is not None and to != "safetensors":
-        raise CheckpointError(f"max_shard_bytes is {max_shard_bytes} and to is {to!r}; it goes with 'safetensors'")
-    if not isinstance(dst, Store):
-        located(dst, "dst")
-    if to != "torch_dist":
-        local_path(dst, f"{to} is written into a local folder; upload it")
+    with errors_to_all(group, timeout_s):
+        if to not in ("torch_dist", "zarr", "safetensors"):
+            raise CheckpointError(f"to is {to!r}; it is 'torch_dist', 'zarr' or 'safetensors'")
+        options = Options(key_map, dtype, max_shard_bytes)
+        for name, value in {"max_shard_bytes": max_shard_bytes, "group": group}.items():
+            if value is not None and to != "safetensors":
+                raise CheckpointError(f"{name} is {value} and to is {to!r}; it goes with 'safetensors'")
+        if not isinstance(dst, Store):
+            located(dst, "dst")
+        if to != "torch_dist":
+            local_path(dst, f"{to} is written into a local folder; upload it")
     if to == "safetensors":
         return _to_safetensors(src, dst, keys, options, Exchange(group, timeout_s), progress)
-    if group is not None:
-        raise CheckpointError(f"group is {group!r} and to is {to!r}; it goes with 'safetensors'")
     with damage_check.opened(src, whole=True) as source:
         wanted, objects = stored_values.listed(source, keys)
         _check_matches(keys, src, [*wanted, *objects])

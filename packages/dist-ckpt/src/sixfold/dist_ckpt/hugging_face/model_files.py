@@ -101,7 +101,8 @@ class Options:
     def __post_init__(self) -> None:
         if self.key_map is not None and not isinstance(self.key_map, KeyMap):
             raise CheckpointError(f"key_map is a {type(self.key_map).__name__}; it is a hugging_face.KeyMap")
-        check_dtype(self.dtype)
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise CheckpointError(f"dtype is {self.dtype}; an export converts to one of {', '.join(map(str, _DTYPES))}")
 
     def planned(self, tensors: Mapping[str, ShardedTensor]) -> ExportPlan:
         """The plan of an export of whole tensors, which are given by our keys.
@@ -156,12 +157,6 @@ def index_of(files: Sequence[File]) -> bytes:
     """The content of the index of several files."""
     places = {name: file.name for file in files for name in file.keys}
     return safetensors.encode_index(places, sum(file.nbytes for file in files))
-
-
-def check_dtype(dtype: torch.dtype | None) -> None:
-    """CheckpointError for a dtype that values are not converted to."""
-    if dtype is not None and dtype not in _DTYPES:
-        raise CheckpointError(f"dtype is {dtype}; an export converts to one of {', '.join(map(str, _DTYPES))}")
 
 
 def written_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:

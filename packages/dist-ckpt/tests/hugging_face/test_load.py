@@ -353,3 +353,20 @@ def test_an_object_in_a_state_dict_loads_by_a_map_of_its_name(tmp_path):
     assert set(safe.load_file(tmp_path / "m" / "model.safetensors")) == {"weight", "bias"}
     hugging_face.load({"model": model}, tmp_path / "m", key_map=names)
     assert same(dict(model.state_dict()), dict(saved.state_dict()))
+
+
+def test_a_file_that_is_replaced_meanwhile_is_told_and_one_beside_it_is_not(tmp_path):
+    path = tmp_path / "m.safetensors"
+    for name, error in (("other.txt", None), ("m.safetensors", "m.safetensors was replaced while it was read")):
+        safe.save_file({"w": torch.ones(1 << 10)}, path)
+
+        def write(*_, name=name):
+            (tmp_path / "new").write_bytes(path.read_bytes())
+            (tmp_path / "new").rename(tmp_path / name)
+
+        asked = {"w": torch.zeros(1 << 10)}
+        if error is None:
+            assert hugging_face.load(asked, path, progress=write)["w"].all()
+        else:
+            with pytest.raises(dist_ckpt.StorageError, match=error):
+                hugging_face.load(asked, path, progress=write)

@@ -225,11 +225,26 @@ def open_checkpoint(path: str | Path, *, verify: str = "touched") -> Checkpoint:
     return typed(lambda: _open(storage.resolved(folder), verify))
 
 
+@dataclass(slots=True)
+class _OneFile(Checkpoint):
+    """A file of safetensors, whatever lies beside it; ``identity`` is the file's."""
+
+    path: Path = Path()
+
+    def check_unchanged(self) -> None:
+        if not self.path.is_file() or _identity(self.path) != self.identity:
+            raise StorageError(f"{self.path} was replaced while it was read; load it again", errno.ESTALE)
+
+
 def open_safetensors(path: Path) -> Checkpoint:
-    """One file of safetensors, whatever lies beside it. Errors: as ``open_checkpoint``."""
-    folder = path.parent
-    manifest = typed(lambda: safetensors_folder.read_manifest(folder, path))
-    return Checkpoint(folder, manifest, None, "off", _identity(folder))
+    """One file of safetensors. Errors: as ``open_checkpoint``."""
+
+    def opened() -> Checkpoint:
+        identity = _identity(path)
+        manifest = safetensors_folder.read_manifest(path.parent, path)
+        return _OneFile(path.parent, manifest, None, "off", identity, path=path)
+
+    return typed(opened)
 
 
 def read_config(checkpoint_dir: str | Path) -> tuple[tuple[str, int], tuple[str, int]] | None:
@@ -342,7 +357,7 @@ def _is_still(folder: Path, integrity: Integrity) -> bool:
 
 
 def _identity(folder: Path) -> tuple[int, ...]:
-    """Differs for a folder that was moved into this one's place."""
+    """Differs for a folder, or a file, that was moved into this one's place."""
     status = folder.stat()
     return status.st_dev, status.st_ino, status.st_mtime_ns
 

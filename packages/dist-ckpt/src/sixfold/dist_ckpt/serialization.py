@@ -65,6 +65,7 @@ def save(
     check_finite: bool = False,
     metadata: str = "torch",
     megatron: bool = False,
+    since: str | Path | None = None,
     timeout_s: float = 600.0,
     progress: Progress | None = None,
 ) -> AsyncRequest | None:
@@ -95,6 +96,8 @@ def save(
             ``tools.metadata``: loads of this package need the compact manifest alone.
         megatron: keep all plain tensors in the common data too, where megatron-core looks for them; else the smallest
             ones, 64 KiB in all.
+        since: an older checkpoint of this package on the same file system, such as that of the last step. What has not
+            changed since is not written: its files are linked. Each folder is whole; either may be deleted.
         timeout_s: longest wait for one peer, seconds: more than the slowest rank takes to write.
         progress: called with the bytes that this rank has written and its total, from 0 to the total; the last call
             comes before the commit. One call at a time, from any thread. An exception in it ends the save on all ranks.

@@ -264,6 +264,7 @@ def async_save(
     check_finite: bool = False,
     metadata: str = "torch",
     megatron: bool = False,
+    since: str | Path | None = None,
     timeout_s: float = 600.0,
     progress: Progress | None = None,
 ) -> AsyncSave:

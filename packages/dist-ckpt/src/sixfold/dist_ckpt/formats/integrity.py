@@ -39,6 +39,7 @@ _Function = Callable[[int, int, int], int]  # value so far, address, bytes --> v
 
 #: The content of a file: its bytes, or what gives them piece by piece, each time that it is called.
 Content = bytes | Callable[[], Iterable[bytes]]
+Contents = dict[str, dict[str, str]]
 
 
 class FileDigest(NamedTuple):
@@ -73,11 +74,13 @@ class Integrity:
     """What every file of a checkpoint must be, this one apart.
 
     ``in_common``: names of tensors whose values are in ``common.pt`` too, for megatron-core.
+    ``contents``: digests of what frames of linked files hold, by file and start; see save_load/unchanged.py.
     """
 
     save_id: str
     files: dict[str, FileDigest]
     in_common: tuple[str, ...] = ()
+    contents: Contents = field(default_factory=dict)
     algorithm: str = "crc32"
     block_bytes: int = field(default_factory=lambda: BLOCK_BYTES)
 
@@ -89,8 +92,9 @@ class Integrity:
             "files": {name: {"size": file.size, "digests": file.digests} for name, file in self.files.items()},
             "save_id": self.save_id,
         }
-        if self.in_common:
-            rest["in_common"] = self.in_common
+        for name, value in (("in_common", self.in_common), ("contents", self.contents)):
+            if value:
+                rest[name] = value
         return _canonical({**rest, "self": digest(self.algorithm, _canonical(rest))})
 
     def all_spans(self) -> list[Span]:
@@ -247,10 +251,12 @@ def decode(path: Path, data: bytes) -> Integrity:
         in_common = tuple(content.get("in_common", ()))
         if not {*map(type, in_common)} <= {str}:
             raise CorruptError(f"{path}: names of tensors are texts, and one is none")
+        contents = {name: {**known} for name, known in content.get("contents", {}).items()}
         return Integrity(
             save_id=content["save_id"],
             files=files,
             in_common=in_common,
+            contents=contents,
             algorithm=algorithm,
             block_bytes=block_bytes,
         )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,11 +22,11 @@ import torch
 from sixfold.dist_ckpt.collectives import consistency, mesh_slices
 from sixfold.dist_ckpt.collectives.consistency import Owners
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
-from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError
 from sixfold.dist_ckpt.formats import compact_manifest, metadata, weights_only
 from sixfold.dist_ckpt.formats import frame as frames
 from sixfold.dist_ckpt.formats.dcp_pickle import Index
-from sixfold.dist_ckpt.formats.integrity import Content, FileDigest, pieces_of
+from sixfold.dist_ckpt.formats.integrity import Content, Contents, FileDigest, pieces_of
 from sixfold.dist_ckpt.interpreter import collection_paused
 from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.plans.shard_table import (
@@ -50,7 +51,7 @@ from sixfold.dist_ckpt.state.records import (
     is_main_replica,
 )
 from sixfold.dist_ckpt.state.tensor_memory import check_readable, has_values
-from sixfold.dist_ckpt.storage.local import LocalStore, store_at
+from sixfold.dist_ckpt.storage.local import LocalStore, local_path, resolved, store_at
 from sixfold.dist_ckpt.storage.store import Save, Store, complete, write_small
 from sixfold.dist_ckpt.strategies import base
 from sixfold.dist_ckpt.strategies.base import SaveEngine, owns_file
@@ -84,6 +85,7 @@ class SaveRequest:
     metadata: str = field(default="torch", kw_only=True)
     progress: Progress | None = field(default=None, kw_only=True)
     megatron: bool = field(default=False, kw_only=True)
+    since: str | Path | None = field(default=None, kw_only=True)
     store: Store = field(init=False)
     sharded: base.SaveShardedStrategy = field(init=False)
     common: base.SaveCommonStrategy = field(init=False)
@@ -100,13 +102,26 @@ class SaveRequest:
             common = base.find(base.StrategyAction.SAVE_COMMON, self.common_strategy, ("torch", 1))
             engine = sharded.engine() if common.is_built_in else None
             store = store_at(self.checkpoint_dir, self.timeout_s)
-            for name, value in {"store": store, "sharded": sharded, "common": common, "engine": engine}.items():
+            since = None if self.since is None else _checked_since(self.since, store, engine)
+            found = {"store": store, "sharded": sharded, "common": common, "engine": engine, "since": since}
+            for name, value in found.items():
                 object.__setattr__(self, name, value)
 
     def compared(self, common: dict[Any, Any]) -> Any:
         """What of common data is compared between ranks; a function of the caller's gets dicts and lists of its own."""
         preprocess = self.preprocess_common_before_consistancy_check
         return common if preprocess is None else preprocess(tree.mapped(common, lambda _, leaf: leaf))
+
+
+def _checked_since(since: str | Path, store: Store, engine: SaveEngine | None) -> Path:
+    """The folder of ``since``. CheckpointError for a save that cannot link files of it."""
+    folder = resolved(local_path(since, "since names a local folder, whose files are linked; leave it out elsewhere"))
+    if store.local_folder is None or engine is None:
+        what = "no local folder" if store.local_folder is None else "written by a strategy of its own"
+        raise CheckpointError(f"since is {folder}, and {store.name} is {what}; since goes with torch_dist into folders")
+    if not folder.is_dir():
+        raise MismatchError(f"since is {folder}, which is no folder; name a checkpoint, or None for the first save")
+    return folder
 
 
 def check_if_exists(if_exists: str) -> None:
@@ -139,6 +154,7 @@ class _Report(NamedTuple):
     nbytes: int
     common_digest: int
     target: str
+    since: str
     samples: consistency.Samples
     has_slices: bool = False  # of which copies are to be compared; see mesh_slices.py
     copies: consistency.Samples | None = None  # when the first rank has asked for them
@@ -239,11 +255,11 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
     def agree(reports: list[_Report]) -> Ticket:
         """On the first rank: the records of all ranks fit together, and the save begins. See [Note: plan cache]."""
         nonlocal cache
-        targets = sorted({report.target for report in reports})
-        if len(targets) > 1:
-            raise ShardingError(
-                f"the ranks save into different folders ({', '.join(targets[:3])}); pass one path to all"
-            )
+        for what in ("target", "since"):
+            places = sorted({getattr(report, what) for report in reports})
+            if len(places) > 1:
+                begin = "the ranks save into" if what == "target" else "since is of the ranks"
+                raise ShardingError(f"{begin} different folders ({', '.join(places[:3])}); pass one path to all")
         nothing = Save(save_id="", target=store.name)
         if len({report.common_digest for report in reports}) > 1:
             return Ticket(nothing, again=True, common_differs=True)
@@ -261,7 +277,8 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
                 cache = None
                 return Ticket(nothing, again=True, asks_copies=True)
             raise
-        nbytes = sum(report.nbytes for report in reports)
+        # With ``since`` it is not known yet: each file asks for its own room.
+        nbytes = sum(report.nbytes for report in reports) if request.since is None else 0
         save_id = secrets.token_hex(8)
         begin = partial(store.begin, save_id, nbytes, request.if_exists, owns_file)
         if begins_later:
@@ -399,6 +416,7 @@ def describe(
         nbytes,
         0 if exchange.ranks == 1 or owners is not None else consistency.summary(compared),
         request.store.name,
+        str(request.since),
         consistency.samples(whole, rank) if request.validate_access_integrity else {},
         request.validate_access_integrity and any(record.is_on_slice for record in tensors),
     )
@@ -414,6 +432,7 @@ def describe(
         engine.thread_count,
         request.metadata,
         with_values,
+        None if request.since is None else Path(request.since),
     )
     return content, report
 
@@ -446,12 +465,25 @@ def commit(written: list[Written], content: RankContent, ticket: Ticket, cache: 
     small = index | {"common.pt": content.common_bytes}
     is_inside = ".metadata" in index and save.inside
     for_torch_or_none = for_torch if is_inside else None
-    complete(content.store, save, _digests(written), small, metadata.CONFIG_JSON, for_torch_or_none, content.in_common)
+    contents: Contents = {}
+    for part in written:
+        for name, known in part.contents.items():
+            contents.setdefault(name, {}).update(known)
+    complete(
+        content.store,
+        save,
+        _digests(written),
+        small,
+        metadata.CONFIG_JSON,
+        for_torch_or_none,
+        content.in_common,
+        contents,
+    )
 
 
 def index_of(written: list[Written], save_id: str, cache: PlanCache | None, form: str = "torch") -> dict[str, Content]:
     """The index files by name, streamed if they are large. ``form``: "torch", or "compact" without ``.metadata``."""
-    made_of = [form, *((part.table, part.places, part.objects, list(part.files), part.counts) for part in written)]
+    made_of = [form, *((part.table, part.places, part.objects, list(part.files)) for part in written)]
     if cache is not None and cache.index is not None and cache.index[0] == made_of:
         _, before, last = cache.index
         if all(data.count(before.encode()) == 1 for data in last.values()):
@@ -478,22 +510,25 @@ def index_of_written(written: list[Written], save_id: str) -> Index:
     """What all ranks wrote, the chunks of a tensor in the order of their places. See ``Written``."""
     table = merge([part.table for part in written])
     places = bytearray(b"".join(part.places for part in written))
-    places_M2 = (
+    place_M = (
         torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64, device="cpu")
     )
     row_M, order_M = table.main_rows()
-    places_M2 = places_M2.view(-1, 2)
-    counts = [part.counts or (len(part.places) // 16,) * len(part.files) for part in written]
-    count_F = torch.tensor([count for own in counts for count in own], dtype=torch.int64, device="cpu")
+    place_M3 = place_M.view(-1, 3)
+    names = {name: None for part in written for name in part.files}  # several ranks may link one file
+    numbers = {name: number for number, name in enumerate(names)}
+    file_F = torch.tensor([numbers[name] for part in written for name in part.files], dtype=torch.int64, device="cpu")
+    counts_R = torch.tensor([len(part.places) // 24 for part in written], dtype=torch.int64, device="cpu")
+    firsts_R = torch.tensor([0, *accumulate(len(part.files) for part in written)][:-1], dtype=torch.int64, device="cpu")
     return Index(
         tensors=table.kinds,
         tensor_N=table.rows_NW[:, 0],
         offsets_ND=table.offsets_ND,
         sizes_ND=table.sizes_ND,
-        files=[name for part in written for name in part.files],
-        file_N=torch.repeat_interleave(count_F),
-        start_N=places_M2[:, 0],
-        length_N=places_M2[:, 1],
+        files=[*names],
+        file_N=file_F[place_M3[:, 0] + torch.repeat_interleave(firsts_R, counts_R)],
+        start_N=place_M3[:, 1],
+        length_N=place_M3[:, 2],
         objects=dict(entry for part in written for entry in part.objects),
         save_id=save_id,
         order=(row_M, order_M),

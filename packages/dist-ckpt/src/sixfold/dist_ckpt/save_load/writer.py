@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from math import prod
+from pathlib import Path
 from threading import Event
 from typing import Any
 from weakref import finalize
@@ -28,13 +30,14 @@ import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.formats import frame as frames
-from sixfold.dist_ckpt.formats.integrity import FileDigest, crc32
+from sixfold.dist_ckpt.formats.integrity import Contents, FileDigest, crc32
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.interpreter import Pool
 from sixfold.dist_ckpt.plans.plan import Write, file_counts, total_bytes
 from sixfold.dist_ckpt.plans.shard_table import Encoded
 from sixfold.dist_ckpt.reused_memory import recycled
+from sixfold.dist_ckpt.save_load.unchanged import Kept, keep
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import comparable, is_plain, tensor_bytes
 from sixfold.dist_ckpt.storage.frame_file import PartFile
@@ -48,15 +51,15 @@ class Written:
     """What one rank wrote.
 
     ``table`` is the rank's table, whose main replicas are the writes of its plan in their order.
-    ``places`` are int64 pairs, start and length of the frame of each of them.
-    ``counts``: how many of the writes lie in each of ``files``, in their order; empty: all in the first.
+    ``places`` are int64 triples for each of them: number in ``files``, start and length of its frame.
+    ``contents``: as of ``Integrity``.
     """
 
     table: Encoded
     places: bytes = b""
     objects: list[tuple[str, ByteRange]] = field(default_factory=list)
     files: dict[str, FileDigest] = field(default_factory=dict)
-    counts: tuple[int, ...] = ()
+    contents: Contents = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,7 @@ class RankContent:
     threads: int = 1
     metadata: str = "torch"  # or "compact": no .metadata is written
     in_common: tuple[str, ...] = ()  # tensors whose values ``common_bytes`` holds too
+    since: Path | None = None  # an older checkpoint, of which unchanged frames are linked
     is_owned: bool = False  # the tensors lie in memory of this package: nobody changes them while they are written
 
     @property
@@ -100,14 +104,17 @@ def write(
     store, records, plan, objects = content.store, content.records, content.writes, content.objects
     if not plan and not objects:
         return Written(content.table)
-    counts = file_counts([step.nbytes for step in plan], store.streams)
-    frames_of, copies, failed, at = list[_Frames](), Copies(), Event(), 0
+    frames_of, copies, failed, kept = list[_Frames](), Copies(), Event(), Kept()
+
+    def values(number: int) -> Iterator[memoryview]:
+        step = plan[number]
+        return (part for part, _ in _raw_parts(records[step.record], step, None, copies, 0))
 
     def fill(own: _Frames, file: PartFile) -> None:
         """Add the frames of a file; from the start again if that is asked for."""
         own.places, own.object_places = array("q"), []
         start = file.position
-        for step in own.steps:
+        for step in (plan[number] for number in own.numbers):
             if failed.is_set():
                 raise CheckpointError(f"{own.name} was given up: another file of this rank failed")
             add_frame(file, records[step.record], step, rank, check_finite, copies, content.is_owned)
@@ -117,21 +124,45 @@ def write(
             own.object_places.append((stored_key, ByteRange(own.name, file.position, len(data))))
             file.append(data)
 
-    for number, count in enumerate(counts):
-        last = number + 1 == len(counts)
-        frames_of.append(_Frames(part_name(rank, number), plan[at : at + count], objects if last else ()))
-        at += count
+    if content.since is not None:
+        kept = keep(content.since, Path(save.staging), plan, objects, values, content.threads, moved or (lambda _: None))
+        for step in (plan[number] for number in kept.places if check_finite):
+            check_tensor_finite(step.key, records[step.record].view(step.piece), step.piece.box.offset, rank)
+    own_objects = [(key, data) for key, data in objects if key not in kept.objects]
+    changed = [number for number in range(len(plan)) if number not in kept.places and number not in kept.unlinked]
+    for numbers, with_objects in ((changed, own_objects), ([*kept.unlinked], [])):
+        counts, left = file_counts([plan[number].nbytes for number in numbers], store.streams), iter(numbers)
+        for last, count in enumerate(counts, 1 - len(counts)):
+            if count or with_objects:
+                name = part_name(rank, kept.first + len(frames_of))
+                frames_of.append(_Frames(name, [*islice(left, count)], () if last else with_objects))
     parts = [
-        Part(name=own.name, fill=partial(fill, own), nbytes=own.nbytes, threads=content.threads, moved=moved)
+        Part(
+            name=own.name,
+            fill=partial(fill, own),
+            nbytes=total_bytes([plan[number] for number in own.numbers]) + sum(len(data) for _, data in own.objects),
+            threads=content.threads,
+            moved=moved,
+        )
         for own in frames_of
     ]
     digests = write_parts(store, save, parts, failed)
+    files = kept.files | {part.name: digest for part, digest in zip(parts, digests, strict=True)}
+    place_M3 = torch.empty(len(plan), 3, dtype=torch.int64, device="cpu")
+    numbered = {name: number for number, name in enumerate(files)}
+    if kept.places:
+        rows = [(numbered[frame.file], *frame[1:]) for frame in kept.places.values()]
+        place_M3[torch.tensor([*kept.places], device="cpu")] = torch.tensor(rows, device="cpu")
+    for own in (own for own in frames_of if own.numbers):
+        row_N = torch.tensor(own.numbers, device="cpu")
+        place_M3[row_N, 0] = numbered[own.name]
+        place_M3[row_N, 1:] = torch.frombuffer(own.places, dtype=torch.int64).view(-1, 2)
     return Written(
         content.table,
-        places=b"".join(own.places.tobytes() for own in frames_of),
-        objects=frames_of[-1].object_places,
-        files={part.name: digest for part, digest in zip(parts, digests, strict=True)},
-        counts=counts if len(counts) > 1 else (),
+        places=bytes(tensor_bytes(place_M3)),
+        objects=[*kept.objects.items(), *(place for own in frames_of for place in own.object_places)],
+        files=files,
+        contents=kept.contents,
     )
 
 
@@ -157,15 +188,10 @@ class _Frames:
     """What goes into one file, and where it came to lie there."""
 
     name: str
-    steps: Sequence[Write]
+    numbers: Sequence[int]  # of the plan's writes
     objects: Sequence[tuple[str, bytes]]
     places: array[int] = field(default_factory=lambda: array("q"))
     object_places: list[tuple[str, ByteRange]] = field(default_factory=list)
-
-    @property
-    def nbytes(self) -> int:
-        """An upper bound."""
-        return total_bytes(self.steps) + sum(len(data) for _, data in self.objects)
 
 
 def add_frame(

@@ -288,6 +288,15 @@ def write_file(folder: Path, name: str, data: Content, is_synced: bool = True) -
     return digest
 
 
+def link_from(folder: int, name: str, staging: Path) -> None:
+    """Have a file of an open folder in a staging folder too, without its bytes. OSError where there are no links."""
+    try:
+        os.link(name, staging / name, src_dir_fd=folder)
+    except FileExistsError:  # by another rank
+        if os.stat(name, dir_fd=folder).st_ino != os.stat(staging / name).st_ino:
+            raise
+
+
 def read_small(path: Path) -> bytes:
     """The content of a file that is read whole. UnsafeError: as ``check_regular``."""
     check_regular(path)

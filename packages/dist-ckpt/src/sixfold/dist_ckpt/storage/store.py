@@ -19,7 +19,7 @@ from typing import Protocol, Self, runtime_checkable
 
 from sixfold.dist_ckpt.errors import StorageError
 from sixfold.dist_ckpt.formats import compact_manifest
-from sixfold.dist_ckpt.formats.integrity import FILE_NAME, Content, FileDigest, Integrity, digest_of
+from sixfold.dist_ckpt.formats.integrity import FILE_NAME, Content, Contents, FileDigest, Integrity, digest_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.storage.frame_file import PartFile
 
@@ -246,10 +246,11 @@ def complete(
     pointer: bytes,
     for_torch: Content | None = None,
     in_common: Sequence[str] = (),
+    contents: Contents | None = None,
 ) -> None:
     """What the first rank does when all parts are written: the small files, ``integrity.json``, the commit."""
     store.prepare(save, parts)
-    files = write_small(store, save, {**parts, POINTER: digest_of(pointer)}, small, in_common)
+    files = write_small(store, save, {**parts, POINTER: digest_of(pointer)}, small, in_common, contents)
     store.commit(save, pointer, for_torch, files)
 
 
@@ -259,10 +260,11 @@ def write_small(
     files: Mapping[str, FileDigest],
     small: Mapping[str, Content],
     in_common: Sequence[str] = (),
+    contents: Contents | None = None,
 ) -> dict[str, FileDigest]:
     """Write ``small`` files, and ``integrity.json`` over them and the other ``files``. Returns all of these."""
     known = {**files, **{name: store.write(save, name, data) for name, data in small.items()}}
-    integrity = Integrity(save_id=save.save_id, files=known, in_common=tuple(in_common))
+    integrity = Integrity(save_id=save.save_id, files=known, in_common=tuple(in_common), contents=contents or {})
     return {**known, FILE_NAME: store.write(save, FILE_NAME, integrity.encode())}
 
 

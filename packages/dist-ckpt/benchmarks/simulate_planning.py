@@ -80,8 +80,9 @@ def encoded_tables(ranks, tensors):
         ShardedTensor(key_of(i), None, torch.bfloat16, (ROWS, COLUMNS), shape, (0, 0), None) for i in range(tensors)
     ]
     table, _ = tabulate(records)
-    places_N2 = torch.stack([torch.arange(tensors) * FRAME_BYTES, torch.full((tensors,), FRAME_BYTES)], 1)
-    places = places_N2.contiguous().numpy().tobytes()
+    zeros_N = torch.zeros(tensors, dtype=torch.int64)
+    places_N3 = torch.stack([zeros_N, torch.arange(tensors) * FRAME_BYTES, zeros_N + FRAME_BYTES], 1)
+    places = places_N3.contiguous().numpy().tobytes()
     blocks = ("00000000",) * -(-tensors * FRAME_BYTES // integrity.BLOCK_BYTES)
     written = []
     for rank in range(ranks):
@@ -94,7 +95,7 @@ def encoded_tables(ranks, tensors):
 
 def save_sixfold(written, folder):
     """The first rank's part; what it writes opens as a checkpoint."""
-    saving.check_reports([saving._Report(part.table.digest, part.table, [], 0, 0, "") for part in written], None)
+    saving.check_reports([saving._Report(part.table.digest, part.table, [], 0, 0, "", {}) for part in written], None)
     digests = {name: digest for part in written for name, digest in part.files.items()}
     small = {"common.pt": weights_only.dump({}, "common data"), "metadata.json": metadata.CONFIG_JSON}
     for name, content in (saving.index_of(written, SAVE_ID, None) | small).items():

@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--json", action="store_true", help="print one JSON object")
         for place in places:
             sub.add_argument(place)
-        if name not in ("metadata", "verify"):
+        if name not in ("metadata", "verify", "consolidate"):
             sub.add_argument("--keys", default="*", metavar="GLOB", help="only these tensors and objects")
         return sub
 
@@ -127,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         help="safetensors, there or back: a rule for names, such as 'model.{*rest}={*rest}'; give each by its own",
     )
     sub.add_argument("--keep-others", action="store_true", help="keep a name that no rule fits; else it is an error")
+    command("consolidate", "Write a checkpoint anew in its place, so that it shares no file with others.", "path")
     sub = command("diff", "Compare two checkpoints by value, whatever their layouts.", "a", "b")
     sub.add_argument("--rtol", type=float, default=0.0, help="|a - b| <= RTOL * |b| counts as equal (default 0)")
     return parser
@@ -209,6 +210,10 @@ def _convert(found: Found, options: Found) -> list[str]:
     return [f"{found['dst']}: {tensors}, {_size(found['nbytes'])} as {found['to']} in {files}"]
 
 
+def _consolidate(found: Found, options: Found) -> list[str]:
+    return [f"{found['path']}: {_size(found['nbytes'])} of its own, {_size(found['nbytes_before'])} before"]
+
+
 def _diff(found: Found, options: Found) -> list[str]:
     lines = [f"only in {options[side]}: {key}" for side in "ab" for key in found[f"only_in_{side}"]]
     for entry in found["different"]:
@@ -218,8 +223,15 @@ def _diff(found: Found, options: Found) -> list[str]:
     return [*lines, *(f"common data differs at {path}" for path in found["common_differs"])] or ["equal"]
 
 
-_TEXTS = {"inspect": _inspect, "metadata": _metadata, "verify": _verify, "convert": _convert, "diff": _diff}
-_LONG = ("verify", "convert", "diff")  # these tell their progress
+_TEXTS = {
+    "inspect": _inspect,
+    "metadata": _metadata,
+    "verify": _verify,
+    "convert": _convert,
+    "consolidate": _consolidate,
+    "diff": _diff,
+}
+_LONG = ("verify", "convert", "consolidate", "diff")  # these tell their progress
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The checkpoints of a run: saved every so many steps, kept by rule, found again by step, as the newest or the best.
 
-    step, state, metrics --> CheckpointManager (this file) --> save or async_save --> root/step-%08d
-                                                           --> retention.py: which steps stay
+    step, state, metrics --> CheckpointManager (this file) --> save --> root/step-%08d; retention.py: which steps stay
     root --> CheckpointManager (this file) --> load
 
 Metrics are saved with their checkpoint, as its ``content_metadata``: a folder that is copied or moved has them.
@@ -31,7 +30,7 @@ __all__ = ["CheckpointManager", "Restored"]
 
 Found = TypeVar("Found")
 
-_OWN = {"sharded_state_dict", "checkpoint_dir", "content_metadata", "group", "timeout_s"}  # the manager gives these
+_OWN = {"sharded_state_dict", "checkpoint_dir", "content_metadata", "since", "group", "timeout_s"}  # given here
 _OPTIONS = sorted({part.name for part in fields(SaveRequest) if part.init} - _OWN)
 
 
@@ -60,11 +59,12 @@ class CheckpointManager:
         root: folder or URL of the run. Checkpoints are ``root/step-%08d``; nothing else in it is touched.
         name: of the folder of a step: ``"checkpoint-{step}"``, ``"iter_{step:07d}"``, or a function of the step.
         every: ``save`` saves at multiples of it; None: at each call.
-        keep_last: so many of the highest steps stay, one at least; None: all do, and the other rules have no meaning.
+        keep_last: so many of the highest steps stay, at least one; None: all do, and the other rules have no meaning.
         keep_every: multiples of it stay as well.
         best, mode: name of a metric; the checkpoint of its least value ("min"), or largest ("max"), stays as well.
         background: ``save`` returns after a copy, and another process writes. An error of that save is raised by the
             next call of ``save``, ``wait`` or ``close``.
+        incremental: what has not changed since the newest checkpoint is linked and not written: ``since`` of ``save``.
         group, timeout_s: as in ``dist_ckpt.save``; of a save in the background, as in ``async_save``.
         options: further arguments of ``dist_ckpt.save``, such as ``check_finite=True``.
     Raises:
@@ -82,6 +82,7 @@ class CheckpointManager:
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
         background: bool = True,
+        incremental: bool = False,
         group: Group = "world",
         timeout_s: float = 600.0,
         **options: Any,
@@ -96,10 +97,13 @@ class CheckpointManager:
         if unknown := sorted(options.keys() - _OPTIONS):
             raise CheckpointError(f"{unknown[0]} is no option of a manager; those of save are {', '.join(_OPTIONS)}")
         place = root if isinstance(root, ByPointer) else located(root, "root")
+        if incremental and not isinstance(place, Path):
+            raise CheckpointError(f"incremental is set, but {root!r} is no local folder: only there files are linked")
         self.root = place.absolute() if isinstance(place, Path) else place  # the process may go to another folder
         self._name, self._every, self._keep_last, self._keep_every = name, every, keep_last, keep_every
         self._best, self._sign = best, 1.0 if mode == "min" else -1.0
-        self._background, self._group, self._timeout_s, self._options = background, group, timeout_s, options
+        self._background, self._incremental, self._group, self._timeout_s = background, incremental, group, timeout_s
+        self._options = {**options, "group": group, "timeout_s": timeout_s}
         self._flight: AsyncSave | None = None
         self._safe_globals: Sequence[Any] = ()  # of the last restore: what metrics lie beside may need them
         self._metrics: dict[int, dict[str, float]] = {}  # of checkpoints, as the first rank read them for a removal
@@ -129,8 +133,8 @@ class CheckpointManager:
             content = _content(step, {} if metrics is None else metrics)
         if self._best is not None and content["metrics"] and self._best not in content["metrics"]:
             warnings.warn(f"metrics without {self._best!r}: such a checkpoint is never the best", stacklevel=2)
-        self._together("save", content, lambda: self._check_is_last(step))
-        arguments = {**self._options, "content_metadata": content, "group": self._group, "timeout_s": self._timeout_s}
+        since = self._together("save", content, lambda: self._checked_newest(step))
+        arguments = {**self._options, "content_metadata": content, "since": since}
         self._metrics.pop(step, None)
         if self._background:
             self._flight = async_save(state, place, **arguments)
@@ -149,8 +153,7 @@ class CheckpointManager:
         """
         self.wait()
         self._safe_globals = options.get("safe_globals", ())
-        found = self._together("restore", {"step": step}, lambda: self._wanted(step))
-        if found is None:
+        if (found := self._together("restore", {"step": step}, lambda: self._wanted(step))) is None:
             return None
         loaded = serialization.load(state, self._place(found), group=self._group, timeout_s=self._timeout_s, **options)
         return Restored(found, loaded, _taken_out(loaded[0] if isinstance(loaded, tuple) else loaded))
@@ -241,10 +244,9 @@ class CheckpointManager:
                 if step not in self._metrics:
                     common = serialization.load_common_state_dict(self._place(step), safe_globals=self._safe_globals)
                     self._metrics[step] = _taken_out(common)
+                values[step] = self._sign * self._metrics[step].get(str(self._best), math.nan)
             except CheckpointError as error:
                 unread[step] = error
-            else:
-                values[step] = self._sign * self._metrics[step].get(str(self._best), math.nan)
         finite = [step for step, value in values.items() if math.isfinite(value)]
         return min(finite, key=lambda step: (values[step], -step), default=None), unread
 
@@ -260,18 +262,18 @@ class CheckpointManager:
             raise CheckpointError(f"{self.root} has no whole checkpoint {which}; it has {retention.named(steps)}")
         return found
 
-    def _check_is_last(self, step: int) -> None:
+    def _checked_newest(self, step: int) -> Any:
         if later := self.steps(after=step):
             raise CheckpointError(
                 f"{self.root} has {retention.named(later)}, later than step {step}: a restart would go on from step "
                 f"{later[-1]}. A run that went back calls discard_after(N) first, with the step N that it restored"
             )
+        return retention.latest(self.root, name=self._name) if self._incremental else None
 
     def _together(self, call: str, given: dict[str, Any], work: Callable[[], Found]) -> Found:
         """What ``work`` returns or raises on the first rank, on all, if all make the same call of the same manager."""
         mine = {"call": call, "every": self._every, "background": self._background, **given}
-        exchange = Exchange(self._group, self._timeout_s)
-        return exchange.on_first(lambda: {"root": store_at(self.root).name, **mine}, work)
+        return Exchange(self._group, self._timeout_s).on_first(lambda: {"root": store_at(self.root).name, **mine}, work)
 
 
 def _content(step: int, metrics: Any) -> dict[str, Any]:

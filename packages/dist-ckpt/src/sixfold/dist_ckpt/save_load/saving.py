@@ -154,10 +154,10 @@ class _Report(NamedTuple):
     nbytes: int
     common_digest: int
     target: str
-    since: str
     samples: consistency.Samples
     has_slices: bool = False  # of which copies are to be compared; see mesh_slices.py
     copies: consistency.Samples | None = None  # when the first rank has asked for them
+    since: str = ""
 
 
 class Ticket(NamedTuple):
@@ -255,11 +255,10 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
     def agree(reports: list[_Report]) -> Ticket:
         """On the first rank: the records of all ranks fit together, and the save begins. See [Note: plan cache]."""
         nonlocal cache
-        for what in ("target", "since"):
+        for what, verb in (("target", "the ranks save into"), ("since", "since is of the ranks")):
             places = sorted({getattr(report, what) for report in reports})
             if len(places) > 1:
-                begin = "the ranks save into" if what == "target" else "since is of the ranks"
-                raise ShardingError(f"{begin} different folders ({', '.join(places[:3])}); pass one path to all")
+                raise ShardingError(f"{verb} different folders ({', '.join(places[:3])}); pass one path to all")
         nothing = Save(save_id="", target=store.name)
         if len({report.common_digest for report in reports}) > 1:
             return Ticket(nothing, again=True, common_differs=True)
@@ -416,9 +415,9 @@ def describe(
         nbytes,
         0 if exchange.ranks == 1 or owners is not None else consistency.summary(compared),
         request.store.name,
-        str(request.since),
         consistency.samples(whole, rank) if request.validate_access_integrity else {},
         request.validate_access_integrity and any(record.is_on_slice for record in tensors),
+        since=str(request.since),
     )
     content = RankContent(
         request.store,
@@ -510,9 +509,7 @@ def index_of_written(written: list[Written], save_id: str) -> Index:
     """What all ranks wrote, the chunks of a tensor in the order of their places. See ``Written``."""
     table = merge([part.table for part in written])
     places = bytearray(b"".join(part.places for part in written))
-    place_M = (
-        torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64, device="cpu")
-    )
+    place_M = torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64, device="cpu")
     row_M, order_M = table.main_rows()
     place_M3 = place_M.view(-1, 3)
     names = {name: None for part in written for name in part.files}  # several ranks may link one file

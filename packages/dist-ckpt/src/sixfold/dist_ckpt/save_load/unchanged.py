@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,7 +44,6 @@ _LOG = logging.getLogger(__name__)
 _FIRST_BYTES = 1 << 14
 _AT_ONCE = 1 << 26  # a save that only compares moves on, too
 _MOST_FILES = 64  # that a rank links
-_NUMBER = re.compile(r"__\d+_(\d+)\.distcp")
 
 Values = Callable[[int], Iterator[memoryview]]
 
@@ -58,15 +56,13 @@ class Kept:
         places: of writes, by their numbers in the plan. objects: of objects, by stored key.
         files: that are linked. contents: as of ``Integrity``, of ``places``.
         unlinked: numbers of unchanged writes whose files are not linked.
-        first: the lowest number of a new file that no file of the older checkpoint has.
     """
 
     places: dict[int, ByteRange] = field(default_factory=dict)
     objects: dict[str, ByteRange] = field(default_factory=dict)
     files: dict[str, FileDigest] = field(default_factory=dict)
     contents: Contents = field(default_factory=dict)
-    unlinked: list[int] = field(default_factory=list)
-    first: int = 0
+    unlinked: set[int] = field(default_factory=set)
 
 
 def keep(
@@ -98,7 +94,7 @@ def keep(
         used = Counter[str]()
         for frame in (*(frame for frame, _ in found.values()), *equal.values()):
             used[frame.file] += frame.length
-        kept = Kept(first=1 + max((int(m[1]) for m in map(_NUMBER.fullmatch, _files(older)) if m), default=-1))
+        kept = Kept()
         for name, nbytes in used.most_common(_MOST_FILES):
             file = _files(older)[name]
             if 2 * nbytes >= file.size and _is_linked(folder, name, staging):
@@ -112,7 +108,7 @@ def keep(
             kept.places[number] = frame
             kept.contents.setdefault(frame.file, {})[str(frame.offset)] = digest
         else:
-            kept.unlinked.append(number)
+            kept.unlinked.add(number)
     return kept
 
 
@@ -148,8 +144,9 @@ def _unchanged(
         digest = older.integrity.contents.get(frame.file, {}).get(str(frame.offset))
         if digest is None:
             stored = _data_of(older, frame, step)
-            first = next(values(number))[:_FIRST_BYTES]
-            if stored is None or stored[: len(first)] != first:
+            parts = values(number)  # which owns the memory of a part
+            first = bytes(next(parts)[:_FIRST_BYTES])
+            if stored is None or bytes(stored[: len(first)]) != first:
                 return None
             digest = _digest([stored], moved)
     except (CheckpointError, OSError) as error:  # damaged, or removed: the new folder gets whole ones

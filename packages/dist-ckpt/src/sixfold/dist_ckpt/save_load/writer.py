@@ -125,17 +125,21 @@ def write(
             file.append(data)
 
     if content.since is not None:
-        kept = keep(content.since, Path(save.staging), plan, objects, values, content.threads, moved or (lambda _: None))
+        staging, told = Path(save.staging), moved or (lambda nbytes: None)
+        kept = keep(content.since, staging, plan, objects, values, content.threads, told)
         for step in (plan[number] for number in kept.places if check_finite):
             check_tensor_finite(step.key, records[step.record].view(step.piece), step.piece.box.offset, rank)
     own_objects = [(key, data) for key, data in objects if key not in kept.objects]
-    changed = [number for number in range(len(plan)) if number not in kept.places and number not in kept.unlinked]
-    for numbers, with_objects in ((changed, own_objects), ([*kept.unlinked], [])):
-        counts, left = file_counts([plan[number].nbytes for number in numbers], store.streams), iter(numbers)
-        for last, count in enumerate(counts, 1 - len(counts)):
-            if count or with_objects:
-                name = part_name(rank, kept.first + len(frames_of))
-                frames_of.append(_Frames(name, [*islice(left, count)], () if last else with_objects))
+    changed = sorted({*range(len(plan))} - kept.places.keys() - kept.unlinked)
+    # Beside linked files stand names that none of them has, whichever of them other ranks have found.
+    number = 0 if content.since is None else int(save.save_id[:8], 16)
+    for steps, last_objects in ((changed, own_objects), (sorted(kept.unlinked), [])):
+        counts, left = file_counts([plan[step].nbytes for step in steps], store.streams), iter(steps)
+        for more, count in enumerate(counts, 1 - len(counts)):
+            if count or last_objects:
+                own = _Frames(part_name(rank, number), [*islice(left, count)], () if more else last_objects)
+                frames_of.append(own)
+                number += 1
     parts = [
         Part(
             name=own.name,
@@ -148,22 +152,27 @@ def write(
     ]
     digests = write_parts(store, save, parts, failed)
     files = kept.files | {part.name: digest for part, digest in zip(parts, digests, strict=True)}
-    place_M3 = torch.empty(len(plan), 3, dtype=torch.int64, device="cpu")
-    numbered = {name: number for number, name in enumerate(files)}
-    if kept.places:
-        rows = [(numbered[frame.file], *frame[1:]) for frame in kept.places.values()]
-        place_M3[torch.tensor([*kept.places], device="cpu")] = torch.tensor(rows, device="cpu")
-    for own in (own for own in frames_of if own.numbers):
-        row_N = torch.tensor(own.numbers, device="cpu")
-        place_M3[row_N, 0] = numbered[own.name]
-        place_M3[row_N, 1:] = torch.frombuffer(own.places, dtype=torch.int64).view(-1, 2)
     return Written(
         content.table,
-        places=bytes(tensor_bytes(place_M3)),
+        places=_places(len(plan), kept, frames_of, [*files]),
         objects=[*kept.objects.items(), *(place for own in frames_of for place in own.object_places)],
         files=files,
         contents=kept.contents,
     )
+
+
+def _places(count: int, kept: Kept, written: Sequence[_Frames], files: Sequence[str]) -> bytes:
+    """The rows of all writes of a rank; see ``Written.places``."""
+    place_M3 = torch.empty(count, 3, dtype=torch.int64, device="cpu")
+    numbered = {name: number for number, name in enumerate(files)}
+    if kept.places:
+        rows = [(numbered[frame.file], *frame[1:]) for frame in kept.places.values()]
+        place_M3[torch.tensor([*kept.places], device="cpu")] = torch.tensor(rows, device="cpu")
+    for own in (own for own in written if own.numbers):
+        row_N = torch.tensor(own.numbers, device="cpu")
+        place_M3[row_N, 0] = numbered[own.name]
+        place_M3[row_N, 1:] = torch.frombuffer(own.places, dtype=torch.int64).view(-1, 2)
+    return array("q", place_M3.flatten().tolist()).tobytes()
 
 
 def write_parts(store: Store, save: Save, parts: Sequence[Part], failed: Event | None = None) -> list[FileDigest]:

@@ -197,11 +197,42 @@ def remove_sharded_tensors(
             warnings.warn(f"no tensor of {source} has a key that begins with {key_prefix!r}", stacklevel=2)
             Meter(progress).finish()
             return
-        config = read_config(source)
-        backend = config[0][0] if config else "torch_dist"
-        if backend not in ("torch_dist", "zarr"):
-            raise CheckpointError(f"{source} is of the backend {backend!r}; torch_dist and zarr are written here")
+        backend = _backend(source, ("torch_dist", "zarr"))
         to_checkpoint(source, folder, kept, objects, backend, progress, safe_globals, in_place=True)
+
+
+def _backend(source: Path, written: Sequence[str]) -> str:
+    config = read_config(source)
+    backend = config[0][0] if config else "torch_dist"
+    if backend not in written:
+        raise CheckpointError(f"{source} is of the backend {backend!r}; {' and '.join(written)} are written here")
+    return backend
+
+
+def consolidate(
+    path: str | Path, *, safe_globals: Sequence[Any] = (), progress: Progress | None = None
+) -> dict[str, Any]:
+    """Write a checkpoint anew in its place: it shares no file with others, and no byte of its files is unused.
+
+    For one that was saved with ``since``, before it is copied elsewhere or others are edited. Every byte is checked,
+    and the folder is replaced in one step; meanwhile both need room. ``tools.convert`` writes into another.
+
+    Args:
+        path: a local folder of this package or of DCP. safe_globals, progress: as in ``tools.convert``.
+    Returns:
+        path, nbytes (of its files now), nbytes_before.
+    Raises:
+        CheckpointError: as ``load`` and ``save``; then the folder is as it was.
+    """
+    folder = storage.local_path(path, "files are linked in local folders alone; a copy at a URL is whole")
+    with damage_check.opened(folder) as source:
+        before, backend = damage_check.files(source), _backend(source, ("torch_dist",))
+        tensors, objects = stored_values.listed(source)
+        target, _ = typed(
+            lambda: to_checkpoint(source, folder, tensors, objects, backend, progress, safe_globals, in_place=True)
+        )
+    sizes = {"nbytes": sum(size for _, size in damage_check.files(Path(target)))}
+    return {"path": target, **sizes, "nbytes_before": sum(size for _, size in before)}
 
 
 def to_safetensors(

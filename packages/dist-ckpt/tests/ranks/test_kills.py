@@ -28,9 +28,10 @@ from sixfold.dist_ckpt.storage import local as storage
 
 RANKS = 2
 SHARES = {
-    "steps": 0.2, "overwrite": 0.2, "aside": 0.1, "prune": 0.1, "managed": 0.2, "in background": 0.14,
+    "steps": 0.1, "overwrite": 0.2, "aside": 0.1, "prune": 0.1, "since": 0.1, "managed": 0.2, "in background": 0.14,
     "async": 0.03, "worker": 0.03,
 }  # fmt: skip
+FROZEN = 50_000  # elements of what "since" links
 
 
 def objects(value):
@@ -70,6 +71,15 @@ def save_and_prune(rank, ranks, folder, value):
         retention.prune(folder, keep_last=2)
 
 
+def save_since_and_prune(rank, ranks, folder, value):
+    """What is frozen is in every step, and in its files alone; what trains is another in each."""
+    frozen = ShardedTensor.from_rank_offsets("f", torch.arange(float(FROZEN)), (0, rank, ranks))
+    options = {"since": retention.latest(folder), "timeout_s": 20}  # the save before, which has returned on all
+    dist_ckpt.save({**state(rank, ranks, value), "f": frozen}, retention.step_path(folder, value), **options)
+    if rank == 0:
+        retention.prune(folder, keep_last=2)
+
+
 def save_in_background(rank, ranks, folder, value):
     handle = dist_ckpt.async_save(state(rank, ranks, value), folder / "c", timeout_s=60)
     handle.wait()
@@ -98,6 +108,7 @@ ACTIONS = {
     "overwrite": save_over,
     "aside": save_over,
     "prune": save_and_prune,
+    "since": save_since_and_prune,
     "async": save_in_background,
 }
 
@@ -197,6 +208,10 @@ def newest(folder, kind, since):
     assert len(steps) >= 2, "the last ones are not removed"
     shown = {path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith(".")}
     assert shown == {path.name for _, path in steps}, "nothing half shows"
+    for path in (path for step, path in steps if step >= since and kind == "since"):
+        asked = {"f": ShardedTensor.from_rank_offsets("f", torch.zeros(FROZEN * RANKS))}
+        found = dist_ckpt.load(asked, path, group=None)["f"]
+        assert torch.equal(found.view(RANKS, FROZEN), torch.arange(float(FROZEN)).expand(RANKS, FROZEN))
     if kind in ("managed", "in background"):
         manager = CheckpointManager(folder, best="loss", group=None)
         assert (manager.latest(), manager.best()) == (steps[-1][0], steps[-1][0])

@@ -129,6 +129,9 @@ def save_ours(rank, ranks, folder):
     from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
     dist_ckpt.save(state(dist_ckpt, rank, ranks, True), folder / "ours-plain")
+    dist_ckpt.save(state(dist_ckpt, rank, ranks, True), folder / "ours-since", since=folder / "ours-plain")
+    for path in (folder / "ours-plain").glob("*.distcp"):
+        assert path.samefile(folder / "ours-since" / path.name), "nothing has changed"
     parallel = FullyParallelSaveStrategyWrapper(TorchDistSaveShardedStrategy())
     dist_ckpt.save(state(dist_ckpt, rank, ranks, True), folder / "ours-parallel", parallel)
     if FULL:

@@ -228,7 +228,7 @@ def test_consolidated_files_are_its_own_and_hold_nothing_else(tmp_path):
     assert tools.verify(folder)["ok"] and not tools.verify(older)["ok"]
     third = saved(state, tmp_path / "2", since=folder)
     assert new_bytes(third, folder) == 0
-    with pytest.raises(CheckpointError, match=r"backend 'zarr'; torch_dist are written"):
+    with pytest.raises(CheckpointError, match=r"backend 'zarr'; written here: torch_dist"):
         with pytest.warns(match="zarr"):
             dist_ckpt.save({"z": one("z", state["a"])}, tmp_path / "z", ("zarr", 1), group=None)
         tools.consolidate(tmp_path / "z")

@@ -26,7 +26,7 @@ import torch
 from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, read_config
 from sixfold.dist_ckpt.collectives.exchange import Exchange
-from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.hugging_face.model_files import (
     ExportPlan,
@@ -205,7 +205,7 @@ def _backend(source: Path, written: Sequence[str]) -> str:
     config = read_config(source)
     backend = config[0][0] if config else "torch_dist"
     if backend not in written:
-        raise CheckpointError(f"{source} is of the backend {backend!r}; {' and '.join(written)} are written here")
+        raise CheckpointError(f"{source} is of the backend {backend!r}; written here: {', '.join(written)}")
     return backend
 
 

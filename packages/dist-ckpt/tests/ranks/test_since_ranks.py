@@ -119,7 +119,7 @@ def test_ranks_that_find_the_older_folder_and_ranks_that_do_not_make_one_whole_s
 def save_with_two_sinces(rank, ranks, folder):
     for step in "01":
         dist_ckpt.save({"t": torch.zeros(9)}, folder / step)
-    with pytest.raises(ShardingError, match="since is of the ranks different folders") as told:
+    with pytest.raises(ShardingError, match="since differs between ranks") as told:
         dist_ckpt.save({"t": torch.zeros(9)}, folder / "2", since=folder / str(rank))
     return str(told.value)
 

@@ -255,10 +255,7 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
     def agree(reports: list[_Report]) -> Ticket:
         """On the first rank: the records of all ranks fit together, and the save begins. See [Note: plan cache]."""
         nonlocal cache
-        for what, verb in (("target", "the ranks save into"), ("since", "since is of the ranks")):
-            places = sorted({getattr(report, what) for report in reports})
-            if len(places) > 1:
-                raise ShardingError(f"{verb} different folders ({', '.join(places[:3])}); pass one path to all")
+        _check_places(reports)
         nothing = Save(save_id="", target=store.name)
         if len({report.common_digest for report in reports}) > 1:
             return Ticket(nothing, again=True, common_differs=True)
@@ -321,6 +318,16 @@ def _with_more(content: RankContent, report: _Report, ticket: Ticket, rank: int)
         content = replace(content, writes=writes, table=encoded, nbytes=nbytes)
         report = report._replace(digest=encoded.digest, nbytes=nbytes, has_slices=False, copies=None)
     return content, report._replace(table=content.table)
+
+
+def _check_places(reports: list[_Report]) -> None:
+    targets, sinces = ({report.target for report in reports}, {report.since for report in reports})
+    if len(targets) > 1:
+        raise ShardingError(
+            f"the ranks save into different folders ({', '.join(sorted(targets)[:3])}); pass one path to all"
+        )
+    if len(sinces) > 1:
+        raise ShardingError(f"since differs between ranks ({', '.join(sorted(sinces)[:3])}); pass one path to all")
 
 
 def check_reports(reports: list[_Report], cache: PlanCache | None) -> PlanCache:

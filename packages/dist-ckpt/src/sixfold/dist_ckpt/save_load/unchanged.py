@@ -32,7 +32,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, open_checkpoint
-from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, StorageError
+from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.formats import frame as frames
 from sixfold.dist_ckpt.formats.integrity import BLOCK_BYTES, Contents, FileDigest
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
@@ -81,11 +81,10 @@ def keep(
     Args:
         values: gives the bytes of a write, part by part, from any thread. moved: as of ``Part``.
     """
-    try:
-        older, folder = _opened(since)
-    except (CheckpointError, OSError) as error:
-        _LOG.warning("nothing of since=%s is linked: %s", since, error)
+    opened = _opened(since)
+    if opened is None:
         return Kept()
+    older, folder = opened
     try:
         with Pool(threads) as pool:
             same = [*pool.map(partial(_unchanged, older, writes, values, moved), range(len(writes)))]
@@ -112,19 +111,26 @@ def keep(
     return kept
 
 
-def _opened(since: Path) -> tuple[Checkpoint, int]:
-    """The older checkpoint, whose files are looked up in the open folder, whatever the path names later."""
-    older = open_checkpoint(since)
-    known = older.integrity
-    if known is None or (known.algorithm, known.block_bytes) != ("crc32", BLOCK_BYTES):
-        raise MismatchError("it has not the checksums that this package writes")
-    folder = os.open(older.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    status = os.fstat(folder)
-    if (status.st_dev, status.st_ino, status.st_mtime_ns) != older.identity:
-        os.close(folder)
-        raise StorageError("it was replaced while it was opened")
-    older.folder = Path(f"/proc/self/fd/{folder}")
-    return older, folder
+def _opened(since: Path) -> tuple[Checkpoint, int] | None:
+    """The older checkpoint, whose files are looked up in the open folder, whatever the path names later.
+
+    None, and a line in the log, if nothing of it can be linked.
+    """
+    try:
+        older = open_checkpoint(since)
+        folder = os.open(older.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (CheckpointError, OSError) as error:
+        _LOG.warning("nothing of since=%s is linked: %s", since, error)
+        return None
+    status, known = os.fstat(folder), older.integrity
+    is_same = (status.st_dev, status.st_ino, status.st_mtime_ns) == older.identity
+    if is_same and known is not None and (known.algorithm, known.block_bytes) == ("crc32", BLOCK_BYTES):
+        older.folder = Path(f"/proc/self/fd/{folder}")
+        return older, folder
+    os.close(folder)
+    why = "it lacks the checksums that this package writes" if is_same else "it was replaced while it was opened"
+    _LOG.warning("nothing of since=%s is linked: %s", since, why)
+    return None
 
 
 def _files(older: Checkpoint) -> dict[str, FileDigest]:

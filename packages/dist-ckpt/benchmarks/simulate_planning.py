@@ -80,9 +80,8 @@ def encoded_tables(ranks, tensors):
         ShardedTensor(key_of(i), None, torch.bfloat16, (ROWS, COLUMNS), shape, (0, 0), None) for i in range(tensors)
     ]
     table, _ = tabulate(records)
-    zeros_N = torch.zeros(tensors, dtype=torch.int64)
-    places_N3 = torch.stack([zeros_N, torch.arange(tensors) * FRAME_BYTES, zeros_N + FRAME_BYTES], 1)
-    places = places_N3.contiguous().numpy().tobytes()
+    places_N2 = torch.stack([torch.arange(tensors) * FRAME_BYTES, torch.full((tensors,), FRAME_BYTES)], 1)
+    places = places_N2.contiguous().numpy().tobytes()
     blocks = ("00000000",) * -(-tensors * FRAME_BYTES // integrity.BLOCK_BYTES)
     written = []
     for rank in range(ranks):

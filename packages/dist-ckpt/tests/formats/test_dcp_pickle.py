@@ -149,7 +149,7 @@ def test_what_ranks_wrote_becomes_what_torchs_objects_would_be_by_a_plain_loop(m
             found = tensors.setdefault(record.key, (record.dtype, record.global_shape, []))[2]
             for piece in own if record.replica_id == 0 else ():
                 place = rng.choice([300, 70_000, 2**31 + 5, 2**40]) + len(places), rng.choice([1, 2**33])
-                places.extend((0, *place))
+                places.extend(place)
                 found.append(StoredChunk(piece.box, ByteRange(f"__{number}_0.distcp", *place)))
         files = {f"__{number}_0.distcp": FileDigest(1, ("0",))}
         objects[f"o/shard_{number}_9"] = ByteRange(f"__{number}_0.distcp", number, 3)

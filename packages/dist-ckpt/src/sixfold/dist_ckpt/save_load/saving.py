@@ -489,7 +489,7 @@ def commit(written: list[Written], content: RankContent, ticket: Ticket, cache: 
 
 def index_of(written: list[Written], save_id: str, cache: PlanCache | None, form: str = "torch") -> dict[str, Content]:
     """The index files by name, streamed if they are large. ``form``: "torch", or "compact" without ``.metadata``."""
-    made_of = [form, *((part.table, part.places, part.objects, list(part.files)) for part in written)]
+    made_of = [form, *((part.table, part.places, part.objects, list(part.files), part.numbers) for part in written)]
     if cache is not None and cache.index is not None and cache.index[0] == made_of:
         _, before, last = cache.index
         if all(data.count(before.encode()) == 1 for data in last.values()):
@@ -515,14 +515,13 @@ def _streams(index: Index, form: str) -> dict[str, Content]:
 def index_of_written(written: list[Written], save_id: str) -> Index:
     """What all ranks wrote, the chunks of a tensor in the order of their places. See ``Written``."""
     table = merge([part.table for part in written])
-    places = bytearray(b"".join(part.places for part in written))
-    place_M = torch.frombuffer(places, dtype=torch.int64) if places else torch.empty(0, dtype=torch.int64, device="cpu")
     row_M, order_M = table.main_rows()
-    place_M3 = place_M.view(-1, 3)
+    place_M2 = _int64(b"".join(part.places for part in written)).view(-1, 2)
     names = {name: None for part in written for name in part.files}  # several ranks may link one file
     numbers = {name: number for number, name in enumerate(names)}
     file_F = torch.tensor([numbers[name] for part in written for name in part.files], dtype=torch.int64, device="cpu")
-    counts_R = torch.tensor([len(part.places) // 24 for part in written], dtype=torch.int64, device="cpu")
+    number_M = _int64(b"".join(part.numbers or bytes(len(part.places) // 2) for part in written))
+    counts_R = torch.tensor([len(part.places) // 16 for part in written], dtype=torch.int64, device="cpu")
     firsts_R = torch.tensor([0, *accumulate(len(part.files) for part in written)][:-1], dtype=torch.int64, device="cpu")
     return Index(
         tensors=table.kinds,
@@ -530,12 +529,20 @@ def index_of_written(written: list[Written], save_id: str) -> Index:
         offsets_ND=table.offsets_ND,
         sizes_ND=table.sizes_ND,
         files=[*names],
-        file_N=file_F[place_M3[:, 0] + torch.repeat_interleave(firsts_R, counts_R)],
-        start_N=place_M3[:, 1],
-        length_N=place_M3[:, 2],
+        file_N=file_F[number_M + torch.repeat_interleave(firsts_R, counts_R)],
+        start_N=place_M2[:, 0],
+        length_N=place_M2[:, 1],
         objects=dict(entry for part in written for entry in part.objects),
         save_id=save_id,
         order=(row_M, order_M),
+    )
+
+
+def _int64(data: bytes) -> torch.Tensor:
+    return (
+        torch.frombuffer(bytearray(data), dtype=torch.int64)
+        if data
+        else torch.empty(0, dtype=torch.int64, device="cpu")
     )
 
 

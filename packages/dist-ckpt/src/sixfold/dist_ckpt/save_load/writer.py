@@ -51,7 +51,8 @@ class Written:
     """What one rank wrote.
 
     ``table`` is the rank's table, whose main replicas are the writes of its plan in their order.
-    ``places`` are int64 triples for each of them: number in ``files``, start and length of its frame.
+    ``places`` are int64 pairs, start and length of the frame of each of them; ``numbers`` int64, that of its file in
+    ``files``, and empty if all lie in the first.
     ``contents``: as of ``Integrity``.
     """
 
@@ -60,6 +61,7 @@ class Written:
     objects: list[tuple[str, ByteRange]] = field(default_factory=list)
     files: dict[str, FileDigest] = field(default_factory=dict)
     contents: Contents = field(default_factory=dict)
+    numbers: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,17 +154,19 @@ def write(
     ]
     digests = write_parts(store, save, parts, failed)
     files = kept.files | {part.name: digest for part, digest in zip(parts, digests, strict=True)}
+    numbers, places = _places(len(plan), kept, frames_of, [*files])
     return Written(
         content.table,
-        places=_places(len(plan), kept, frames_of, [*files]),
+        places=places,
         objects=[*kept.objects.items(), *(place for own in frames_of for place in own.object_places)],
         files=files,
         contents=kept.contents,
+        numbers=numbers if len(files) > 1 else b"",
     )
 
 
-def _places(count: int, kept: Kept, written: Sequence[_Frames], files: Sequence[str]) -> bytes:
-    """The rows of all writes of a rank; see ``Written.places``."""
+def _places(count: int, kept: Kept, written: Sequence[_Frames], files: Sequence[str]) -> tuple[bytes, bytes]:
+    """``numbers`` and ``places`` of ``Written``, for all writes of a rank."""
     place_M3 = torch.empty(count, 3, dtype=torch.int64, device="cpu")
     numbered = {name: number for number, name in enumerate(files)}
     if kept.places:
@@ -172,7 +176,8 @@ def _places(count: int, kept: Kept, written: Sequence[_Frames], files: Sequence[
         row_N = torch.tensor(own.numbers, device="cpu")
         place_M3[row_N, 0] = numbered[own.name]
         place_M3[row_N, 1:] = torch.frombuffer(own.places, dtype=torch.int64).view(-1, 2)
-    return array("q", place_M3.flatten().tolist()).tobytes()
+    files_M, places_M2 = place_M3[:, 0], place_M3[:, 1:].flatten()
+    return array("q", files_M.tolist()).tobytes(), array("q", places_M2.tolist()).tobytes()
 
 
 def write_parts(store: Store, save: Save, parts: Sequence[Part], failed: Event | None = None) -> list[FileDigest]:

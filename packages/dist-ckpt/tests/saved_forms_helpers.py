@@ -82,6 +82,14 @@ def _loader(make):
     return lambda folder, **options: dist_ckpt.load(make(0), folder, **options)
 
 
+def save_since(folder, fill):
+    """Its largest tensor is linked from a save beside it."""
+    base = folder.with_name("base")
+    dist_ckpt.save({"model": {"large": values(fill)["large"]}}, base, group=None)
+    dist_ckpt.save(plain(fill), folder, group=None, since=base)
+    assert any(path.stat().st_nlink > 1 for path in folder.iterdir()), "nothing is linked"
+
+
 def save_managed(folder, fill):
     """``folder`` is that of a step, as a manager names it."""
     root, step = folder.parent, int(folder.name.removeprefix("step-"))
@@ -134,6 +142,7 @@ FORMS = {
     "compact": Form(_saver(plain, group=None, metadata="compact"), _loader(plain), plain),
     "objects": Form(_saver(trained, group=None), _loader(trained), trained),
     "managed": Form(save_managed, load_managed, lambda fill: {"state": plain(fill), "metrics": {"loss": fill / 8}}),
+    "since": Form(save_since, _loader(plain), plain),
     "door": Form(save_by_the_door, load_by_the_door, plain),
     "of two ranks": Form(_saver(of_ranks), load_of_ranks, expected_of_ranks, 2),
 }

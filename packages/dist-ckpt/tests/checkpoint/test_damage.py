@@ -117,7 +117,7 @@ def empty(folder, name, intact, other, rng):
 
 def take_from_other_save(folder, name, intact, other, rng):
     """Some of the files that differ are those of another save of the same names; one at least is not."""
-    unlike = [one for one in intact if other[one] != intact[one]]
+    unlike = [one for one in intact if other.get(one, intact[one]) != intact[one]]
     for taken in rng.sample(unlike, rng.randrange(1, len(unlike))):
         (folder / taken).write_bytes(other[taken])
 

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import ShardedTensor
+from sixfold.dist_ckpt import ShardedTensor, hugging_face
 
 pytestmark = [
     pytest.mark.gpu,
@@ -46,3 +46,13 @@ def test_an_nccl_group_gets_a_gloo_channel_of_its_own(tmp_path):
         assert loaded["it"] == 3
     finally:
         dist.destroy_process_group()
+
+
+def test_a_model_on_the_device_goes_to_files_of_hugging_face_and_back(tmp_path):
+    safe = pytest.importorskip("safetensors.torch", reason="needs the extra safetensors")
+    saved, model = (torch.nn.Linear(30, 20, device="cuda") for _ in range(2))
+    hugging_face.export(saved, tmp_path / "m", dtype=torch.bfloat16)
+    files = safe.load_file(tmp_path / "m" / "model.safetensors")
+    assert all(torch.equal(files[key], value.bfloat16().cpu()) for key, value in saved.state_dict().items())
+    hugging_face.load(model, tmp_path / "m", dtype_policy="exact")
+    assert all(torch.equal(value, files[key].float().cuda()) for key, value in model.state_dict().items())

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from dist_ckpt_helpers import peak_growth_mib
 from hugging_face_helpers import CUTS, llama, logits, same, sharded, whole_of
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.device_mesh import init_device_mesh
@@ -402,3 +403,24 @@ def test_each_rank_reads_its_own_bytes_alone(tmp_path):
     hugging_face.export({"big": torch.ones(1 << 20)}, tmp_path / "m", group=None)
     for nbytes in run_ranks(bytes_read, 2, tmp_path / "m"):
         assert 2 << 20 <= nbytes < (2 << 20) * 1.2
+
+
+BATCH_MIB, MODEL_MIB = 1, 64
+
+
+def growth(rank, ranks, folder):
+    exporting.BATCH_BYTES = BATCH_MIB << 20
+    mesh = init_device_mesh("cpu", (ranks,))
+    state = {f"w{i}": distribute_tensor(torch.randn(1 << 11, 1 << 9), mesh, [Shard(1)]) for i in range(MODEL_MIB // 4)}
+    out = peak_growth_mib(
+        lambda: hugging_face.export(state, folder, max_shard_bytes=(MODEL_MIB // 4) << 20, dtype=torch.bfloat16)
+    )
+    loaded = {key: torch.zeros_like(value, dtype=torch.bfloat16) for key, value in state.items()}
+    return out, peak_growth_mib(lambda: hugging_face.load(loaded, folder))
+
+
+@pytest.mark.slow
+def test_no_rank_holds_more_than_some_batches_whatever_the_model_is(tmp_path):
+    for out, back in run_ranks(growth, 2, tmp_path / "m"):
+        assert out < 12 * BATCH_MIB  # packed for both writers, received, put together, and written
+        assert back < MODEL_MIB // 4

@@ -370,3 +370,10 @@ def test_a_file_that_is_replaced_meanwhile_is_told_and_one_beside_it_is_not(tmp_
         else:
             with pytest.raises(dist_ckpt.StorageError, match=error):
                 hugging_face.load(asked, path, progress=write)
+
+
+def test_names_that_differ_are_returned_beside_the_module(tmp_path):
+    saved, model = torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(2, 3)
+    hugging_face.export({**saved.state_dict(), "more": torch.ones(1)}, tmp_path / "m")
+    assert hugging_face.load(model, tmp_path / "m", strict="return_all") == (model, {"more"}, {"bias"})
+    assert torch.equal(model.weight, saved.weight)

@@ -63,7 +63,8 @@ def load(
         strict: what to do with names that one side alone has; all are errors by default. See ``StrictHandling``.
         group, timeout_s, progress: as in ``load`` of the package.
     Returns:
-        The module; or the state dict with the tensors, and what else ``strict`` says.
+        The module, or the state dict with the tensors; for ``return_*`` modes a tuple with the missing and the
+        unexpected names, as ``load`` of the package gives it.
     Raises:
         MismatchError: names, shapes or dtypes differ; ``key_map`` does not fit; no safetensors are there.
         CorruptError: a damaged or missing file, an index that does not fit the files. UnsafeError, StorageError,
@@ -96,7 +97,9 @@ def load(
 
     _, ties = tied(exchange, expanded)
     result = _ModelLoad(request, key_map, ties, file).run()
-    return target if isinstance(target, torch.nn.Module) else result
+    if not isinstance(target, torch.nn.Module):
+        return result
+    return (target, *result[1:]) if request.strict.returns else target
 
 
 def _tensors_alone(state: Any) -> dict[Any, Any]:

@@ -3,7 +3,7 @@
 from dataclasses import FrozenInstanceError
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sixfold.dist_ckpt import CheckpointError, MismatchError
@@ -137,6 +137,7 @@ side = st.lists(st.one_of(part, hole), min_size=1, max_size=4).map(".".join)
 
 
 @pytest.mark.slow
+@settings(deadline=None)
 @given(st.lists(st.tuples(side, side), max_size=4), st.sampled_from(["error", "keep"]), st.sets(name, max_size=6))
 def test_what_goes_there_comes_back_or_is_refused(rules, others, names):
     """Any map of any names: never two names in one place, and never back as another name."""

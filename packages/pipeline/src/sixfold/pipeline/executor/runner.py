@@ -227,6 +227,7 @@ class PipelineRunner:
 
     def drain(self) -> None:
         """Run what is still in flight of a program whose batches overlap; of others nothing is. All ranks call it."""
+        self._not_broken()
         if self._in_flight is not None and self._in_flight.batches:
             with torch.enable_grad():
                 self._run(None, "drain", self._in_flight.goal, None, None, None, profile=False)

@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 __all__ = ["MAKES_ITS_OWN", "Layer", "deferrable"]
 
+_STORE = "_sixfold_pipeline_store"  # in the __dict__ of a forward that stands in a layer's place: whose it is
+
 
 class Layer(Operator):
     """One module whose weight gradient can wait."""
@@ -53,6 +55,7 @@ class Layer(Operator):
         self._kind = type(module)
         self._attributes = module.__dict__
         self._forward = (linear if self._kind is nn.Linear else _embedding)(store, self, module)
+        self._forward.__dict__[_STORE] = store
 
     def replacement(self) -> tuple[dict[str, Any], Callable[..., Any]] | None:
         """The module's attributes, and the forward that belongs there while the store is open.
@@ -61,6 +64,10 @@ class Layer(Operator):
         of autograd gives.
         """
         attributes = self._attributes
+        left = attributes.get("forward")
+        if getattr(left, "__code__", None) is self._forward.__code__:  # [Note: left in place]
+            left.__dict__[_STORE].close()
+            attributes.pop("forward", None)
         old = attributes.get("_is_full_backward_hook") is False
         if _of_all_modules._global_backward_hooks and _of_all_modules._global_is_full_backward_hook is False:
             old = True

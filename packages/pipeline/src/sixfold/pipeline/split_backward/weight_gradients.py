@@ -119,21 +119,29 @@ class WeightGradientStore:
                 self._look(things)
                 slot = self._slots[k] = MicrobatchEntries(self._refused)
             forwards = self._forwards = [found for layer in self._layers if (found := layer.replacement()) is not None]
-        for attributes, forward in forwards:
-            if "forward" not in attributes:  # of the instance, which comes before its class's
-                attributes["forward"] = forward
-        self.slot = slot
-        show(self)
         try:
+            for attributes, forward in forwards:
+                if "forward" not in attributes:  # of the instance, which comes before its class's
+                    attributes["forward"] = forward
+            self.slot = slot
+            show(self)
             return call(*inputs, **kwargs)
         finally:
-            hide()
-            self.slot = None
-            for attributes, forward in forwards:
-                if attributes.get("forward") is forward:
-                    del attributes["forward"]
+            self.close()
             if self._others and slot.entries:
                 self._part(slot.entries)
+
+    def close(self) -> None:
+        """No layer leaves anything from here on, and each has its class's forward again.
+
+        [Note: left in place] Ctrl-C may cut this short. So ``drop`` does it again, and a layer that still has a store's
+        forward gets rid of it in the next step of any runner. With a closed slot that forward is its class's.
+        """
+        self.slot = None
+        hide()
+        for attributes, forward in self._forwards or ():
+            if attributes.get("forward") is forward:
+                del attributes["forward"]
 
     def backward(self, k: int, roots: tuple[Any, ...], gradients: tuple[Tensor, ...], again: bool = True) -> None:
         """I: the backward of what was made under ``k``; weight gradients wait there.
@@ -148,8 +156,8 @@ class WeightGradientStore:
         if again and (slot is None or slot.again):
             self.forward(k, self.backward, (k, roots, gradients, False), {})
             return
-        self.slot = slot
         try:
+            self.slot = slot
             _engine(roots, gradients, False, False, (), True, True)  # as stage_run.run_backward
         finally:
             self.task = NOBODY
@@ -280,6 +288,7 @@ class WeightGradientStore:
 
     def drop(self) -> None:
         """Forget every slot, and let go of every parameter; what is known of the layers stays."""
+        self.close()  # [Note: left in place]
         for slot in self._slots.values():
             slot.entries.clear()  # [Note: a ring through autograd]
         self._slots.clear()

@@ -9,7 +9,7 @@ import torch
 from pipeline_helpers import batch, equal_bits, layers, square_loss
 from torch import Tensor, nn
 
-from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, one_f_one_b, zb_h1
+from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, one_f_one_b, pipedream_2bw, zb_h1
 
 SCALES: dict[str, Any] = {
     "mean": square_loss,
@@ -100,3 +100,19 @@ def test_a_step_that_is_refused_before_it_begins_changes_no_gradient():
         runner.step(batch(7)[0], batch(7)[1])
     runner.step(*batch(8))
     assert all(torch.allclose(a, 2 * b) for a, b in zip(grads(modules), before, strict=True))
+
+
+def test_a_failed_runner_does_not_drain_as_if_all_were_done():
+    modules = layers(2)
+    modules[1] = Fails(modules[1], 2 * M + 2)
+    stages = [
+        Stage(module, index, optimizer=torch.optim.SGD(module.parameters(), lr=0.1))
+        for index, module in enumerate(modules)
+    ]
+    runner = PipelineRunner(pipedream_2bw(2, M), stages, None, square_loss)
+    runner.step(*batch(8))
+    runner.step(*batch(8))
+    with pytest.raises(ScheduleError, match="out of memory"):
+        runner.step(*batch(8))
+    with pytest.raises(ScheduleError, match=r"this runner failed before \(.*out of memory\); make a new one"):
+        runner.drain()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, UserDict, defaultdict
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -197,3 +200,125 @@ def test_an_embedding_in_front_of_the_pipeline_gets_its_gradient(several):
     torch.testing.assert_close(embeddings[0].weight.grad, embeddings[1].weight.grad)
     for mine, plain in zip(modules[0], modules[1], strict=True):
         torch.testing.assert_close(gradients(mine), gradients(plain))
+
+
+# ---- What one dict of keyword arguments, or a batch of targets, holds beside tensors
+
+
+class Sees(nn.Module):
+    """A layer that remembers its keyword argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.seen = layers(1)[0], list[Any]()
+
+    def forward(self, x: Tensor, held: Any = None) -> Tensor:
+        self.seen.append(held)
+        return self.layer(x)
+
+
+def given_to(place: str, value: Any, m: int = 4) -> list[Any]:
+    """What m microbatches of eight rows see of ``value``: a keyword argument, or part of a tuple or dict of targets."""
+    module, (x, y) = Sees(), batch(8)
+    seen = []
+
+    def loss(output: Tensor, target: Any) -> Tensor:
+        seen.append(target if isinstance(target, Tensor) else target["held"] if place == "dict" else target[1])
+        return output.square().mean()
+
+    runner = PipelineRunner(gpipe(1, m), Stage(module, 0), loss_fn=loss)
+    if place == "kwargs":
+        runner.step(x, y, kwargs={"held": value})
+        return module.seen
+    runner.step(x, {"y": y, "held": value} if place == "dict" else (y, value))
+    return seen
+
+
+@dataclass
+class Record:
+    """As a library holds what belongs together."""
+
+    value: Any
+    other: int = 3
+
+
+class Slotted:
+    """An object without a ``__dict__``."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+HOLDERS = {
+    "array": lambda rows: torch.zeros(rows, 2).numpy(),
+    "dataclass": lambda rows: Record(torch.zeros(rows, 2)),
+    "object": lambda rows: SimpleNamespace(value=(1, {"mask": torch.zeros(rows)})),
+    "slots": lambda rows: Slotted(torch.zeros(rows).numpy()),
+    "nested": lambda rows: Record([Record(torch.zeros(rows))]),
+}
+
+
+@pytest.mark.parametrize("place", ["kwargs", "tuple", "dict"])
+@pytest.mark.parametrize("form", list(HOLDERS))
+def test_what_has_the_rows_of_the_batch_and_is_not_cut_is_refused_by_name(form, place):
+    pytest.importorskip("numpy", reason="an array of a user's")
+    name = {"kwargs": r"kwargs\['held'\]", "tuple": r"targets\[1\]", "dict": r"targets\['held'\]"}[place]
+    lists = "dicts" if place == "kwargs" else "microbatches"
+    with pytest.raises(ScheduleError, match=rf"{name} is a \w+ .*of 8 rows, which are not cut.* a list of 4 {lists}"):
+        given_to(place, HOLDERS[form](8))
+    value = HOLDERS[form](5)
+    assert all(seen is value for seen in given_to(place, value))
+
+
+def test_an_array_alone_is_refused_where_the_rows_of_the_batch_are_not_known():
+    pytest.importorskip("numpy", reason="an array of a user's")
+    module, (x, y) = layers(1)[0], batch(8)
+    runner = PipelineRunner(gpipe(1, 4), Stage(module, 0), loss_fn=square_loss)
+    with pytest.raises(ScheduleError, match=r"targets\['y'\] is a ndarray of 8 rows, which are not cut"):
+        runner.step(list(x.chunk(4)), {"y": y.numpy()})
+
+
+@pytest.mark.parametrize("place", ["kwargs", "dict"])
+@pytest.mark.parametrize("make", [OrderedDict, UserDict, lambda given: defaultdict(list, given)])
+def test_a_mapping_arrives_as_its_own_kind(make, place):
+    value = make({"ids": torch.arange(8), "name": "a"})
+    seen = given_to(place, value)
+    assert [type(one) for one in seen] == [type(value)] * 4
+    assert [one["ids"].tolist() for one in seen] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert all(list(one) == ["ids", "name"] for one in seen) and value["ids"].shape == (8,)
+
+
+def test_what_hugging_face_makes_arrives_as_its_own_kind():
+    transformers = pytest.importorskip("transformers", reason="Hugging Face's mappings")
+    output = transformers.modeling_outputs.BaseModelOutput(
+        last_hidden_state=torch.arange(8), hidden_states=(torch.arange(8),)
+    )
+    for k, one in enumerate(given_to("kwargs", output)):
+        assert type(one) is type(output) and one[0] is one.last_hidden_state and one.attentions is None
+        assert one.hidden_states[0].tolist() == [2 * k, 2 * k + 1] == one.last_hidden_state.tolist()
+    encoding = transformers.BatchEncoding({"input_ids": torch.arange(8)})
+    assert [one.input_ids.tolist() for one in given_to("dict", encoding)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+class Frozen(UserDict[str, Any]):
+    """A mapping that nobody writes to once it is made."""
+
+    def __setitem__(self, key: str, item: Any) -> None:
+        if key in self.data:
+            raise TypeError("it is frozen")
+        super().__setitem__(key, item)
+
+
+def test_a_mapping_that_cannot_be_made_of_parts_is_refused_by_name():
+    words = r"kwargs\['held'\] is a Frozen, of which no copy .*it is frozen\); give a dict, or a list of 4 dicts"
+    with pytest.raises(ScheduleError, match=words):
+        given_to("kwargs", Frozen({"ids": torch.arange(8)}))
+
+
+@pytest.mark.parametrize("place", ["kwargs", "tuple", "dict"])
+def test_a_tensor_without_rows_is_called_so(place):
+    with pytest.raises(ScheduleError, match=r"is a tensor of no dimension, which has no rows to cut; give its number"):
+        given_to(place, torch.tensor(3.0))
+    assert given_to(place, 3.0) == [3.0] * 4

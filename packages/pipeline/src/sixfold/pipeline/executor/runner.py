@@ -546,10 +546,11 @@ class PipelineRunner:
             microbatches = input_microbatches(inputs if outer is None else outer.inputs, m, equal=equal)
         if outer is not None and outer.there:
             microbatches = outer.leaves(microbatches)
+        rows = rows_of(inputs, targets)
         compiled.begin(
             microbatches,
-            target_microbatches(targets, m, equal=equal) if compiled.tail is not None else [],
-            keyword_microbatches(kwargs, m, equal=equal, rows=rows_of(inputs, targets)),
+            target_microbatches(targets, m, equal=equal, rows=rows) if compiled.tail is not None else [],
+            keyword_microbatches(kwargs, m, equal=equal, rows=rows),
             keep_outputs,
         )
         return outer if outer is not None and outer.there else None

@@ -222,7 +222,7 @@ def _plain(value: Any, what: str) -> Any:
     if isinstance(value, list | tuple):
         made = [_plain(part, what) for part in value]
         return made if isinstance(value, list) else tuple(made)
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {key: _plain(part, what) for key, part in value.items()}
     raise ScheduleError(
         f"{what} holds a {type(value).__name__}; a state holds tensors, numbers, texts, lists and dicts: call drain() "

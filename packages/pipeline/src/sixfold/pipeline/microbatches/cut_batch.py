@@ -5,9 +5,12 @@ inputs, targets, kwargs --> lists of m (this file) --> runner
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import copy
+from dataclasses import is_dataclass
+from itertools import chain
 from types import NoneType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -92,9 +95,13 @@ def input_microbatches(inputs: Any, m: int, *, equal: bool) -> list[Values]:
     return [as_tuple(part, f"inputs[{k}]") for k, part in enumerate(_cut(inputs, m, "inputs", equal))]
 
 
-def target_microbatches(targets: Any, m: int, *, equal: bool) -> list[Any]:
-    """The m targets of the loss, cut likewise, of a dict too; None gives it None every time."""
-    return [None] * m if targets is None else _cut(targets, m, "targets", equal, mapping=True)
+def target_microbatches(targets: Any, m: int, *, equal: bool, rows: int | None = None) -> list[Any]:
+    """The m targets of the loss, cut likewise, of a dict too; None gives it None every time.
+
+    Args:
+        rows: of the batch, where they are known here.
+    """
+    return [None] * m if targets is None else _cut(targets, m, "targets", equal, mapping=True, rows=rows)
 
 
 def rows_of(*batches: Any) -> int | None:
@@ -143,7 +150,7 @@ def keyword_microbatches(
                     f"{name} has {value.shape[0]} rows, the batch {rows}; a dict is cut as the batch is: "
                     f"give a list of {m} dicts where a tensor is for all microbatches"
                 )
-        return cut(kwargs, m, "kwargs", equal=equal, rule=_mean_rule(m))
+        return cut(dict(kwargs), m, "kwargs", equal=equal, rule=_mean_rule(m), rows_of_batch=rows)
     if not isinstance(kwargs, list | tuple):
         raise ScheduleError(f"kwargs is a {type(kwargs).__name__}; it is a dict, or a list of {m} dicts")
     if len(kwargs) != m:
@@ -154,18 +161,21 @@ def keyword_microbatches(
     return list(kwargs)
 
 
-def cut(value: Any, m: int, name: str, *, equal: bool, rule: str = _EQUAL) -> list[Any]:
+def cut(
+    value: Any, m: int, name: str, *, equal: bool, rule: str = _EQUAL, rows_of_batch: int | None = None
+) -> list[Any]:
     """``value`` as m of its kind: tensors and flex_attention's masks in it cut along dim 0, other leaves in each.
 
     Args:
         equal: refuse rows that m does not divide; ``rule`` is the reason.
+        rows_of_batch: refuse another leaf that has or holds so many rows, any with -1; None looks into none.
     Raises:
         ScheduleError: a tensor has fewer rows than m, or rows that m does not divide where ``equal``.
     """
     rows = block_mask_rows(value)
     if isinstance(value, Tensor):
         _check_cut(value, m, name)
-        rows = value.shape[0] if value.dim() else 0
+        rows = value.shape[0]
     elif rows == 1:
         return [value] * m
     if rows is not None:
@@ -175,13 +185,46 @@ def cut(value: Any, m: int, name: str, *, equal: bool, rule: str = _EQUAL) -> li
         if isinstance(value, Tensor):
             return list(torch.tensor_split(value, m))
         return cut_block_mask(value, [len(part) for part in torch.arange(rows).tensor_split(m)])
-    if isinstance(value, Mapping):
-        parts = {key: cut(each, m, f"{name}[{key!r}]", equal=equal, rule=rule) for key, each in value.items()}
-        return [{key: part[k] for key, part in parts.items()} for k in range(m)]
-    if isinstance(value, tuple | list):
-        parts_of = [cut(each, m, f"{name}[{at}]", equal=equal, rule=rule) for at, each in enumerate(value)]
-        return [alike(value, [part[k] for part in parts_of]) for k in range(m)]
+    if isinstance(value, Mapping | tuple | list):
+        entries = value.items() if isinstance(value, Mapping) else enumerate(value)
+        parts = {
+            key: cut(each, m, f"{name}[{key!r}]", equal=equal, rule=rule, rows_of_batch=rows_of_batch)
+            for key, each in entries
+        }
+        if isinstance(value, Mapping):
+            return [_mapping_alike(value, {key: part[k] for key, part in parts.items()}, m, name) for k in range(m)]
+        return [alike(value, [part[k] for part in parts.values()]) for k in range(m)]
+    if rows_of_batch is not None and (held := _held_rows(value, rows_of_batch)) is not None:
+        raise ScheduleError(
+            f"{name} is a {type(value).__name__} {held} rows, which are not cut; tensors are, also those in a tuple, "
+            f"list or dict: give tensors, or {_a_list(m, name)}"
+        )
     return [value] * m
+
+
+def _held_rows(value: Any, rows: int, depth: int = 3) -> str | None:
+    """How ``value``, which is not cut, has ``rows`` (-1: any) rows: as an array, or a few attributes deep."""
+    if isinstance(value, str | int | float | None):
+        return None
+    shape = () if isinstance(value, type) else getattr(value, "shape", ())
+    if isinstance(shape, tuple) and shape and rows in (-1, shape[0]):
+        return f"of {shape[0]}"
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, tuple | list | set | frozenset):
+        parts = value
+    elif callable(value) and not is_dataclass(value):  # a module, a function
+        return None
+    else:
+        parts = (getattr(value, name, None) for name in _attributes_of(value))
+    found = (_held_rows(part, rows, depth - 1) for part in parts) if depth else ()
+    held = next(filter(None, found), None)
+    return held and (held if held.startswith("that") else f"that holds a tensor or array {held}")
+
+
+def _attributes_of(value: Any) -> Iterable[str]:
+    slots = (getattr(one, "__slots__", ()) for one in type(value).__mro__)
+    return chain(getattr(value, "__dict__", ()), *((one,) if isinstance(one, str) else one for one in slots))
 
 
 def joined(outputs: Sequence[Any]) -> Any:
@@ -202,14 +245,36 @@ def alike(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
     return make(parts)
 
 
-def _cut(batch: Any, m: int, name: str, equal: bool, *, mapping: bool = False) -> list[Any]:
+def _mapping_alike(value: Mapping[Any, Any], parts: dict[Any, Any], m: int, name: str) -> Mapping[Any, Any]:
+    """``parts`` in a mapping such as ``value`` is, with what else it has: an OrderedDict, a Hugging Face output."""
+    if type(value) is dict:
+        return parts
+    try:
+        made: Any = copy(value)
+        for key, part in parts.items():
+            made[key] = part
+        if not all(made[key] is part for key, part in parts.items()):
+            raise TypeError("it holds other values than it was given")
+    except Exception as error:
+        raise ScheduleError(
+            f"{name} is a {type(value).__name__}, of which no copy with parts of its tensors can be made "
+            f"({type(error).__name__}: {error}); give a dict, or {_a_list(m, name)}"
+        ) from error
+    return cast("Mapping[Any, Any]", made)
+
+
+def _a_list(m: int, name: str) -> str:
+    return f"a list of {m} {'dicts' if name.startswith('kwargs') else 'microbatches'}"
+
+
+def _cut(batch: Any, m: int, name: str, equal: bool, *, mapping: bool = False, rows: int | None = None) -> list[Any]:
     if isinstance(batch, list):
         if len(batch) != m:
             raise ScheduleError(f"{name} has {len(batch)} microbatches; the program has {m}")
         return batch
     if isinstance(batch, Tensor):
         _check_cut(batch, m, name)
-        rows = batch.shape[0] if batch.dim() else 0
+        rows = batch.shape[0]
         if rows < m:
             raise ScheduleError(f"{name} has {rows} rows; the program cuts them into {m} microbatches")
         if equal and rows % m:
@@ -227,7 +292,14 @@ def _cut(batch: Any, m: int, name: str, equal: bool, *, mapping: bool = False) -
                 f"{where} has {part.shape[0]} rows, the batch {of_first}; all of {name} is cut along dim 0: "
                 f"give a list of {m} microbatches where a tensor is for all of them"
             )
-    return cut(batch, m, name, equal=equal, rule=_mean_rule(m))
+    return cut(
+        batch,
+        m,
+        name,
+        equal=equal,
+        rule=_mean_rule(m),
+        rows_of_batch=next((n for n in (of_first, rows) if n is not None), -1),
+    )
 
 
 def _mean_rule(m: int) -> str:
@@ -241,3 +313,8 @@ def _check_cut(batch: Tensor, m: int, name: str) -> None:
     if batch.is_nested or batch.layout is not torch.strided:
         kind = "nested" if batch.is_nested else str(batch.layout)
         raise ScheduleError(f"{name} is a {kind} tensor; give a list of {m} microbatches")
+    if not batch.dim():
+        raise ScheduleError(
+            f"{name} is a tensor of no dimension, which has no rows to cut; give its number (x.item()), or "
+            f"{_a_list(m, name)}"
+        )

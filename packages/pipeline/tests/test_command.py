@@ -202,6 +202,18 @@ def test_arguments_beside_a_file_agree_with_it(run, tmp_path):
         assert answer[0] == status and says in answer[2]
 
 
+def test_the_ending_of_a_file_says_its_format_in_any_case(run, tmp_path):
+    common = ["zb_h1", "--ranks", "2", "--microbatches", "3"]
+    for ending, form in (("svg", "svg"), ("SVG", "svg"), ("json", "trace"), ("txt", "text"), ("", "text")):
+        file = tmp_path / f"drawing.{ending}"
+        assert run("draw", *common, "-o", str(file))[0] == 0
+        assert file.read_text() == run("draw", *common, "--format", form)[1]
+    assert run("draw", *common, "-o", str(file := tmp_path / "drawing.svg"), "--format", "text")[0] == 0
+    assert file.read_text() == run("draw", *common)[1]
+    (rows := tmp_path / "UP.CSV").write_text("0F0,0B0\n1F0,1B0\n")
+    assert run("verify", str(rows))[0] == 0
+
+
 def test_a_program_that_hangs_is_drawn_as_text_and_simulate_shows_its_counter_example(run, tmp_path):
     file = tmp_path / "hangs.txt"
     file.write_text("0: 0F0 0B0 0F1 0B1\n1: 1F1 1B1 1F0 1B0\n")

@@ -322,3 +322,39 @@ def test_a_tensor_without_rows_is_called_so(place):
     with pytest.raises(ScheduleError, match=r"is a tensor of no dimension, which has no rows to cut; give its number"):
         given_to(place, torch.tensor(3.0))
     assert given_to(place, 3.0) == [3.0] * 4
+
+
+# ---- Keyword arguments and targets out of a graph of the caller's
+
+GIVEN = {  # how four microbatches get it, and the name of what they share
+    "one": (lambda held: {"held": held}, r"\['held'\]"),
+    "list of parts": (lambda held: [{"held": part} for part in held.chunk(4)], r"\[1\]\['held'\]"),
+    "list of one": (lambda held: [{"held": [1, held]}] * 4, r"\[1\]\['held'\]\[1\]"),
+}
+
+
+@pytest.mark.parametrize("place", ["kwargs", "targets"])
+@pytest.mark.parametrize("form", list(GIVEN))
+def test_a_graph_that_microbatches_would_share_is_refused_by_name(form, place):
+    (x, y), (give, name) = batch(8), GIVEN[form]
+    runner = PipelineRunner(gpipe(1, 4), Stage(Sees(), 0), loss_fn=lambda output, target: output.square().mean())
+    held = torch.ones(8, 8, requires_grad=True).exp()
+    words = rf"{place}{name} comes out of an autograd graph .* detach it, or give it as an input"
+    with pytest.raises(ScheduleError, match=words):
+        runner.step(x, **{"targets": y, place: give(held)})
+    runner.step(x, **{"targets": y, place: give(held.detach())})
+    runner.evaluate(x, **{"targets": y, place: give(held)})
+
+
+def test_a_graph_of_one_microbatch_and_a_leaf_of_all_get_their_gradients():
+    (x, y), weight = batch(8), torch.ones(8, 1, requires_grad=True)
+    for m in (1, 4):
+        each = [{"scale": part.exp()} for part in weight.split(8 // m)]
+        for kwargs in (each, {"scale": weight.exp()} if m == 1 else {"scale": weight}):
+            module, mask = Masked(), torch.ones(8, 1)
+            runner = PipelineRunner(gpipe(1, m), Stage(module, 0), loss_fn=square_loss)
+            weight.grad = None
+            runner.step((x, mask), y, kwargs=kwargs)
+            mine, weight.grad = weight.grad, None
+            square_loss(module(x, mask, scale=weight if kwargs is not each and m > 1 else weight.exp()), y).backward()
+            torch.testing.assert_close(mine, weight.grad)

@@ -31,6 +31,8 @@ from sixfold.pipeline.simulation.simulate import Timeline, simulate
 
 __all__ = ["main"]
 
+_FORMAT_OF = {".svg": "svg", ".png": "png", ".json": "trace"}  # by the ending of a drawing's file
+
 
 class UsageError(Exception):
     """Arguments that make no sense together."""
@@ -137,6 +139,8 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _draw(options: argparse.Namespace) -> int:
+    if options.format is None:
+        options.format = _FORMAT_OF.get(Path(options.output or "").suffix.lower(), "text")
     program = _program(options)
     measured = read_trace(_text(options.measured), program.weights) if options.measured else None
     summary = {"schedule": program.name or options.schedule, "format": options.format}
@@ -170,7 +174,7 @@ def _program(options: argparse.Namespace) -> Program:
     _takes_no("a program in a file", options, "chunks", "waves", "steps")
     text = _text(options.schedule)
     # Only our text has colons: after each rank.
-    csv = ":" not in text if options.schedule == "-" and text else options.schedule.endswith(".csv")
+    csv = ":" not in text if options.schedule == "-" and text else options.schedule.lower().endswith(".csv")
     program = Program.from_csv(text) if csv else Program.parse(text)
     if options.ranks not in (None, len(program.ranks)):
         raise UsageError(f"--ranks is {options.ranks}; the program in {options.schedule!r} has {len(program.ranks)}")
@@ -315,7 +319,9 @@ def _parser() -> argparse.ArgumentParser:
             sub.add_argument("--format", choices=("csv", "text"), required=True, help="of the output")
         if verb == "draw":
             sub.add_argument(
-                "--format", choices=("text", "svg", "trace", "png"), default="text", help="of the drawing (text)"
+                "--format",
+                choices=("text", "svg", "trace", "png"),
+                help="of the drawing; default: by the ending of -o (.svg, .png, .json for trace), else text",
             )
             beside = "a measured trace to draw beside the simulation; gives its costs if you give none"
             sub.add_argument("--measured", metavar="FILE", help=beside)

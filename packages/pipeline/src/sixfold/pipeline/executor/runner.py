@@ -40,7 +40,7 @@ from sixfold.pipeline.microbatches.cut_batch import (
     rows_of,
     target_microbatches,
 )
-from sixfold.pipeline.microbatches.outer_graph import OuterGraph
+from sixfold.pipeline.microbatches.outer_graph import OuterGraph, refuse_shared_graph
 from sixfold.pipeline.program.program import Program, Weights, program_given
 from sixfold.pipeline.simulation.simulate import Timeline, measured
 from sixfold.pipeline.stage.distributed_data_parallel import Replicas
@@ -546,6 +546,10 @@ class PipelineRunner:
             microbatches = input_microbatches(inputs if outer is None else outer.inputs, m, equal=equal)
         if outer is not None and outer.there:
             microbatches = outer.leaves(microbatches)
+        if mode == "step":
+            refuse_shared_graph("kwargs", kwargs, m, (list, tuple))
+            if compiled.tail is not None:
+                refuse_shared_graph("targets", targets, m)
         rows = rows_of(inputs, targets)
         compiled.begin(
             microbatches,

@@ -29,6 +29,7 @@ __all__ = [
     "keyword_microbatches",
     "rows_of",
     "target_microbatches",
+    "tensors_in",
 ]
 
 Values = tuple[Any, ...]  # what stages exchange: tensors, and None, ints, floats and truth values beside them
@@ -115,15 +116,19 @@ def rows_of(*batches: Any) -> int | None:
 
 def _with_rows(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors in ``value`` that are cut, with their names."""
+    return ((where, part) for where, part in tensors_in(value, name) if part.dim())
+
+
+def tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors in ``value`` and in its tuples, lists and mappings, with their names."""
     if isinstance(value, Tensor):
-        if value.dim():
-            yield name, value
+        yield name, value
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from _with_rows(part, f"{name}[{key!r}]")
+            yield from tensors_in(part, f"{name}[{key!r}]")
     elif isinstance(value, tuple | list):
         for at, part in enumerate(value):
-            yield from _with_rows(part, f"{name}[{at}]")
+            yield from tensors_in(part, f"{name}[{at}]")
 
 
 def keyword_microbatches(

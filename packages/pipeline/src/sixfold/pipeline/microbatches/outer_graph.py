@@ -4,7 +4,8 @@
 
 Autograd frees a graph in its backward, and the parts of one tensor share theirs. So a step runs on parts without
 history, and behind it the gradients of all parts go through the caller's graph together. A list of microbatches is
-taken as it is: each has a graph of its own, which its own backward goes through.
+taken as it is: each has a graph of its own, which its own backward goes through. Of targets and keyword arguments
+nobody collects the gradients, so there a graph that several microbatches share is refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["OuterGraph"]
+from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.microbatches.cut_batch import tensors_in
+
+__all__ = ["OuterGraph", "refuse_shared_graph"]
+
+
+def refuse_shared_graph(name: str, batch: Any, m: int, form: type | tuple[type, ...] = list) -> None:
+    """Targets or keyword arguments: the backward of one microbatch would free what that of another needs.
+
+    Args:
+        form: of a batch that is given as microbatches.
+    Raises:
+        ScheduleError: a tensor of ``batch`` comes out of a graph of the caller's, and m microbatches use it.
+    """
+    seen: list[Any] = []  # autograd's nodes of earlier microbatches
+    given = isinstance(batch, form)
+    for k, part in enumerate(batch if given else (batch,) if m > 1 else ()):
+        ends = [
+            (where, value.grad_fn)
+            for where, value in tensors_in(part, f"{name}[{k}]" if given else name)
+            if value.grad_fn is not None
+        ]
+        for where, end in ends:
+            if not given or any(end is one for one in seen):
+                raise ScheduleError(
+                    f"{where} comes out of an autograd graph that several microbatches would go backward through, and "
+                    "the first backward frees it; detach it, or give it as an input"
+                )
+        seen += [end for _, end in ends]
 
 
 class OuterGraph:

@@ -240,3 +240,10 @@ def test_a_program_that_hangs_and_costs_for_another_one_are_refused():
 def test_arguments_that_make_no_sense_are_refused_by_name(make, words):
     with pytest.raises(ScheduleError, match=words):
         make()
+
+
+def test_costs_that_add_up_to_infinity_are_refused_and_make_no_nan():
+    program = gpipe(2, 4)
+    with pytest.raises(ScheduleError, match="the times of rank 0 add up to inf; .* in a larger unit"):
+        simulate(program, Costs.per_rank(program, 1e308))
+    assert simulate(program, Costs.per_rank(program, 1e300)).bubble_over_ideal < 1

@@ -74,8 +74,8 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     """Run ``program`` on paper.
 
     Raises:
-        ScheduleError: the costs are for another number of stages, the program hangs, or it reads weights before
-            the STEP that makes them.
+        ScheduleError: the costs are for another number of stages or add up to infinity, the program hangs, or it
+            reads weights before the STEP that makes them.
     Cost: O(actions).
     """
     program_given(program)
@@ -84,6 +84,12 @@ def simulate(program: Program, costs: Costs) -> Timeline:
     timed = WORK | {kind for kind, price in ((Kind.UNSHARD, costs.unshard), (Kind.REDUCE_GRAD, costs.reduce)) if price}
     rows = [[a for a in actions if a.kind in timed] for actions in program.ranks]
     events = _play(program, rows, costs)
+    for rank, row in enumerate(events):
+        if row and row[-1][3] == math.inf:
+            raise ScheduleError(
+                f"the times of rank {rank} add up to inf; costs are small enough to be added up: give them in a larger "
+                "unit"
+            )
     activation = costs.activation if costs.activation is not None else activation_share(program)
     peaks = peak_activations(
         program, activation, inputs=costs.input, input_share=costs.input_share, deferred=costs.deferred

@@ -244,6 +244,6 @@ def test_arguments_that_make_no_sense_are_refused_by_name(make, words):
 
 def test_costs_that_add_up_to_infinity_are_refused_and_make_no_nan():
     program = gpipe(2, 4)
-    with pytest.raises(ScheduleError, match="the times of rank 0 add up to inf; .* in a larger unit"):
+    with pytest.raises(ScheduleError, match=r"the times of rank 0 add up to inf; .* in a larger unit"):
         simulate(program, Costs.per_rank(program, 1e308))
     assert simulate(program, Costs.per_rank(program, 1e300)).bubble_over_ideal < 1

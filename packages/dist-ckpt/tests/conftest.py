@@ -51,7 +51,7 @@ def older_saves(monkeypatch):
     """Saves of this process keep plain tensors in common data, as those of 0.2 did."""
     from sixfold.dist_ckpt.save_load import replicated_tensors
 
-    monkeypatch.setattr(replicated_tensors, "take_out", lambda common, *_, **__: ([], common, ()))
+    monkeypatch.setattr(replicated_tensors, "take_out", lambda common, *_, **__: ([], common, (), {}))
 
 
 @pytest.fixture(scope="session")

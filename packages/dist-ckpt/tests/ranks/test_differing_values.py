@@ -1,7 +1,9 @@
 """Values that are not the same on all ranks: none is lost without an error, and the remedies work."""
 
+import os
 import random
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -195,6 +197,45 @@ def test_what_differs_within_a_value_is_named(tmp_path):
         "few": "[1]",
     }.items():
         assert f"{name}: ranks [0], [1] hold different values (in {places})\n" in first[name]
+
+
+def large_ones(rank, ranks, folder, background):
+    """Each rank writes one of the tensors; in turn, each differs on one rank, in its last element alone."""
+
+    def saved(state):
+        if background:
+            dist_ckpt.async_save(state, folder / "c").wait()
+        else:
+            dist_ckpt.save(state, folder / "c")
+
+    def state(**others):
+        base = torch.arange(300_000.0)
+        own = {"flat": base.clone(), "half": base.view(600, 500).bfloat16(), "turned": base.view(500, 600).clone().t()}
+        for name, at in others.items():
+            own[name][(-1,) * own[name].dim()] *= 1 - 2 * (rank == at)
+        return {"model": own, "step": 7}
+
+    saved(state())
+    texts = []
+    for name in state()["model"]:
+        for at in range(ranks):
+            with pytest.raises(ShardingError) as told:
+                saved(state(**{name: at}))
+            texts.append(str(told.value))
+    loaded = dist_ckpt.load({}, folder / "c")
+    saved(state())
+    return texts, all(map(torch.equal, loaded["model"].values(), state()["model"].values()))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_large_tensor_that_differs_on_one_rank_is_an_error_before_the_commit(tmp_path, background):
+    first, *others = run_ranks(large_ones, 3, tmp_path, background)
+    texts, kept = first
+    assert kept and os.listdir(tmp_path) == ["c"]
+    assert all(other == first for other in others)
+    holders = ["[0], [1, 2]", "[0, 2], [1]", "[0, 1], [2]"]
+    for text, (name, ranks) in zip(texts, product(["flat", "half", "turned"], holders), strict=True):
+        assert f"\n  model.{name}: ranks {ranks} hold different values\nDescribe tensors" in text
 
 
 def replicas(rank, ranks, folder, kind):

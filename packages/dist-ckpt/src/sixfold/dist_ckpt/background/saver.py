@@ -279,7 +279,8 @@ def async_save(
         The last call comes after the commit, with the total. An exception in it stops the worker, and
         ``wait`` raises it on all ranks.
     Returns:
-        The handle; errors of writing, NaN with ``check_finite`` and dead peers are raised by its ``wait``.
+        The handle; errors of writing, large plain tensors that differ between ranks, NaN with ``check_finite`` and
+        dead peers are raised by its ``wait``.
     Raises:
         CheckpointError: what ``save`` raises before it writes, on every rank.
     """

@@ -123,9 +123,10 @@ class Checkpoint:
 
     def map(self, name: str) -> Mapped:
         """A file mapped privately, as it was when it was mapped first. Its size was checked when all was opened."""
-        path = self.folder / name
         with self._lock:
-            found = self._maps.pop(name, None) or Mapped(path, self.arrives and self.arrives(path))
+            if (found := self._maps.pop(name, None)) is None:
+                path = self.folder / name
+                found = Mapped(path, self.arrives and self.arrives(path))
             self._maps[name] = found
             if len(self._maps) > KEPT_MAPS:
                 self._maps.popitem(last=False)

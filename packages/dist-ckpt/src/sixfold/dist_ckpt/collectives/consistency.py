@@ -19,8 +19,9 @@ import logging
 import pickle
 import sys
 import warnings
+from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from heapq import nsmallest
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -32,6 +33,7 @@ from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.formats.frame import has_form
 from sixfold.dist_ckpt.formats.integrity import crc32_at
 from sixfold.dist_ckpt.state import plain_types, tree
+from sixfold.dist_ckpt.state.placeholders import Placeholder
 from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId, is_main_replica
 from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_freed
 
@@ -89,8 +91,9 @@ def digests(compared: Any, with_tensors: bool) -> Found:
 
 
 def summary(compared: Any) -> int:
-    """One number for all of them."""
-    found = sorted((repr(path), digest_of(leaf).value) for path, leaf in tree.leaves(compared))
+    """One number for all of them; of a tensor that a placeholder stands for its dtype and shape alone."""
+    leaves = ((path, leaf.like if type(leaf) is Placeholder else leaf) for path, leaf in tree.leaves(compared))
+    found = sorted((repr(path), digest_of(leaf).value) for path, leaf in leaves)
     return crc32(repr(found).encode("utf-8", "surrogatepass"))
 
 
@@ -124,11 +127,14 @@ def _of_tensor(tensor: torch.Tensor) -> int:
         torch.save(tensor.detach(), buffer)
         return crc32(buffer.getvalue())
     kind = crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    if tensor.is_meta or is_freed(tensor):  # the first rank's dump refuses it
-        return kind
+    return kind if tensor.is_meta or is_freed(tensor) else crc_of(tensor, kind)  # the first rank's dump refuses those
+
+
+def crc_of(tensor: torch.Tensor, crc: int = 0) -> int:
+    """The CRC-32 of the values of a dense tensor in row-major order, behind bytes whose CRC-32 is ``crc``."""
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     nbytes = values.numel() * values.element_size()
-    return crc32_at(values.data_ptr(), nbytes, kind) if nbytes else kind
+    return crc32_at(values.data_ptr(), nbytes, crc) if nbytes else crc
 
 
 class _Pickler(pickle.Pickler):
@@ -210,17 +216,33 @@ def _differing(reports: list[tuple[Found, Inner]]) -> tuple[list[Place], Found, 
     differing = [path for path in differing if path not in of_some]
     lost = [path for path in differing if _is_lost([found.get(path) for found in by_rank])]
     if lost:
-        lines = [f"{path.text}: {_who(path, by_rank)}{_where(path, inner_by_rank)}" for path in lost[:_MOST_SHOWN]]
-        lines += [f"and {len(lost) - _MOST_SHOWN} more"] * (len(lost) > _MOST_SHOWN)
-        raise ShardingError(
-            "values in common data differ between ranks, and common data is saved once:\n  "
-            + "\n  ".join(lines)
-            + "\nDescribe tensors by ShardedTensor (or DTensor). Broadcast buffers of DDP, as of BatchNorm, from "
-            "rank 0 before the save. PerRank(value) keeps a value for each rank, under one "
-            "key of the state dict. Drop them by LocalNonpersistentObject, or drop them from the check by "
-            "preprocess_common_before_consistancy_check; then the first rank's are saved"
-        )
+        raise _lost([f"{path.text}: {_who(path, by_rank)}{_where(path, inner_by_rank)}" for path in lost])
     return differing, by_rank[0], _owners(by_rank, of_some) if of_some else None
+
+
+def _lost(lines: list[str]) -> ShardingError:
+    more = [f"and {len(lines) - _MOST_SHOWN} more"] * (len(lines) > _MOST_SHOWN)
+    return ShardingError(
+        "values in common data differ between ranks, and common data is saved once:\n  "
+        + "\n  ".join([*lines[:_MOST_SHOWN], *more])
+        + "\nDescribe tensors by ShardedTensor (or DTensor). Broadcast buffers of DDP, as of BatchNorm, from "
+        "rank 0 before the save. PerRank(value) keeps a value for each rank, under one "
+        "key of the state dict. Drop them by LocalNonpersistentObject, or drop them from the check by "
+        "preprocess_common_before_consistancy_check; then the first rank's are saved"
+    )
+
+
+def check_crcs(names: Iterable[str], by_rank: Sequence[bytes]) -> None:
+    """ShardingError if ranks hold different values under a name.
+
+    Args:
+        by_rank: CRC-32s of each rank, four bytes for a name.
+    """
+    if len({*by_rank}) > 1:
+        found = zip(names, *(array("I", crcs) for crcs in by_rank), strict=True)
+        values = {name: [Digest(crc) for crc in crcs] for name, *crcs in found if len({*crcs}) > 1}
+        by_place = [{Place(name, name): own[rank] for name, own in values.items()} for rank in range(len(by_rank))]
+        raise _lost([f"{place.text}: {_who(place, by_place)}" for place in by_place[0]])
 
 
 def _owners(by_rank: list[Found], of_some: set[Place]) -> Owners:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from math import prod
-from operator import sub
 from typing import NamedTuple
 
 Ints = tuple[int, ...]
@@ -34,9 +33,10 @@ class Box(NamedTuple):
         """Whether the box lies inside a tensor of ``shape``."""
         if not len(shape) == len(self.size) == len(self.offset):
             return False
-        # min and max, no generator: each chunk of a file comes here.
-        ends = map(sub, map(sub, shape, self.size), self.offset)
-        return min(self.offset, default=0) >= 0 and min(self.size, default=0) >= 0 and min(ends, default=0) >= 0
+        for start, length, end in zip(self.offset, self.size, shape, strict=True):  # each chunk of a file comes here
+            if start < 0 or length < 0 or start + length > end:
+                return False
+        return True
 
 
 def whole(shape: Sequence[int]) -> Box:

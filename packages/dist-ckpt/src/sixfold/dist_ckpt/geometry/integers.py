@@ -15,6 +15,7 @@ from typing import Any
 from sixfold.dist_ckpt.errors import ShardingError
 
 ReplicaId = int | tuple[int, ...]
+_INTS = frozenset({int})
 
 
 def integer(key: str, name: str, value: Any) -> int:
@@ -37,6 +38,8 @@ def integer(key: str, name: str, value: Any) -> int:
 
 def int_tuple(key: str, name: str, values: Any) -> tuple[int, ...]:
     """The same for each of several."""
+    if type(values) is tuple and _INTS.issuperset(map(type, values)):  # as records of this package have them
+        return values
     try:
         parts = tuple(values)
     except TypeError:

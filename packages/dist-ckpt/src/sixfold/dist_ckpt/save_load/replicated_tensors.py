@@ -12,6 +12,10 @@ an optimizer that has made no step. Where a rank asks for shards it gets no larg
 
 [Note: small tensors] megatron-core reads plain tensors from ``common.pt``. So the smallest ones, ``SMALL_BYTES`` in
 all, lie there too. ``integrity.json`` names them, and for a load of this package they are placeholders like others.
+
+[Note: equal on all ranks] Before anything is written, ranks compare common data, in which a placeholder stands for all
+but the smallest tensors. Of those each rank hashes what others write. Who writes one has its CRC-32 for nothing: it is
+that of the frame. The first rank compares them before it commits. So a call hashes nothing of what it copies.
 """
 
 from __future__ import annotations
@@ -46,9 +50,9 @@ def take_out(
     *,
     keep_values: bool,
     owners: Owners | None = None,
-) -> tuple[list[ShardedTensor], dict[Any, Any], tuple[str, ...]]:
-    """The tensors of common data that ``rank`` writes, as records, common data with placeholders, and which of them
-    hold values.
+) -> tuple[list[ShardedTensor], dict[Any, Any], tuple[str, ...], dict[str, int | None]]:
+    """The tensors of common data that ``rank`` writes, as records, common data with placeholders, which of them hold
+    values, and of the others the CRC-32s: see [Note: equal on all ranks].
 
     A tensor stays in common data if another has its name, if it has no dense values, or if it is not compared.
 
@@ -79,7 +83,7 @@ def take_out(
                     "another name"
                 )
     if not found:
-        return [], common, in_common(common)
+        return [], common, in_common(common), {}
     left, stays = SMALL_BYTES, set[tree.KeyPath]()
     for path, leaf in sorted(found.items(), key=lambda item: item[1].nbytes):  # stable: as they stand in the state dict
         left -= leaf.nbytes
@@ -92,6 +96,12 @@ def take_out(
     else:
         dealt = [owners.by_path[repr(named[name][0])] for name in ordered]
     own = [_whole(name, named[name][1]) for name, owner in zip(ordered, dealt, strict=True) if owner == rank]
+    crcs = dict[str, int | None]()
+    if ranks > 1 and same is None and owners is None:  # else they are compared with common data
+        for name, owner in zip(ordered, dealt, strict=True):
+            path, leaf = named[name]
+            if path not in stays:
+                crcs[name] = None if owner == rank else consistency.crc_of(leaf)
 
     def change(path: tree.KeyPath, leaf: Any) -> Any:
         if path not in found:
@@ -99,7 +109,7 @@ def take_out(
         return Placeholder(leaf) if path in stays else placeholder(leaf)
 
     left_out = tree.mapped(common, change, same=tree.BRANCHES)
-    return own, left_out, in_common(left_out)
+    return own, left_out, in_common(left_out), crcs
 
 
 def _dealt(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -380,9 +380,10 @@ def describe(
     rank, compared = exchange.rank, request.compared(parts.common)
     objects = [record for record in records if isinstance(record, ShardedObject)]
     replicated, common, with_values = list[ShardedTensor](), parts.common, tuple[str, ...]()
+    crcs = dict[str, int | None]()
     if common and request.engine is not None:  # else common data is a strategy's
         taken = {record.key for record in records} | {record.unique_key for record in objects}
-        replicated, common, with_values = replicated_tensors.take_out(
+        replicated, common, with_values, crcs = replicated_tensors.take_out(
             common, compared, taken, rank, exchange.ranks, keep_values=request.megatron, owners=owners
         )
     tensors = [*(record for record in records if isinstance(record, ShardedTensor)), *replicated]
@@ -414,13 +415,13 @@ def describe(
                 writer.check_tensor_finite(tree.path_text(path), leaf.detach(), (0,) * leaf.dim(), rank)
     common_bytes = b"" if rank else weights_only.dump(common, "common data")
     nbytes = plan.total_bytes(writes) + sum(len(data) for _, data in stored) + len(common_bytes)
-    encoded = table.encode()
+    encoded, same = table.encode(), common if compared is parts.common else compared
     report = _Report(
         encoded.digest,
         encoded if engine.memory is None else None,
         [record.without_data() for record in objects],
         nbytes,
-        0 if exchange.ranks == 1 or owners is not None else consistency.summary(compared),
+        0 if exchange.ranks == 1 or owners is not None else consistency.summary(same),
         request.store.name,
         consistency.samples(whole, rank) if request.validate_access_integrity else {},
         request.validate_access_integrity and any(record.is_on_slice for record in tensors),
@@ -439,6 +440,7 @@ def describe(
         request.metadata,
         with_values,
         None if request.since is None else Path(request.since),
+        crcs,
     )
     return content, report
 
@@ -460,8 +462,11 @@ def commit(written: list[Written], content: RankContent, ticket: Ticket, cache: 
     Args:
         written: what each rank wrote, in rank order; content: the first rank's.
         cache: of the last save, or None; it is brought up to date.
+    Raises:
+        ShardingError: ranks hold different values under one name; nothing is visible then.
     """
     save = ticket.save
+    consistency.check_crcs(content.crcs, [part.crcs for part in written])
     index = index_of(written, save.save_id, cache, content.metadata)
 
     def for_torch() -> Iterable[bytes]:
@@ -587,4 +592,5 @@ class Share:
 
     def _write_index(self, by_rank: list[Written]) -> None:
         written, save = self.agreed.with_tables(by_rank), self.agreed.ticket.save
+        consistency.check_crcs(self.agreed.content.crcs, [part.crcs for part in written])
         write_small(self.agreed.content.store, save, _digests(written), index_of(written, save.save_id, None))

@@ -15,10 +15,10 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, wait
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, reduce
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -54,6 +54,7 @@ class Written:
     ``places`` are int64 pairs, start and length of the frame of each of them; ``numbers`` int64, that of its file in
     ``files``, and empty if all lie in the first.
     ``contents``: as of ``Integrity``.
+    ``crcs``: of the values under each name of ``RankContent.crcs``, four bytes each.
     """
 
     table: Encoded
@@ -62,6 +63,7 @@ class Written:
     files: dict[str, FileDigest] = field(default_factory=dict)
     contents: Contents = field(default_factory=dict)
     numbers: bytes = b""
+    crcs: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class RankContent:
     metadata: str = "torch"  # or "compact": no .metadata is written
     in_common: tuple[str, ...] = ()  # tensors whose values ``common_bytes`` holds too
     since: Path | None = None  # an older checkpoint, of which unchanged frames are linked
+    crcs: Mapping[str, int | None] = field(default_factory=dict)  # of tensors of all ranks; None: this one writes it
     is_owned: bool = False  # the tensors lie in memory of this package: nobody changes them while they are written
 
     @property
@@ -104,8 +107,9 @@ def write(
     ``moved``: as of ``Part``.
     """
     store, records, plan, objects = content.store, content.records, content.writes, content.objects
+    crcs = {name: crc or 0 for name, crc in content.crcs.items()}  # of one without elements it is 0
     if not plan and not objects:
-        return Written(content.table)
+        return Written(content.table, crcs=array("I", crcs.values()).tobytes())
     frames_of, copies, failed, kept = list[_Frames](), Copies(), Event(), Kept()
 
     def values(number: int) -> Iterator[memoryview]:
@@ -119,7 +123,9 @@ def write(
         for step in (plan[number] for number in own.numbers):
             if failed.is_set():
                 raise CheckpointError(f"{own.name} was given up: another file of this rank failed")
-            add_frame(file, records[step.record], step, rank, check_finite, copies, content.is_owned)
+            crc = add_frame(file, records[step.record], step, rank, check_finite, copies, content.is_owned)
+            if step.key in crcs:
+                crcs[step.key] = crc
             own.places.extend((start, (end := file.position) - start))
             start = end
         for stored_key, data in own.objects:
@@ -129,6 +135,9 @@ def write(
     if content.since is not None:
         staging, told = Path(save.staging), moved or (lambda nbytes: None)
         kept = keep(content.since, staging, plan, objects, values, content.threads, told)
+        for number in kept.places:
+            if plan[number].key in crcs:
+                crcs[plan[number].key] = reduce(lambda crc, part: crc32(part, crc), values(number), 0)
         for step in (plan[number] for number in kept.places if check_finite):
             check_tensor_finite(step.key, records[step.record].view(step.piece), step.piece.box.offset, rank)
     own_objects = [(key, data) for key, data in objects if key not in kept.objects]
@@ -162,6 +171,7 @@ def write(
         files=files,
         contents=kept.contents,
         numbers=numbers if len(files) > 1 else b"",
+        crcs=array("I", crcs.values()).tobytes(),
     )
 
 
@@ -216,19 +226,23 @@ def add_frame(
     check_finite: bool,
     copies: Copies,
     is_owned: bool = False,
-) -> None:
-    """Write one chunk, an empty one too. Its data is hashed once, for the frame's CRC-32 and for the file's blocks."""
+) -> int:
+    """Write one chunk, an empty one too; the CRC-32 of its data.
+
+    It is hashed once, for the frame's CRC-32 and for the file's blocks.
+    """
     size, nbytes = step.piece.box.size, prod(step.piece.box.size) * step.dtype.itemsize
     if check_finite:
         check_tensor_finite(step.key, record.view(step.piece), step.piece.box.offset, rank)
     if nbytes >= frames.LARGE_BYTES:
-        file.add_large(step.dtype, size, lambda at: _raw_parts(record, step, None if is_owned else copies, copies, at))
-        return
+        plain = None if is_owned else copies
+        return file.add_large(step.dtype, size, lambda at: _raw_parts(record, step, plain, copies, at))
     template = frames.template(step.dtype, size, file.position)
     raw = b"".join(bytes(part) for part, _ in _raw_parts(record, step, None, copies, 0))  # the first copy
-    crc = crc32(raw).to_bytes(4, "little")
+    crc = (value := crc32(raw)).to_bytes(4, "little")
     (head, more_head), (tail, more_tail) = template.head, template.tail
     file.add((head, crc, more_head, raw, tail, crc, more_tail), template.nbytes)
+    return value
 
 
 def _raw_parts(

@@ -8,16 +8,18 @@ with what torch itself distributes. No files, no group.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import accumulate, product
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sixfold.dist_ckpt.errors import ShardingError
-from sixfold.dist_ckpt.geometry.box import Box
+from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.state.tensor_memory import local_of
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+_KINDS = ("Replicate", "Shard", "_StridedShard")
 Runs = list[range]  # places on an axis of the global tensor, in the order of the local one
 
 
@@ -45,33 +47,41 @@ def layout_of(key: str, dtensor: DTensor) -> Layout | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
-    places: list[Runs] = [[range(length)] if length else [] for length in dtensor.shape]
-    replica: list[int] = []
-    for kind, parts, at in zip(placements, mesh.shape, coordinate, strict=True):
-        name, axis = type(kind).__name__, getattr(kind, "dim", 0)
-        if name == "Replicate":
-            replica.append(at)
-        elif name in ("Shard", "_StridedShard"):
-            places[axis] = _shard(places[axis], getattr(kind, "split_factor", 1), parts, at)
-        else:
+    for kind in placements:
+        if type(kind).__name__ not in _KINDS:
             raise ShardingError(
                 f"{key}: the DTensor has the placement {kind}; Replicate and Shard can be saved and loaded. "
                 "Redistribute it first (a Partial holds summands, not values)"
             )
-    shape = tuple(_length(runs) for runs in places)
-    if tuple(local_of(dtensor).shape) != shape:
+    shape, pairs, replica = _cut(tuple(dtensor.shape), tuple(placements), tuple(mesh.shape), tuple(coordinate))
+    if local_of(dtensor).shape != shape:
         raise ShardingError(
             f"{key}: the local tensor of the DTensor has shape {tuple(local_of(dtensor).shape)}, its placements "
             f"{tuple(placements)} on a mesh {tuple(mesh.shape)} give {shape}; uneven shards of several mesh axes on "
             "one dimension cannot be told apart. Use dimensions that the mesh divides"
         )
+    find = getattr(mesh, "_get_root_mesh", None)
+    return Layout(pairs, replica, find is not None and find().size() > mesh.size())
+
+
+@lru_cache(maxsize=1024)  # the layers of a model are alike, and so are weights and moments
+def _cut(
+    shape: Ints, placements: tuple[Any, ...], mesh: Ints, coordinate: Ints
+) -> tuple[Ints, tuple[tuple[Box, Box], ...], Ints]:
+    """The local shape, and ``pairs`` and ``replica`` of a ``Layout``, on one coordinate of a mesh."""
+    places: list[Runs] = [[range(length)] if length else [] for length in shape]
+    replica: list[int] = []
+    for kind, parts, at in zip(placements, mesh, coordinate, strict=True):
+        if type(kind).__name__ == "Replicate":
+            replica.append(at)
+        else:
+            places[kind.dim] = _shard(places[kind.dim], getattr(kind, "split_factor", 1), parts, at)
     starts = [list(zip(runs, accumulate(map(len, runs), initial=0), strict=False)) for runs in places]
     pairs = []
     for block in product(*starts):
         size = tuple(len(run) for run, _ in block)
         pairs.append((Box(tuple(run.start for run, _ in block), size), Box(tuple(at for _, at in block), size)))
-    find = getattr(mesh, "_get_root_mesh", None)
-    return Layout(tuple(pairs), tuple(replica), find is not None and find().size() > mesh.size())
+    return tuple(map(_length, places)), tuple(pairs), tuple(replica)
 
 
 def _length(runs: Runs) -> int:

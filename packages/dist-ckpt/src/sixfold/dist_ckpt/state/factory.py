@@ -127,7 +127,8 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
             built = changed(path, stateful.state_of(owner, path, saved))
             merge = Merge(path, lambda _: leaf, owner)
         elif is_dtensor(leaf):  # a load gives the DTensor back, with the same memory
-            records, whole = ShardedTensor.all_of_dtensor(tree.key_text(path), leaf), leaf.detach()
+            records = ShardedTensor.all_of_dtensor(tree.key_text(path), leaf)
+            whole = leaf.detach() if leaf.requires_grad else leaf  # each operation on a DTensor takes long
             if not records:  # a rank outside the mesh: there is nothing here
                 return LocalNonpersistentObject(whole)
             built, merge = records[0] if len(records) == 1 else records, Merge(path, lambda _: whole)

@@ -98,9 +98,11 @@ class ShardedTensor(ShardedBase):
 
     def __post_init__(self) -> None:
         _check_key(self.key)
-        for name in ("local_shape", "global_shape", "global_offset", "axis_fragmentations"):
-            if getattr(self, name) is not None or name != "axis_fragmentations":
-                setattr(self, name, int_tuple(self.key, name, getattr(self, name)))
+        self.local_shape = int_tuple(self.key, "local_shape", self.local_shape)
+        self.global_shape = int_tuple(self.key, "global_shape", self.global_shape)
+        self.global_offset = int_tuple(self.key, "global_offset", self.global_offset)
+        if self.axis_fragmentations is not None:
+            self.axis_fragmentations = int_tuple(self.key, "axis_fragmentations", self.axis_fragmentations)
         self.prepend_axis_num = integer(self.key, "prepend_axis_num", self.prepend_axis_num)
         self.replica_id = replica(self.key, self.replica_id)
         self.flattened_range = flat_range(self.key, self.flattened_range)

@@ -146,5 +146,5 @@ def _is_saved(path: tree.KeyPath, saved: Saved) -> bool:
 
 def _like(parameter: torch.Tensor, stored: Stored) -> torch.Tensor:
     if stored.shape and stored.shape == tuple(parameter.shape):
-        return torch.zeros_like(parameter.detach(), dtype=stored.dtype)
-    return torch.zeros(stored.shape, dtype=stored.dtype, device="cpu")
+        return torch.empty_like(parameter, dtype=stored.dtype)  # all of it is read
+    return torch.empty(stored.shape, dtype=stored.dtype, device="cpu")

@@ -83,8 +83,8 @@ class PartFile(ABC):
     @abstractmethod
     def add_large(
         self, dtype: torch.dtype, shape: tuple[int, ...], parts: Callable[[int], Iterable[tuple[memoryview, object]]]
-    ) -> None:
-        """Add a frame around the raw bytes of a tensor, which lie elsewhere.
+    ) -> int:
+        """Add a frame around the raw bytes of a tensor, which lie elsewhere; their CRC-32.
 
         Args:
             parts: gives the bytes in their order, each with the owner of its memory, from the byte of the file on at
@@ -127,13 +127,15 @@ class StreamFile(PartFile):
 
     def add_large(
         self, dtype: torch.dtype, shape: tuple[int, ...], parts: Callable[[int], Iterable[tuple[memoryview, object]]]
-    ) -> None:
+    ) -> int:
         template = frame.template(dtype, shape, self.position, streamed=True)
         self.append(template.head[0])
         self._flush()
         pieces = hashed(parts(self.position), self.position, self._write)
         self._hasher.add(pieces)
-        self.append(template.fill(join_pieces(pieces)).tail)
+        crc = join_pieces(pieces)
+        self.append(template.fill(crc).tail)
+        return crc
 
     def finish(self) -> FileDigest:
         """Close the sink; the digests of what it took."""
@@ -184,17 +186,19 @@ class FrameFile(PartFile):
 
     def add_large(
         self, dtype: torch.dtype, shape: tuple[int, ...], parts: Callable[[int], Iterable[tuple[memoryview, object]]]
-    ) -> None:
+    ) -> int:
         """As its base. The parts are taken one by one as the writing goes on."""
         self._flush()
         start = self.position
         template = frame.template(dtype, shape, start)
         pieces = hashed(parts(start + template.head_bytes), start + template.head_bytes, self._write)
-        head, tail = template.fill(join_pieces(pieces))
+        crc = join_pieces(pieces)
+        head, tail = template.fill(crc)
         self._hasher.update(head)
         self._hasher.add(pieces)
         self._write(head, start)
         self.append(tail)
+        return crc
 
     def _write(self, data: bytes | memoryview, at: int, owner: object = None) -> None:
         if self._pool is None and at + len(data) < _RESERVE_BYTES:

@@ -167,3 +167,12 @@ def test_tensors_are_copied_while_the_interpreter_ends(made, monkeypatch):
     large = torch.randn(1 << 19)
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
     assert torch.equal(MappedArena(made.fd).tensors(made.take([large]))[0], large)
+
+
+def test_memory_that_was_reserved_is_that_which_is_taken(made):
+    tensors = random_tensors(0)
+    made.reserve(tensors)
+    size, address = made.nbytes, made._bytes.data_ptr()
+    places = made.take(tensors)
+    assert (made.nbytes, made._bytes.data_ptr()) == (size, address)
+    assert all(map(torch.equal, MappedArena(made.fd).tensors(places), tensors))

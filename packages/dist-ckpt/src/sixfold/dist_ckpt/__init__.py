@@ -50,7 +50,7 @@ from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedObj
 
 if TYPE_CHECKING:
     from sixfold.dist_ckpt import optimizer, optimizers, retention
-    from sixfold.dist_ckpt.background.saver import AsyncSave, async_save
+    from sixfold.dist_ckpt.background.saver import AsyncSave, async_save, prepare_async_save
     from sixfold.dist_ckpt.manager import CheckpointManager
     from sixfold.dist_ckpt.tools.conversion import remove_sharded_tensors
 
@@ -81,6 +81,7 @@ __all__ = [
     "load_tensors_metadata",
     "optimizer",
     "optimizers",
+    "prepare_async_save",
     "remove_sharded_tensors",
     "retention",
     "save",
@@ -88,7 +89,7 @@ __all__ = [
     "validation",
 ]
 
-_WHERE = dict.fromkeys(["AsyncSave", "async_save"], "background.saver") | {
+_WHERE = dict.fromkeys(["AsyncSave", "async_save", "prepare_async_save"], "background.saver") | {
     "CheckpointManager": "manager",
     "remove_sharded_tensors": "tools.conversion",
 }

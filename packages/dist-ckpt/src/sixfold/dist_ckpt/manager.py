@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 from sixfold.dist_ckpt import retention, serialization
-from sixfold.dist_ckpt.background.saver import AsyncSave, async_save
+from sixfold.dist_ckpt.background.saver import AsyncSave, async_save, prepare_async_save
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.save_load.saving import SaveRequest
@@ -27,7 +27,6 @@ from sixfold.dist_ckpt.storage.local import located, store_at
 from sixfold.dist_ckpt.storage.step_names import NAMING, Naming, StepNames
 
 __all__ = ["CheckpointManager", "Restored"]
-
 Found = TypeVar("Found")
 
 _OWN = {"sharded_state_dict", "checkpoint_dir", "content_metadata", "since", "group", "timeout_s"}  # given here
@@ -48,7 +47,6 @@ class CheckpointManager:
         manager = CheckpointManager("run", every=100, keep_last=3, keep_every=1000, best="loss")
         restored = manager.restore(state)  # None: the run begins
         for step in range(restored.step + 1 if restored else 1, 10_001):
-            ...
             manager.save(step, state, {"loss": loss})  # saves at multiples of 100
         manager.close()
 
@@ -101,7 +99,7 @@ class CheckpointManager:
             raise CheckpointError(f"incremental is set, but {root!r} is no local folder: only there files are linked")
         self.root = place.absolute() if isinstance(place, Path) else place  # the process may go to another folder
         self._name, self._every, self._keep_last, self._keep_every = name, every, keep_last, keep_every
-        self._best, self._sign = best, 1.0 if mode == "min" else -1.0
+        self._best, self._sign, self._is_prepared = best, 1.0 if mode == "min" else -1.0, not background
         self._background, self._incremental, self._group, self._timeout_s = background, incremental, group, timeout_s
         self._options = {**options, "group": group, "timeout_s": timeout_s}
         self._flight: AsyncSave | None = None
@@ -121,12 +119,14 @@ class CheckpointManager:
         Args:
             metrics: numbers by name, the same on all ranks. A value that is not finite is never the best.
         Raises:
-            CheckpointError: ``root`` has a checkpoint of a later step: a restart would go on from there. What
-                ``dist_ckpt.save`` raises, also of the save before this one. All on all ranks.
+            CheckpointError: ``root`` has a later step; what ``dist_ckpt.save`` raises, also of the save before. On all ranks.
         """
         with errors_to_all(self._group, self._timeout_s):
             place: Any = self._place(step)
         if not force and self._every is not None and step % self._every:
+            if not self._is_prepared:  # the state has its size now: after a step an optimizer has its moments
+                self._is_prepared = True
+                prepare_async_save(state, group=self._group, timeout_s=self._timeout_s)
             return False
         self.wait()
         with errors_to_all(self._group, self._timeout_s):

@@ -6,6 +6,6 @@ trainer and worker: worker_process.py, watched by worker_watch.py; worker and wo
 From outside: arena, lost_ranks, status_and_heartbeats, saver.
 """
 
-from sixfold.dist_ckpt.background.saver import AsyncSave, AsyncSaver, async_save
+from sixfold.dist_ckpt.background.saver import AsyncSave, AsyncSaver, async_save, prepare_async_save
 
-__all__ = ["AsyncSave", "AsyncSaver", "async_save"]
+__all__ = ["AsyncSave", "AsyncSaver", "async_save", "prepare_async_save"]

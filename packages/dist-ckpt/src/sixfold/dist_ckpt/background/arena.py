@@ -26,8 +26,10 @@ from sixfold.dist_ckpt.formats.frame import LARGE_ALIGNMENT, LARGE_BYTES, SMALL_
 from sixfold.dist_ckpt.interpreter import Pool
 from sixfold.dist_ckpt.reused_memory import recycled
 from sixfold.dist_ckpt.state.tensor_memory import is_plain
+from sixfold.dist_ckpt.storage.frame_file import libc
 
 COPY_THREADS = 2
+_MADV_POPULATE_WRITE = 23
 _GRAIN_BYTES = 2**21  # the arena grows in whole huge pages
 _SMALL_BYTES = 2**20  # up to here a tensor is copied by the caller: a thread costs more
 _SLICE_BYTES = 64 * 2**20  # a larger tensor is copied in slices, so that the threads end together
@@ -132,11 +134,11 @@ class Arena:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._pinned: Pinned | None = None
 
-    def take(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
-        """Copy tensors in; their values are safe when it returns. What was in the arena before is gone.
+    def reserve(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+        """Have memory for tensors, pinned if some are on a CUDA device.
 
         Raises:
-            StorageError: there is no memory for them, or it cannot be pinned.
+            StorageError: there is none, or it cannot be pinned.
         """
         places, needed = layout(tensors)
         pinned = self._pinned or pinned_for(tensors)
@@ -146,6 +148,14 @@ class Arena:
             if pinned is not None and self.nbytes:
                 pinned.register(self._bytes.data_ptr(), self.nbytes)
                 self._pinned = pinned
+        return places
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
+        """Copy tensors in; their values are safe when it returns. What was in the arena before is gone.
+
+        Raises: as ``reserve``.
+        """
+        places = self.reserve(tensors)
         base, pairs, spans = self._bytes.data_ptr(), [], []
         for place, tensor in zip(places, tensors, strict=True):
             if not place.nbytes:
@@ -186,7 +196,7 @@ class Arena:
         try:
             # Allocates every page: without it a machine without memory would answer a copy with SIGBUS.
             os.posix_fallocate(self.fd, 0, size)
-            mapped = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)  # no fault per page later
+            mapped = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED)
         except OSError as error:
             raise StorageError(
                 f"no shared memory of {size} bytes for the copy of a background save ({error.strerror}); free memory "
@@ -194,6 +204,10 @@ class Arena:
                 error.errno,
             ) from error
         self._bytes, self.nbytes = torch.frombuffer(mapped, dtype=torch.uint8), size
+        # No fault per page later. (With MAP_POPULATE no other thread of Python would run meanwhile.) Linux before 5.14
+        # says that it cannot.
+        if (advise := libc("madvise")) is not None:
+            advise(ctypes.c_void_p(self._bytes.data_ptr()), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
 
     def _unpin(self) -> None:
         if self._pinned is not None:

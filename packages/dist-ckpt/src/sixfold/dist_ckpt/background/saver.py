@@ -54,7 +54,7 @@ from sixfold.dist_ckpt.storage.by_pointer import ByPointer, ChildStore
 from sixfold.dist_ckpt.storage.range_reads import begun as in_thread
 from sixfold.dist_ckpt.storage.store import Store
 
-__all__ = ["AsyncSave", "AsyncSaver", "async_save"]
+__all__ = ["AsyncSave", "AsyncSaver", "async_save", "prepare_async_save"]
 
 _LATE_S = 5.0
 
@@ -79,6 +79,7 @@ class AsyncSaver:
         self._leaving: list[threading.Thread] = []  # of saves that have ended, and wait for others to hear of it
         self._is_closed, self._pid = False, os.getpid()
         self._turn = threading.RLock()
+        self._preparing: threading.Thread | None = None
         _open_savers(os.getpid()).add(self)
 
     def save(
@@ -89,6 +90,10 @@ class AsyncSaver:
         return self._begun(
             SaveRequest(sharded_state_dict, checkpoint_dir, *arguments, group=group, timeout_s=timeout_s, **options)
         )
+
+    def prepare(self, sharded_state_dict: Mapping[Any, Any]) -> None:
+        """``prepare_async_save`` of this saver, on its group."""
+        self._prepare(sharded_state_dict, Exchange(self._group, self._timeout_s))
 
     def close(self) -> None:
         """Wait for a save in flight, then end the worker and free the arena. May be called again.
@@ -143,6 +148,26 @@ class AsyncSaver:
                 raise
         return flight
 
+    def _prepare(self, state: Mapping[Any, Any], exchange: Exchange) -> None:
+        def begin() -> None:
+            if self._is_closed:
+                raise CheckpointError("this AsyncSaver is closed; make a new one")
+            if self._flight is not None:
+                return  # which has made all that there is to prepare
+            tensors = saving.own_tensors(state, exchange.rank, exchange.ranks)
+            self._ready_worker()
+
+            def reserve() -> None:
+                with suppress(CheckpointError):  # which a save meets again
+                    self._arena.reserve(tensors)
+
+            self._let_go()
+            self._preparing = threading.Thread(target=reserve, daemon=True)
+            self._preparing.start()
+
+        with self._in_turn():
+            exchange.run_on_all(begin)
+
     def _in_turn(self) -> AbstractContextManager[object]:
         """One call at a time: of two, the second would copy its tensors over those of the first.
 
@@ -161,7 +186,10 @@ class AsyncSaver:
         return self._turn
 
     def _let_go(self) -> None:
-        """Wait until the save in flight, if any, needs arena and worker no more."""
+        """Wait until nothing in flight needs arena and worker: no save, no ``prepare``."""
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
         if self._flight is None:
             return
         self._flight._ended.wait()
@@ -285,6 +313,21 @@ def async_save(
         CheckpointError: what ``save`` raises before it writes, on every rank.
     """
     return start(SaveRequest(**locals()))
+
+
+def prepare_async_save(
+    sharded_state_dict: Mapping[Any, Any], *, group: Group = "world", timeout_s: float = 600.0
+) -> None:
+    """Have the worker process and the shared memory ready that ``async_save`` of such a state dict will need.
+
+    Collective over ``group``. It returns at once; a thread gets the memory. The first ``async_save`` then blocks no
+    longer than a later one. Call it when the state has its size: an optimizer has its moments after its first step.
+
+    Args: as ``save``.
+    Raises:
+        ShardingError: what ``save`` says of such a state dict on its own. On every rank.
+    """
+    _saver_of(os.getpid())._prepare(sharded_state_dict, Exchange(group, timeout_s))
 
 
 def start(request: SaveRequest) -> AsyncSave:

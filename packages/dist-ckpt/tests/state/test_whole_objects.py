@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from usual_ways_helpers import OPTIMIZERS
 
 from ranktest import run_ranks
@@ -156,3 +157,32 @@ def test_moments_that_a_state_dict_of_an_optimizer_lacks_are_an_error_that_says_
         dist_ckpt.load(state, tmp_path / "c", group=None)
     dist_ckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "c", group=None)
     assert optimizer.state_dict()["state"].keys() == {0, 1, 2, 3}
+
+
+class Copied(TorchDispatchMode):
+    """Where values were copied to, but from a tensor to itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default and args[0] is not args[1]:
+            self.places.append(args[0].data_ptr())
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_module_that_is_given_itself_is_read_in_place_and_copied_no_second_time(tmp_path):
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 6))
+    model[2].weight = nn.Parameter(torch.randn(8, 6).t())  # of other strides
+    model.tied = model[0]
+    wanted = copy.deepcopy(model.state_dict())
+    dist_ckpt.save({"model": model}, tmp_path / "c", group=None)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.zero_()
+    with Copied() as copied:
+        dist_ckpt.load({"model": model}, tmp_path / "c", group=None)
+    own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    assert [place for place in copied.places if place in own] == [model[2].weight.data_ptr()]  # which is not in order
+    assert all(map(torch.equal, model.state_dict().values(), wanted.values()))

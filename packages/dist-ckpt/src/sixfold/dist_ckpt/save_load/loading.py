@@ -497,7 +497,7 @@ def _values(rank_load: RankLoad, reader: Reader, safe_globals: Sequence[Any]) ->
 
 def _hand_over(found: Sequence[tuple[Any, Any]]) -> None:
     for owner, own in found:
-        owner.load_state_dict(own)
+        stateful.hand_over(owner, own)
 
 
 def _check_have_memory(

@@ -292,8 +292,10 @@ class Reader:
         for block in blocks:
             windows[block.file, block.number * self._block_bytes // self._window_bytes].blocks[block.number] = []
         for step in plan.reads:
-            with self._errors_named(step):
+            try:
                 start = self._sources.start(step)
+            except CorruptError as error:
+                raise self._named(step, error) from error
             if start is not None and (run := self._run(step, records[step.record], start)) is not None:
                 self._share(windows, step, run)
                 if self._checkpoint.arrives is not None:
@@ -470,8 +472,11 @@ class Reader:
         try:
             yield
         except CorruptError as error:
-            text = describe(step.key, step.part, step.shape)
-            raise CorruptError(f"{self._checkpoint.folder / step.chunk.frame.file}: {text}: {error}") from error
+            raise self._named(step, error) from error
+
+    def _named(self, step: Read, error: CorruptError) -> CorruptError:
+        text = describe(step.key, step.part, step.shape)
+        return CorruptError(f"{self._checkpoint.folder / step.chunk.frame.file}: {text}: {error}")
 
 
 def _run_all(pool: Pool | None, jobs: Sequence[Callable[[], None]]) -> None:

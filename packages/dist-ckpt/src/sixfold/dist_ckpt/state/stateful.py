@@ -18,13 +18,14 @@ less. Its tensors of another shape, and elements of a longer list, are not fille
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import tree
-from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS
+from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_dtensor, local_of, memory_of
 
 
 class Saved(NamedTuple):
@@ -105,6 +106,27 @@ def state_of(owner: Any, path: tree.KeyPath, saved: Saved | None) -> Any:
             continue
         made[number] = {**made.get(number, {}), name: _like(parameters[number], stored)}
     return own | {"state": made}
+
+
+def hand_over(owner: Any, own: Any) -> None:
+    """Give an object its state.
+
+    The tensors of a module have been filled where they are. It gets them themselves, since torch would copy what only
+    shares their memory: all of a model once more.
+    """
+    if isinstance(owner, torch.nn.Module) and tree.is_dict(own):
+        held = (owner.named_parameters(remove_duplicate=False), owner.named_buffers(remove_duplicate=False))
+        for name, mine in chain(*held):
+            if _is_same(mine, own.get(name)):
+                own[name] = mine
+    owner.load_state_dict(own)
+
+
+def _is_same(mine: Any, value: Any) -> bool:
+    if is_dtensor(mine) and is_dtensor(value):
+        mine, value = local_of(mine), local_of(value)
+    is_plain = type(mine) in PLAIN_TENSORS and type(value) in PLAIN_TENSORS and has_values(mine) and has_values(value)
+    return is_plain and (memory := memory_of(mine)) is not None and memory == memory_of(value)
 
 
 def _without_new(state: dict[Any, Any], path: tree.KeyPath, saved: Saved) -> dict[Any, Any]:

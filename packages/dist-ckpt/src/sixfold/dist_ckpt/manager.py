@@ -119,7 +119,7 @@ class CheckpointManager:
         Args:
             metrics: numbers by name, the same on all ranks. A value that is not finite is never the best.
         Raises:
-            CheckpointError: ``root`` has a later step; what ``dist_ckpt.save`` raises, also of the save before. On all ranks.
+            CheckpointError: ``root`` has a later step; or as ``dist_ckpt.save``, also of the save before. On all ranks.
         """
         with errors_to_all(self._group, self._timeout_s):
             place: Any = self._place(step)

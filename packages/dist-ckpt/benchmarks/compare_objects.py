@@ -3,13 +3,14 @@
     OMP_NUM_THREADS=1 python packages/dist-ckpt/benchmarks/compare_objects.py [folder] [--size MIB] [--rounds N]
 
 "plain": one dict of tensors that all ranks have, as under DDP. "FSDP2": a model and its AdamW, which has made a step;
-Sixfold gets the objects, DCP what ``get_state_dict`` gives of them, and after a load ``set_state_dict``. Each load gets
-a new AdamW, as a run that starts again. "blocks": a transformer of 24 blocks, of 96 MiB if the others have 1 GiB.
-"door": the same plain dict through ``sixfold.dist_ckpt.dcp``. "small": the plain dict as 8,000 tensors. Both sides save into a
-new folder each time, fsync and metadata included; loads are warm and both fill the caller's tensors, whose values are
-compared after each. "blocked": the call of a background save of the plain dict, in copies of it into memory touched
-before, the first save of the process apart, once as it is and once after ``prepare_async_save``. Medians of the wall
-time between barriers in turn, the order alternates, the first round is thrown away.
+Sixfold gets the objects, DCP what ``get_state_dict`` gives of them, and after a load ``set_state_dict``. Each load
+gets a new AdamW, as a run that starts again. "blocks": a transformer of 24 blocks, of 96 MiB if the others have 1
+GiB. "door": the same plain dict through ``sixfold.dist_ckpt.dcp``. "small": the plain dict as 8,000 tensors. Both
+sides save into a new folder each time, fsync and metadata included; loads are warm and both fill the caller's
+tensors, whose values are compared after each. "blocked": the call of a background save of the plain dict, in copies
+of it into memory touched before, the first save of the process apart, once as it is and once after
+``prepare_async_save``. Medians of the wall time between barriers in turn, the order alternates, the first round is
+thrown away.
 """
 
 import argparse

@@ -227,6 +227,27 @@ def large_ones(rank, ranks, folder, background):
     return texts, all(map(torch.equal, loaded["model"].values(), state()["model"].values()))
 
 
+def frozen(rank, ranks, folder):
+    """What is linked is not written, and compared all the same: also a tensor whose writer has the older value."""
+    state = {name: torch.arange(200_000.0) for name in ("a", "b")}
+    dist_ckpt.save(state, folder / "1")
+    dist_ckpt.save(state, folder / "2", since=folder / "1")
+    texts = []
+    for name in state:
+        state[name][-1] += rank
+        texts.append(refused(state, folder / "3", since=folder / "2"))
+        state[name][-1] -= rank
+    dist_ckpt.save(state, folder / "3", since=folder / "2")
+    return texts
+
+
+def test_a_large_tensor_that_is_linked_and_differs_is_an_error_too(tmp_path):
+    first, second = run_ranks(frozen, 2, tmp_path)
+    assert first == second
+    for name, text in zip("ab", first, strict=True):
+        assert f"  {name}: ranks [0], [1] hold different values" in text
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_large_tensor_that_differs_on_one_rank_is_an_error_before_the_commit(tmp_path, background):
     first, *others = run_ranks(large_ones, 3, tmp_path, background)

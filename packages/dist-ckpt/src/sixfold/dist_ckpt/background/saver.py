@@ -38,6 +38,8 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
+import torch
+
 from sixfold.dist_ckpt.background import lost_ranks, status_and_heartbeats
 from sixfold.dist_ckpt.background.arena import Arena, Place
 from sixfold.dist_ckpt.background.handle import AsyncSave
@@ -47,9 +49,10 @@ from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, typed
 from sixfold.dist_ckpt.progress import Progress
-from sixfold.dist_ckpt.save_load import saving, writer
+from sixfold.dist_ckpt.save_load import replicated_tensors, saving, writer
 from sixfold.dist_ckpt.save_load.saving import SaveRequest
-from sixfold.dist_ckpt.state.records import ShardedTensor
+from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state.records import ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer, ChildStore
 from sixfold.dist_ckpt.storage.range_reads import begun as in_thread
 from sixfold.dist_ckpt.storage.store import Store
@@ -154,7 +157,7 @@ class AsyncSaver:
                 raise CheckpointError("this AsyncSaver is closed; make a new one")
             if self._flight is not None:
                 return  # which has made all that there is to prepare
-            tensors = saving.own_tensors(state, exchange.rank, exchange.ranks)
+            tensors = _own_tensors(state, exchange.rank, exchange.ranks)
             self._ready_worker()
 
             def reserve() -> None:
@@ -328,6 +331,16 @@ def prepare_async_save(
         ShardingError: what ``save`` says of such a state dict on its own. On every rank.
     """
     _saver_of(os.getpid())._prepare(sharded_state_dict, Exchange(group, timeout_s))
+
+
+def _own_tensors(state: Mapping[Any, Any], rank: int, ranks: int) -> list[torch.Tensor]:
+    """What a rank writes of a state dict: no group is asked, and nothing is compared."""
+    parts = tree.split(factory.expand(tree.checked(state), rank, ranks)[0])
+    records = [record for _, record in parts.records]
+    compared, taken = dict(parts.common), {record.key for record in records}  # another dict: nothing is hashed
+    whole, *_ = replicated_tensors.take_out(parts.common, compared, taken, rank, ranks, keep_values=False)
+    written = [record for record in records if isinstance(record, ShardedTensor) and is_main_replica(record.replica_id)]
+    return [record.data for record in (*written, *whole) if record.data is not None]
 
 
 def start(request: SaveRequest) -> AsyncSave:

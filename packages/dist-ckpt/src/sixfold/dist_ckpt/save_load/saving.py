@@ -365,16 +365,6 @@ def taken_apart(request: SaveRequest, exchange: Exchange, engine: SaveEngine) ->
     return [*records], sorted_out[0]
 
 
-def own_tensors(state: Mapping[Any, Any], rank: int, ranks: int) -> list[torch.Tensor]:
-    """What a rank writes of a state dict: no group is asked, and nothing is compared."""
-    parts = tree.split(factory.expand(tree.checked(state), rank, ranks)[0])
-    records = [record for _, record in parts.records]
-    compared, taken = dict(parts.common), {record.key for record in records}  # another dict: nothing is hashed
-    whole, *_ = replicated_tensors.take_out(parts.common, compared, taken, rank, ranks, keep_values=False)
-    written = [record for record in records if isinstance(record, ShardedTensor) and is_main_replica(record.replica_id)]
-    return [record.data for record in (*written, *whole) if record.data is not None]
-
-
 def describe(
     request: SaveRequest,
     exchange: Exchange,

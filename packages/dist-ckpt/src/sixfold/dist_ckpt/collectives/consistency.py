@@ -126,12 +126,13 @@ def _of_tensor(tensor: torch.Tensor) -> int:
         buffer = io.BytesIO()
         torch.save(tensor.detach(), buffer)
         return crc32(buffer.getvalue())
-    kind = crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-    return kind if tensor.is_meta or is_freed(tensor) else crc_of(tensor, kind)  # the first rank's dump refuses those
+    return crc_of(tensor, crc32(f"{tensor.dtype}{tuple(tensor.shape)}".encode()))
 
 
 def crc_of(tensor: torch.Tensor, crc: int = 0) -> int:
     """The CRC-32 of the values of a dense tensor in row-major order, behind bytes whose CRC-32 is ``crc``."""
+    if tensor.is_meta or is_freed(tensor):  # the first rank's dump refuses it
+        return crc
     values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
     nbytes = values.numel() * values.element_size()
     return crc32_at(values.data_ptr(), nbytes, crc) if nbytes else crc

@@ -97,5 +97,5 @@ except ImportError as error:
     said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == 2 * [
         f"torch {torch.__version__} has no torch._scaled_mm, which sixfold-fsdp uses; it is known to work with torch "
-        "2.11 to 2.13: install one of these"
+        "2.11 to 2.14: install one of these"
     ]

@@ -20,7 +20,7 @@ from torch import nn
 
 __all__ = ["ENTRY", "KNOWN", "PRIVATE", "asked_of", "frame_of", "hide", "missing", "show", "shown"]
 
-KNOWN = "2.11 to 2.13"  # versions that the tests ran with
+KNOWN = "2.11 to 2.14"  # the tests ran with 2.11, 2.13 and 2.14
 PRIVATE = (
     "_C._FunctionBase",
     "_C._are_functorch_transforms_active",

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CheckpointError, CheckpointManager, retention
+from sixfold.dist_ckpt import CheckpointError, CheckpointManager, CorruptError, retention
 
 
 def state(step):
@@ -325,6 +325,20 @@ def test_a_newest_folder_that_lost_a_file_is_told_when_an_older_one_is_restored(
     (tmp_path / "step-00000002" / "common.pt").unlink()
     assert manager.restore(state(0)).step == 1
     assert "step 2 is no whole checkpoint, and is passed over" in caplog.text
+
+
+def test_a_run_whose_only_checkpoints_are_damaged_does_not_begin_anew(tmp_path):
+    manager = managed(tmp_path)
+    for step in (1, 2):
+        manager.save(step, {"w": torch.ones(5)})
+    for data in tmp_path.rglob("common.pt"):
+        data.unlink()
+    for look in (manager.latest, lambda: manager.restore({"w": torch.zeros(5)})):
+        with pytest.raises(CorruptError, match=r"no whole checkpoint, and step 2 was one: .*move the folder away"):
+            look()
+    for folder in list(tmp_path.iterdir()):
+        folder.rename(tmp_path.parent / f"away-{folder.name}")
+    assert manager.latest() is None
 
 
 def test_a_folder_of_hugging_face_under_a_name_of_the_run_is_not_removed(tmp_path):

@@ -42,7 +42,7 @@ from sixfold.dist_ckpt.background import status_and_heartbeats
 from sixfold.dist_ckpt.background.saver import saves_of_this_process
 from sixfold.dist_ckpt.background.status_and_heartbeats import RankState
 from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint
-from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, typed
 from sixfold.dist_ckpt.formats.integrity import FILE_NAME, crc32
 from sixfold.dist_ckpt.mirror import local_view
 from sixfold.dist_ckpt.storage import by_pointer
@@ -118,6 +118,7 @@ def latest(root: str | Path | ByPointer, *, name: Naming = NAMING) -> Path | str
         StorageError: the system or the store does not let us see; a run that took that for a None would begin anew.
         MismatchError: a step above it is of a strategy that is not registered here: nobody knows whether it is whole.
             Or a checkpoint above it has another name, such as ``step-7``: a run that did not see it would begin anew.
+        CorruptError: there is no whole one, and one was.
     """
     run = _run_at(root, name)
     for step in reversed(run.steps()):
@@ -128,6 +129,11 @@ def latest(root: str | Path | ByPointer, *, name: Naming = NAMING) -> Path | str
         if isinstance(run, _LocalRun):
             serialization.check_is_registered(run.path(step))
     run.check_names(-1)
+    if (damaged := next(filter(run.was_committed, reversed(run.steps())), None)) is not None:
+        raise CorruptError(
+            f"{root} has no whole checkpoint, and step {damaged} was one: files of it are missing or damaged, and "
+            "`sixfold-ckpt verify` says which. Bring them back; or move the folder away, and the run begins anew"
+        )
     if other := next(filter(run.is_checkpoint, run.others()), None):
         warnings.warn(
             f"{root} has no checkpoint of a name that {run.names.naming!r} gives, but "
@@ -303,6 +309,10 @@ class _LocalRun:
     def is_complete(self, step: int) -> bool:
         return self._is_of_a_run(self.path(step))
 
+    def was_committed(self, step: int) -> bool:
+        """Whether this package saved it whole once: a folder gets its name when it is."""
+        return (self.path(step) / FILE_NAME).is_file()
+
     @property
     def place(self) -> str:
         return str(self._root)
@@ -454,6 +464,10 @@ class _StoredRun:
 
     def is_complete(self, step: int) -> bool:
         return self.is_checkpoint(self.names.of(step))
+
+    def was_committed(self, step: int) -> bool:
+        """Whether the object that is written last is there."""
+        return any(name.rpartition("/")[2] in _COMMITS for name in self._listed.get(self.names.of(step), ()))
 
     @property
     def place(self) -> str:

@@ -33,6 +33,7 @@ class Stateful(nn.Module):
         self.calls, self.turn, self.memory = 0, 0, None
         self.seen: list[float] = []
         self.hidden, self.number = (torch.zeros(4), torch.ones(4)), np.int64(0)
+        self.array, self.arrays = np.zeros(4, dtype=np.float32), [np.zeros(4, dtype=np.float32)]
         self.cache, self.window = {"h": torch.zeros(4), "n": 0}, deque([0.0, 1.0], maxlen=2)
         self.same_cache, self.kept = self.cache, SimpleNamespace(h=torch.zeros(4))
         self.torch = torch.Generator().manual_seed(3)
@@ -51,6 +52,14 @@ class Stateful(nn.Module):
     def list_that_grows(self, h: Tensor) -> Any:
         self.seen.append(1.0)
         return h * len(self.seen)
+
+    def array_in_place(self, h: Tensor) -> Any:
+        self.array += 1
+        return h * torch.from_numpy(self.array.copy())
+
+    def array_of_a_list(self, h: Tensor) -> Any:
+        self.arrays[0][1] += 1
+        return h * torch.from_numpy(self.arrays[0].copy())
 
     def batch_norm(self, h: Tensor) -> Any:
         return self.norm(h)
@@ -141,6 +150,7 @@ class Stateful(nn.Module):
     def state(self) -> list[Any]:
         numbers = [self.calls, len(self.seen), *self.norm.state_dict().values(), self.codes, self.plain, self.memory]
         numbers += [*self.hidden, float(self.number), *self.cache.values(), *self.window, self.kept.h]
+        numbers += [*self.array.tolist(), *self.arrays[0].tolist()]
         draws = [torch.rand(3, generator=self.torch), self.python.random(), self.numpy.random(), self.old.random()]
         return [*numbers, *draws, random.random(), float(np.random.random())]
 
@@ -156,6 +166,8 @@ WHAT = [
     "state over microbatches",
     "tuple of states",
     "number of numpys",
+    "array in place",
+    "array of a list",
     "value in a dict",
     "tensor of a dict in place",
     "dict of two names",
@@ -170,6 +182,7 @@ WHAT = [
     "numpys random numbers",
     "dropout",
     "now and then counter",
+    "now and then array in place",
     "now and then list that grows",
     "now and then batch norm",
     "now and then codebook",
@@ -331,6 +344,7 @@ class Criterion(nn.Module):
         self.register_buffer("mean", torch.ones(()))
         self.seen: list[float] = []
         self.hidden, self.number = (torch.zeros(4), torch.ones(4)), np.int64(0)
+        self.array, self.arrays = np.zeros(4, dtype=np.float32), [np.zeros(4, dtype=np.float32)]
         self.cache, self.window = {"h": torch.zeros(4), "n": 0}, deque([0.0, 1.0], maxlen=2)
         self.same_cache, self.kept = self.cache, SimpleNamespace(h=torch.zeros(4))
 

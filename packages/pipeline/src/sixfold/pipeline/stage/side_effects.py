@@ -9,8 +9,8 @@ stage's modules, before and after each F. Each F is compared, since an attribute
 that changed are noted with each F. While the forward runs again they stand in the place of today's. What a tensor was
 before its first change is a copy, held until then. A tensor's version shows a change. Values are compared in the first
 F of a module's mode, and where another tensor of the module changed. Of a list, tuple, dict, set or deque up to 256
-parts are looked at, theirs included; of a dataclass or namespace the attributes. Of any other attribute it is seen
-whether another object is there. Generators that a module or a keyword argument
+parts are looked at, theirs included; of a dataclass or namespace the attributes; of a numpy array the bytes, up to
+1 MiB. Of any other attribute it is seen whether another object is there. Generators that a module or a keyword argument
 holds are noted as well, and Python's and numpy's own where a forward draws from them. What a stage cannot name (a
 global, a list in a closure) shows in its output. A part of RECOMPUTE's output is compared with that of the first
 forward. A checkpoint ends its second forward before there is an output, and torch compares shapes.
@@ -43,6 +43,7 @@ Mark = int | list[tuple[Any, int]] | None  # by which a change in place is seen;
 _PLAIN = (int, float, complex, str, type(None))
 _HOLDERS = (list, tuple, dict, set, deque)
 _MANY = 256  # parts of a holder that are looked at
+_ARRAY_BYTES = 2**20  # of a numpy array that is looked at
 _RUNNERS = "forward"  # a layer whose weight gradient waits for W has it as its own, in some F's and not in others
 _ABSENT = object()  # in the place of an attribute that is not there
 OF_ALL_MODULES = frozenset(nn.Module().__dict__)
@@ -264,9 +265,17 @@ def _put(place: dict[str, Any], name: str, value: Any) -> None:
         place[name] = value
 
 
+def _is_array(value: Any) -> bool:
+    """A numpy array that is small enough to be read before and after each F."""
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and type(value) is numpy.ndarray and value.nbytes <= _ARRAY_BYTES
+
+
 def _mark(value: Any) -> Mark:
     if isinstance(value, Tensor):
         return _version_of(value)
+    if _is_array(value):
+        return hash(value.tobytes())
     if isinstance(value, _HOLDERS) and not (isinstance(value, tuple) and all(isinstance(p, _PLAIN) for p in value)):
         return _parts(value)
     return None
@@ -286,6 +295,8 @@ def _parts(holder: Any) -> list[tuple[Any, int]]:
             found.append((value, 0))
         elif isinstance(value, Tensor):
             found.append((value, _version_of(value)))
+        elif _is_array(value):
+            found.append((value, hash(value.tobytes())))
         elif isinstance(value, _HOLDERS) and id(value) not in seen:
             seen.add(id(value))
             found.append((value, len(value)))
@@ -323,6 +334,8 @@ def _copied(value: Any, memo: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         # One with a history is kept as it is: a backward through it is autograd's to do or to refuse.
         made = value if value.grad_fn is not None else value.detach().clone().requires_grad_(value.requires_grad)
+    elif _is_array(value):
+        made = value.copy()
     elif isinstance(value, tuple) and len(value) <= _MANY:
         parts = [_copied_part(part, memo) for part in value]
         made = value if all(a is b for a, b in zip(value, parts, strict=True)) else alike(value, parts)

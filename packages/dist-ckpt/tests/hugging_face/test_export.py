@@ -146,6 +146,15 @@ def test_tied_weights_are_written_once_under_the_first_name(tmp_path):
     assert torch.equal(logits(again), logits(model))
 
 
+def test_the_configuration_beside_converted_weights_names_their_dtype(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="needs transformers, which is the oracle")
+    llama().save_pretrained(tmp_path / "theirs")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "theirs", dtype=torch.float32)
+    hugging_face.export(model, tmp_path / "m", dtype=torch.bfloat16, extras=[model.config])
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype="auto")
+    assert again.dtype == torch.bfloat16
+
+
 def test_views_that_are_no_ties_are_written_each(tmp_path):
     base = torch.arange(12.0).view(3, 4)
     state = {

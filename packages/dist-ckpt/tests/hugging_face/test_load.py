@@ -51,6 +51,26 @@ def test_a_plain_state_dict_is_filled_in_place(folder):
     assert same(asked, tensors())
 
 
+def test_a_file_is_known_by_its_name_where_it_is_a_link_to_one_without_a_suffix(tmp_path):
+    """The cache of the Hub: snapshots/HASH/model.safetensors leads to blobs/DIGEST."""
+    hugging_face.export(tensors(), tmp_path / "m")
+    (tmp_path / "m" / "model.safetensors").rename(tmp_path / "0badc0de")
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "0badc0de")
+    for path in (tmp_path / "model.safetensors", str(tmp_path / "model.safetensors")):
+        assert same(hugging_face.load(zeros(tensors()), path), tensors())
+
+
+def test_a_base_model_is_filled_from_the_file_of_a_whole_one(tmp_path):
+    model = llama()
+    model.save_pretrained(tmp_path / "m")
+    base = type(model.model)(model.config)
+    inside = KeyMap({"{*rest}": "model.{*rest}"})
+    with pytest.raises(MismatchError, match=r"lm_head\.weight \(of the files\)"):
+        hugging_face.load(base, tmp_path / "m", key_map=inside)
+    hugging_face.load(base, tmp_path / "m", key_map=inside, strict="ignore_all")
+    assert same(base.state_dict(), model.model.state_dict())
+
+
 def test_one_file_loads_whatever_lies_beside_it(folder):
     safe.save_file({"n": torch.ones(5)}, folder / "other.safetensors")
     asked = hugging_face.load({"n": torch.zeros(5)}, folder / "other.safetensors")
@@ -105,8 +125,14 @@ def test_names_of_theirs_come_under_ours(folder):
         {ours: torch.zeros_like(tensors()[theirs]) for ours, theirs in wanted.items()}, folder, key_map=names
     )
     assert same(found, {ours: tensors()[theirs] for ours, theirs in wanted.items()})
-    with pytest.raises(MismatchError, match=r"no rule of the KeyMap fits a name of theirs.*\n  n\n  s$"):
-        hugging_face.load({}, folder, key_map=KeyMap({"net.{part}.{x}": "{part}.{x}"}))
+    some, few = (
+        KeyMap({"net.{part}.{x}": "{part}.{x}"}),
+        {"net.a.w": torch.zeros(4, 3), "net.a.b": torch.zeros(3).bfloat16()},
+    )
+    with pytest.raises(MismatchError, match=r"n \(of the files\): in the checkpoint, asked for by no rank"):
+        hugging_face.load(few, folder, key_map=some)
+    found = hugging_face.load(few, folder, key_map=some, strict="ignore_all")  # strict judges what no rule reaches
+    assert torch.equal(found["net.a.w"], tensors()["a.w"])
     with pytest.raises(MismatchError, match=r"\{i\} stands on the left alone"):
         hugging_face.load({}, folder, key_map=KeyMap({"{i}.{part}.{x}": "{part}.{x}"}, others="keep"))
     with pytest.raises(CheckpointError, match="key_map is a dict"):

@@ -424,3 +424,14 @@ def test_no_rank_holds_more_than_some_batches_whatever_the_model_is(tmp_path):
     for out, back in run_ranks(growth, 2, tmp_path / "m"):
         assert out < 12 * BATCH_MIB  # packed for both writers, received, put together, and written
         assert back < MODEL_MIB // 4
+
+
+def told_what_differs(rank, ranks, folder):
+    dtype = [torch.bfloat16, None][rank]
+    with pytest.raises(MismatchError, match=r"dtype of an export is torch.bfloat16 on rank 0 and None on rank 1"):
+        hugging_face.export({"w": torch.ones(4)}, folder, dtype=dtype)
+
+
+def test_ranks_that_ask_for_other_files_are_told_what_differs(tmp_path):
+    run_ranks(told_what_differs, 2, tmp_path / "m")
+    assert not (tmp_path / "m").exists()

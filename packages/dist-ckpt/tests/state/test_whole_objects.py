@@ -186,3 +186,35 @@ def test_a_module_that_is_given_itself_is_read_in_place_and_copied_no_second_tim
     own = {tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     assert [place for place in copied.places if place in own] == [model[2].weight.data_ptr()]  # which is not in order
     assert all(map(torch.equal, model.state_dict().values(), wanted.values()))
+
+
+def test_moments_never_go_to_parameters_of_another_order(tmp_path):
+    def of(*names):
+        layers = torch.nn.ModuleDict({name: torch.nn.Linear(3, 3, bias=False) for name in names})
+        return layers, torch.optim.AdamW(layers.named_parameters())
+
+    layers, optimizer = of("a", "b")
+    (layers["a"].weight.sum() + 2 * layers["b"].weight.sum()).backward()
+    optimizer.step()
+    dist_ckpt.save({"model": layers, "optimizer": optimizer}, tmp_path / "c")
+    layers, optimizer = of("b", "a")
+    with pytest.raises(MismatchError, match=r"another order: b\.weight stands where a\.weight stood"):
+        dist_ckpt.load({"model": layers, "optimizer": optimizer}, tmp_path / "c")
+    layers, optimizer = of("a", "b")
+    dist_ckpt.load({"model": layers, "optimizer": optimizer}, tmp_path / "c")
+    assert optimizer.state[layers["b"].weight]["exp_avg"].mean() == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(("then", "now"), [("AdamW", "SGD"), ("SGD", "AdamW"), ("Adagrad", "RMSprop")])
+def test_an_optimizer_of_another_kind_gets_no_state_of_one(tmp_path, then, now):
+    def of(kind):
+        layer = torch.nn.Linear(3, 3)
+        optimizer = getattr(torch.optim, kind)(layer.parameters(), lr=0.1)
+        layer(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    dist_ckpt.save({"optimizer": of(then)}, tmp_path / "c")
+    with pytest.raises(MismatchError, match=f"optimizer is {now}, and another optimizer was saved"):
+        dist_ckpt.load({"optimizer": of(now)}, tmp_path / "c")
+    dist_ckpt.load({"optimizer": of(then)}, tmp_path / "c")

@@ -110,7 +110,9 @@ def export(
     content = saving.agree_on(request, begins_later=True).content
     store = content.store
     assert isinstance(store, LocalStore), f"{place} is a path"
-    pieces, agreed = exchange.all_reduce(lambda: _held(content), lambda reports: _agreed(reports, options, store))
+    pieces, agreed = exchange.all_reduce(
+        lambda: _held(content, options, keys), lambda reports: _agreed(reports, options, store)
+    )
     with abandoned_on_error(store, agreed.save, exchange.rank):
         _Transfer(exchange, store, agreed, pieces, progress).run()
         exchange.all_reduce(lambda: (None, None), lambda _: publish(store, agreed.save, agreed.plan, extras))
@@ -159,8 +161,9 @@ Held = dict[str, list[_Piece]]  # by our key
 
 
 class _Report(NamedTuple):
-    """What a rank tells the first one: dtype and shape of each tensor, and which boxes it gives."""
+    """What a rank tells the first one: what it was asked for, dtype and shape of each tensor, which boxes it gives."""
 
+    asked: dict[str, str]
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]
     boxes: dict[str, list[Box]]
 
@@ -173,7 +176,7 @@ class _Agreed(NamedTuple):
     boxes: dict[str, list[tuple[int, Box]]]
 
 
-def _held(content: RankContent) -> tuple[Held, _Report]:
+def _held(content: RankContent, options: Options, keys: str) -> tuple[Held, _Report]:
     for path, leaf in tree.leaves(content.common):
         if isinstance(leaf, torch.Tensor):  # and no placeholder
             name = tree.key_text(path)
@@ -184,10 +187,17 @@ def _held(content: RankContent) -> tuple[Held, _Report]:
         assert isinstance(record, ShardedTensor) and is_main_replica(record.replica_id), f"{record} is written"
         held[write.key].append(_Piece(write.piece.box, record.view(write.piece)))
     tensors = {r.key: (r.dtype, r.global_shape) for r in content.records if isinstance(r, ShardedTensor)}
-    return held, _Report(tensors, {key: [piece.box for piece in pieces] for key, pieces in held.items()})
+    asked = {name: str(getattr(options, name)) for name in ("key_map", "dtype", "max_shard_bytes")} | {"keys": keys}
+    return held, _Report(asked, tensors, {key: [piece.box for piece in pieces] for key, pieces in held.items()})
 
 
 def _agreed(reports: Sequence[_Report], options: Options, store: LocalStore) -> _Agreed:
+    for rank, report in enumerate(reports):
+        for name, value in report.asked.items():
+            if value != (first := reports[0].asked[name]):
+                raise MismatchError(
+                    f"{name} of an export is {first} on rank 0 and {value} on rank {rank}; give all one"
+                )
     found = {key: kind for report in reports for key, kind in report.tensors.items()}
     if not found:
         raise MismatchError("no tensor of the state dict has a name that fits keys; an export has one at least")

@@ -74,14 +74,18 @@ class KeyMap:
         """
         return self._applied(ours, self._theirs, "a name of ours")
 
-    def ours(self, theirs: Iterable[str]) -> dict[str, str]:
+    def ours(self, theirs: Iterable[str], *, unreached: bool = False) -> dict[str, str]:
         """Our name for each of their names: the one that ``theirs`` takes there. A rule goes before a kept name.
 
+        Args:
+            unreached: a name of theirs that none of ours becomes is given, with a word beside it, for ``strict`` to
+                judge: it is not asked for.
         Raises:
             MismatchError: as ``theirs``; a rule that works one way alone; a name of theirs for two of ours.
         """
         self.check_both_ways()
-        return self._applied(theirs, self._ours, "a name of theirs")
+        change = (lambda name: self._ours(name) or [f"{name} (of the files)"]) if unreached else self._ours
+        return self._applied(theirs, change, "a name of theirs")
 
     def __str__(self) -> str:
         return "\n".join([*(_rule(*pair) for pair in self.pairs), f"others: {self.others}"])

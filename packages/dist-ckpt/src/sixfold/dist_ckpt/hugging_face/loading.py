@@ -74,7 +74,9 @@ def load(
         if key_map is not None and not isinstance(key_map, KeyMap):
             raise CheckpointError(f"key_map is a {type(key_map).__name__}; it is a hugging_face.KeyMap")
         store = store_at(path, timeout_s / 2)
-        file = store.local_folder if store.local_folder is not None and store.name.endswith(SUFFIX) else None
+        # As it is given: in the cache of the Hub it is a link to a file without a suffix.
+        named = str(path if isinstance(path, str | Path) else store.name)
+        file = store.local_folder if store.local_folder is not None and named.endswith(SUFFIX) else None
         file = file if file is not None and file.is_file() else None
         state = _tensors_alone(state_of(target))
         request = LoadRequest(
@@ -132,7 +134,7 @@ class _ModelLoad(Load):
         manifest = checkpoint.manifest
         tensors = dict(manifest.tensors)
         if self._key_map is not None:
-            names = self._key_map.ours(tensors)
+            names = self._key_map.ours(tensors, unreached=True)
             tensors = {names[name]: stored for name, stored in tensors.items()}
         # [Note: tied weights have one name there]
         for name, first in self._ties.items():

@@ -9,6 +9,7 @@ in memory to write it. It opens each file afterwards, which checks header and le
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 from sixfold.dist_ckpt.storage.local import LocalStore, write_file
 from sixfold.dist_ckpt.storage.store import Save
 
+_CONFIG = "config.json"
 MAX_SHARD_BYTES = 5_000_000_000
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -269,7 +271,16 @@ def publish(store: LocalStore, save: Save, plan: ExportPlan, extras: Sequence[An
         after = _states(staging)
         if changed := [name for name, state in before.items() if after.get(name) != state]:
             raise CheckpointError(f"extras have changed {changed[0]}; they write files beside it, such as config.json")
+        if plan.dtype is not None and _CONFIG in after:
+            _tell_dtype(staging / _CONFIG, plan.dtype)
     store.publish(save, [name for name in after if name not in before])
+
+
+def _tell_dtype(path: Path, dtype: torch.dtype) -> None:
+    """A configuration names the dtype of the weights: transformers makes the model in it."""
+    config = json.loads(path.read_text())
+    found = {key for key in ("dtype", "torch_dtype") if key in config} or {"dtype"}
+    path.write_text(json.dumps(config | dict.fromkeys(found, str(dtype).removeprefix("torch.")), indent=2) + "\n")
 
 
 def _states(folder: Path) -> dict[str, tuple[int, int]]:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sixfold.dist_ckpt.errors import MismatchError
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_dtensor, local_of, memory_of
@@ -95,6 +96,7 @@ def state_of(owner: Any, path: tree.KeyPath, saved: Saved | None) -> Any:
         for named, group in pairs
         for number, parameter in zip(named["params"], group["params"], strict=True)
     }
+    _check_is_same(owner, groups, tree.get(saved.common, (*path, "param_groups")), tree.key_text(path))
     where = (*path, "state")
     prefix, made = tree.key_text(where) + ".", dict(_without_new(state, where, saved))
     for key, stored in saved.tensors.items():
@@ -106,6 +108,27 @@ def state_of(owner: Any, path: tree.KeyPath, saved: Saved | None) -> Any:
             continue
         made[number] = {**made.get(number, {}), name: _like(parameters[number], stored)}
     return own | {"state": made}
+
+
+def _check_is_same(owner: torch.optim.Optimizer, groups: list[Any], stored: Any, name: str) -> None:
+    """MismatchError where moments would go to other parameters, or to an optimizer that takes no such moments."""
+    for mine, theirs in zip(groups, stored if type(stored) is list else (), strict=False):
+        if type(theirs) is not dict:
+            continue
+        lacking = owner.defaults.keys() - theirs.keys()
+        if lacking and (beyond := theirs.keys() - mine.keys() - {"params", "param_names", "initial_lr"}):
+            raise MismatchError(
+                f"{name} is {type(owner).__name__}, and another optimizer was saved: it had {min(beyond)} and no "
+                f"{min(lacking)}. Make that one; or leave {name} out, and this one begins without state"
+            )
+        now, then = mine.get("param_names") or (), theirs.get("param_names") or ()
+        if sorted(now) == sorted(then) and (
+            other := next((pair for pair in zip(now, then, strict=True) if len({*pair}) > 1), None)
+        ):
+            raise MismatchError(
+                f"{name}: its parameters had another order: {other[0]} stands where {other[1]} stood, and state goes "
+                "by place. Make the optimizer with its parameters in the order of then"
+            )
 
 
 def hand_over(owner: Any, own: Any) -> None:

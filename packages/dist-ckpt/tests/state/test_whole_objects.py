@@ -202,7 +202,7 @@ def test_moments_never_go_to_parameters_of_another_order(tmp_path):
         dist_ckpt.load({"model": layers, "optimizer": optimizer}, tmp_path / "c")
     layers, optimizer = of("a", "b")
     dist_ckpt.load({"model": layers, "optimizer": optimizer}, tmp_path / "c")
-    assert optimizer.state[layers["b"].weight]["exp_avg"].mean() == pytest.approx(0.2)
+    assert optimizer.state[layers["b"].weight]["exp_avg"].mean().item() == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(("then", "now"), [("AdamW", "SGD"), ("SGD", "AdamW"), ("Adagrad", "RMSprop")])

@@ -18,6 +18,7 @@ import re
 import secrets
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -187,8 +188,9 @@ def _steps(root: Path) -> list[Path]:
     if not root.is_dir():
         return []
     found = {folder for folder in root.iterdir() if re.fullmatch(r"step-\d{8,}", folder.name)}
-    if (newest := retention.latest(root)) is not None:
-        found.add(newest)  # a replacement that was cut short is opened by this name, and there is no such folder
+    with suppress(CorruptError):  # all are damaged: those are here
+        if (newest := retention.latest(root)) is not None:
+            found.add(newest)  # a replacement that was cut short is opened by this name, and there is no such folder
     return sorted(found, key=step_of, reverse=True)
 
 

@@ -42,7 +42,7 @@ AXES = {"rows": 0, "columns": 1}
 
 def state_of(options, axis, mesh, fill):
     """DTensors, ``--mib`` MiB together; each element tells where it belongs, and in which tensor."""
-    shape = (max(4, 4 * options.mib), max(8, 65536 // options.tensors))
+    shape = (max(4, 4 * options.mib), max(8, 65536 // options.tensors // 8 * 8))
     whole = (torch.arange(shape[0] * shape[1], dtype=torch.float32) % 8191).view(shape)
     own = whole.chunk(mesh.size(), axis)[mesh.get_local_rank()].clone()
     tensors = [own + number if fill else torch.zeros_like(own) for number in range(options.tensors)]

@@ -60,6 +60,16 @@ def test_a_file_is_known_by_its_name_where_it_is_a_link_to_one_without_a_suffix(
         assert same(hugging_face.load(zeros(tensors()), path), tensors())
 
 
+@pytest.mark.parametrize(("holds", "told"), [
+    ("", "a model is a folder with"), ("pytorch_model.bin", "is a pickle"), ("snapshots", "the Hub's cache"),
+])  # fmt: skip
+def test_a_folder_without_safetensors_is_told_with_what_to_give(tmp_path, holds, told):
+    if holds:
+        (tmp_path / holds).mkdir() if holds == "snapshots" else (tmp_path / holds).touch()
+    with pytest.raises(MismatchError, match=f"holds no \\*\\.safetensors; .*{told}"):
+        hugging_face.load({"w": torch.zeros(3)}, tmp_path)
+
+
 def test_a_base_model_is_filled_from_the_file_of_a_whole_one(tmp_path):
     model = llama()
     model.save_pretrained(tmp_path / "m")

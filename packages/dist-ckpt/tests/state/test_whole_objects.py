@@ -205,6 +205,35 @@ def test_moments_never_go_to_parameters_of_another_order(tmp_path):
     assert optimizer.state[layers["b"].weight]["exp_avg"].mean().item() == pytest.approx(0.2)
 
 
+def test_moments_never_go_to_parameters_of_another_group(tmp_path):
+    def of(*order):
+        layers = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in "ab"})
+        groups = [{"params": [(f"{name}.weight", layers[name].weight)], "lr": 0.1} for name in order]
+        return layers, torch.optim.AdamW(groups)
+
+    layers, optimizer = of("a", "b")
+    (layers["a"].weight.sum() + layers["b"].weight.sum()).backward()
+    optimizer.step()
+    dist_ckpt.save({"model": layers, "optimizer": optimizer}, tmp_path / "c")
+    layers, optimizer = of("b", "a")
+    with pytest.raises(MismatchError, match=r"b\.weight stands where a\.weight stood"):
+        dist_ckpt.load({"model": layers, "optimizer": optimizer}, tmp_path / "c")
+
+
+def test_what_a_scheduler_left_in_the_groups_makes_no_other_optimizer(tmp_path):
+    """Also beside an option that a newer torch has and the saved one had not."""
+    layer = nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=5)
+    layer(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    optimizer.param_groups[0].pop("fused")
+    dist_ckpt.save({"optimizer": optimizer}, tmp_path / "c")
+    again = torch.optim.AdamW(layer.parameters())
+    dist_ckpt.load({"optimizer": again}, tmp_path / "c")
+    assert torch.equal(again.state[layer.weight]["exp_avg"], optimizer.state[layer.weight]["exp_avg"])
+
+
 @pytest.mark.parametrize(("then", "now"), [("AdamW", "SGD"), ("SGD", "AdamW"), ("Adagrad", "RMSprop")])
 def test_an_optimizer_of_another_kind_gets_no_state_of_one(tmp_path, then, now):
     def of(kind):

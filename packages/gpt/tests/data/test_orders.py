@@ -153,6 +153,12 @@ def test_an_evaluation_that_reads_a_sample_twice_is_told_of_and_the_remedy_reads
     assert told(remedy + 1) != []
 
 
+def test_a_validation_part_below_one_batch_is_told_of_with_a_remedy_that_helps(tmp_path):
+    config = tiny_config(tmp_path, "eval.every=2", "eval.batches=1", "train.global_batch_size=4096")
+    with pytest.warns(UserWarning, match=r"an evaluation .*one batch is more than it has: give data\.valid more"):
+        build_datasets(config)
+
+
 @pytest.mark.slow
 def test_data_that_changed_under_a_resumed_index_is_refused(tmp_path):
     config = config_of(tmp_path, "apportioned", "checkpoint.every=2", "train.steps=4")

@@ -192,3 +192,9 @@ def test_the_order_of_datasets_is_part_of_what_a_checkpoint_keeps(tmp_path):
 def test_datasets_that_are_read_often_are_told(tmp_path):
     with pytest.warns(UserWarning, match=r"training reads b 8\.0 times; data\.max_epochs is 4"):
         open_own(own_config(tmp_path), {"a": Numbered(100), "b": Numbered(1)})
+
+
+def test_an_evaluation_that_reads_own_samples_twice_is_told_of(tmp_path):
+    options = ('data.valid=["c"]', "data.max_epochs=1e9", "eval.every=2")
+    with pytest.warns(UserWarning, match=r"an evaluation of eval\.batches = 100 .*eval\.batches = \d+ reads it once"):
+        open_own(own_config(tmp_path, *options, "eval.batches=100"), {**TWO, "c": Numbered(40)})

@@ -126,6 +126,8 @@ class _ModelLoad(Load):
         if self._file is not None:
             checkpoint = opening.open_safetensors(self._file)
         else:
+            if view.mirror is None:
+                _check_holds_some(view.folder, view.store.name)
             checkpoint = view.opened(self.asked.verify)
             if not safetensors_folder.is_one(checkpoint.folder):
                 raise MismatchError(
@@ -144,3 +146,16 @@ class _ModelLoad(Load):
             if first in tensors:
                 tensors.setdefault(name, tensors[first])
         return replace(checkpoint, manifest=replace(manifest, tensors=tensors)), {}, True
+
+
+def _check_holds_some(folder: Path, name: str) -> None:
+    """MismatchError for a folder that is there and holds nothing to load."""
+    found = {path.name for path in folder.iterdir()} if folder.is_dir() else {"metadata.json"}  # which opening names
+    if found & {"metadata.json", ".metadata"} or any(one.endswith((SUFFIX, f"{SUFFIX}.index.json")) for one in found):
+        return
+    hint = "a model is a folder with model.safetensors, or with an index"
+    if "snapshots" in found:
+        hint = "it is the Hub's cache of a model: give the folder snapshots/... in it, as snapshot_download returns it"
+    elif "pytorch_model.bin" in found or "pytorch_model.bin.index.json" in found:
+        hint = "its pytorch_model.bin is a pickle: open it with transformers, and save_pretrained writes safetensors"
+    raise MismatchError(f"{name} holds no *.safetensors; {hint}")

@@ -110,25 +110,27 @@ def state_of(owner: Any, path: tree.KeyPath, saved: Saved | None) -> Any:
     return own | {"state": made}
 
 
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+
+
 def _check_is_same(owner: torch.optim.Optimizer, groups: list[Any], stored: Any, name: str) -> None:
     """MismatchError where moments would go to other parameters, or to an optimizer that takes no such moments."""
-    for mine, theirs in zip(groups, stored if type(stored) is list else (), strict=False):
-        if type(theirs) is not dict:
-            continue
+    then = [group for group in stored if type(group) is dict] if type(stored) is list else []
+    for mine, theirs in zip(groups, then, strict=False):
         lacking = owner.defaults.keys() - theirs.keys()
-        if lacking and (beyond := theirs.keys() - mine.keys() - {"params", "param_names", "initial_lr"}):
+        if lacking and (beyond := theirs.keys() - mine.keys() - {"params", "param_names"} - _OF_SCHEDULERS):
             raise MismatchError(
                 f"{name} is {type(owner).__name__}, and another optimizer was saved: it had {min(beyond)} and no "
                 f"{min(lacking)}. Make that one; or leave {name} out, and this one begins without state"
             )
-        now, then = mine.get("param_names") or (), theirs.get("param_names") or ()
-        if sorted(now) == sorted(then) and (
-            other := next((pair for pair in zip(now, then, strict=True) if len({*pair}) > 1), None)
-        ):
-            raise MismatchError(
-                f"{name}: its parameters had another order: {other[0]} stands where {other[1]} stood, and state goes "
-                "by place. Make the optimizer with its parameters in the order of then"
-            )
+    own, old = ([one for group in each for one in group.get("param_names") or ()] for each in (groups, then))
+    if sorted(own) == sorted(old) and (
+        other := next((pair for pair in zip(own, old, strict=True) if len({*pair}) > 1), None)
+    ):
+        raise MismatchError(
+            f"{name}: its parameters had another order: {other[0]} stands where {other[1]} stood, and state goes by "
+            "place. Make the optimizer with its parameters in the order of then"
+        )
 
 
 def hand_over(owner: Any, own: Any) -> None:

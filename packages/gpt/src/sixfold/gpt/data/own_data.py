@@ -86,7 +86,7 @@ def open_own(config: TrainConfig, datasets: Datasets, *, tell: bool = True) -> t
     """Training data and validation data, None without data.valid.
 
     Args:
-        tell: warn of datasets that training reads more often than data.max_epochs.
+        tell: warn of datasets that training reads more often than data.max_epochs, and an evaluation more than once.
     """
     check_own(config, datasets)
     data = config.data
@@ -101,7 +101,24 @@ def open_own(config: TrainConfig, datasets: Datasets, *, tell: bool = True) -> t
                 )
     if not data.valid:
         return train, None
-    return train, OwnData({name: datasets[name] for name in data.valid}, (), config, "valid")
+    valid = OwnData({name: datasets[name] for name in data.valid}, (), config, "valid")
+    if tell and data.max_epochs and config.eval.every:
+        tell_of_repeats(config, valid.epochs(config.eval.batches * config.train.global_batch_size))
+    return train, valid
+
+
+def tell_of_repeats(config: TrainConfig, epochs_D: npt.NDArray[np.float64]) -> None:
+    """Warn of an evaluation that reads samples of a validation dataset more than once; ``epochs_D``: how often."""
+    batches, rows, most = config.eval.batches, config.train.global_batch_size, float(epochs_D.max())
+    if most <= 1:
+        return
+    once = int(batches / most)
+    remedy = f"eval.batches = {once} reads it once" if once else "one batch is more than it has: give data.valid more"
+    warnings.warn(
+        f"an evaluation of eval.batches = {batches} batches of {rows} samples reads validation data {most:.3g} times; "
+        f"{remedy}",
+        stacklevel=3,
+    )
 
 
 def open_on_ranks(config: TrainConfig, datasets: Datasets, mesh: RankMesh) -> tuple[OwnData, OwnData | None]:

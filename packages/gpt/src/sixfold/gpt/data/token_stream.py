@@ -11,7 +11,6 @@ a context-parallel group read the same samples, and each keeps its part of every
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from os import PathLike
@@ -195,6 +194,7 @@ def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder |
         (train, valid); valid is None where the split leaves it nothing.
     """
     from sixfold.blending import BlendedDataset, BlendingError, GPTDataset
+    from sixfold.gpt.data.own_data import tell_of_repeats
 
     data, sizes = config.data, _sizes(config)
     builder = builder or dataset_builder(config)
@@ -219,20 +219,9 @@ def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder |
             )
     assert isinstance(train, BlendedDataset), f"a weighted blend gave a {type(train).__name__}"
     assert valid is None or isinstance(valid, BlendedDataset | GPTDataset), f"validation is a {type(valid).__name__}"
-    if valid is not None and builder.config.max_epochs:  # of the one rank that tells
-        tell_of_repeats(config, float(valid.epochs(sizes[1]).max()))
+    if valid is not None and config.eval.every and builder.config.max_epochs:  # of the one rank that tells
+        tell_of_repeats(config, valid.epochs(sizes[1]))
     return train, valid
-
-
-def tell_of_repeats(config: TrainConfig, epochs: float) -> None:
-    """Warn of an evaluation that reads validation samples more than once."""
-    if epochs > 1:
-        batches, rows = config.eval.batches, config.train.global_batch_size
-        warnings.warn(
-            f"an evaluation of eval.batches = {batches} batches of {rows} samples reads validation data {epochs:.3g} "
-            f"times; eval.batches = {max(1, int(batches / epochs))} reads it once",
-            stacklevel=3,
-        )
 
 
 def open_on_ranks(config: TrainConfig, mesh: RankMesh, own: OwnDatasets | None = None) -> Datasets:

@@ -341,6 +341,17 @@ def test_a_run_whose_only_checkpoints_are_damaged_does_not_begin_anew(tmp_path):
     assert manager.latest() is None
 
 
+def test_a_run_goes_on_saving_though_all_that_it_could_link_is_damaged(tmp_path):
+    manager = managed(tmp_path, incremental=True)
+    for step in (1, 2):
+        manager.save(step, state(step))
+    for data in tmp_path.rglob("common.pt"):
+        data.unlink()
+    manager.save(3, state(3))
+    assert manager.steps() == [3]
+    assert manager.restore(state(0)).step == 3
+
+
 def test_a_folder_of_hugging_face_under_a_name_of_the_run_is_not_removed(tmp_path):
     tensors = pytest.importorskip("safetensors.torch", reason="needs safetensors, as the trainers of others write")
     theirs = tmp_path / "checkpoint-500"

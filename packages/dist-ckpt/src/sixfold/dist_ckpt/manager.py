@@ -268,7 +268,7 @@ class CheckpointManager:
                 f"{self.root} has {retention.named(later)}, later than step {step}: a restart would go on from step "
                 f"{later[-1]}. A run that went back calls discard_after(N) first, with the step N that it restored"
             )
-        return retention.latest(self.root, name=self._name) if self._incremental else None
+        return self._place(whole[-1]) if self._incremental and (whole := self.steps()) else None
 
     def _together(self, call: str, given: dict[str, Any], work: Callable[[], Found]) -> Found:
         """What ``work`` returns or raises on the first rank, on all, if all make the same call of the same manager."""

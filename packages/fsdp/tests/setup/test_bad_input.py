@@ -39,7 +39,7 @@ def test_a_wrong_option_of_the_model_is_refused(options, says):
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (lambda: MixedPrecision(grad_sum="tree"), "grad_sum is 'tree'; it is one of backend, rank_order"),
+        (lambda: MixedPrecision(grad_sum="ring"), "grad_sum is 'ring'; it is one of backend, rank_order, tree"),
         (lambda: MixedPrecision(param_dtype=torch.int8), "param_dtype is torch.int8"),
         (lambda: MixedPrecision(fp8=lambda name: True, main_dtype=torch.float64), "main_dtype .*float64 .* fp8"),
         (lambda: MixedPrecision(fp8=["up.weight"]), r"fp8 is \['up.weight'\].*function of a parameter's name"),

@@ -30,6 +30,10 @@ class MixedPrecision:
         main_dtype: dtype of main weights and of every local sum.
         grad_sum: ``"backend"``: the collective of the back end adds. ``"rank_order"``: ranks 0, 1, 2 ... are added in
             that order, in main_dtype; the bits are reproducible.
+            ``"tree"``: each micro-batch is reduced as its backward ends. All of a batch are added in one tree, pair by
+            pair: first over ranks, then over micro-batches. Rank r of N runs one backward for each of the micro-batches
+            r, r + N, r + 2 N ... of the batch; then no bit of a gradient depends on N, a power of two. ``last=False``
+            and ``no_sync()`` postpone no reduction then, and what travels is in main_dtype.
         grad_dtype: storage of main gradients between reduction and step. None means ``main_dtype``.
             Gradients are summed on the rank, summed over ranks and divided in main_dtype. They travel in reduce_dtype.
             The result, added to what earlier reductions left, is rounded to grad_dtype: one rounding a reduction.
@@ -57,7 +61,8 @@ class MixedPrecision:
     fp8_matmul: str = "emulate"
 
     def __post_init__(self) -> None:
-        one_of("grad_sum", self.grad_sum, ("backend", "rank_order"))
+        one_of("grad_sum", self.grad_sum, ("backend", "rank_order", "tree"))
+        self._check_tree()
         for field in ("param_dtype", "reduce_dtype", "main_dtype", "grad_dtype"):
             dtype = getattr(self, field)
             if dtype is not None and not dtype.is_floating_point:
@@ -81,6 +86,20 @@ class MixedPrecision:
             raise FsdpError(
                 f"grad_dtype is {self.grad_dtype}: this torch lets no parameter have a gradient of another dtype "
                 "(Tensor.grad_dtype); leave it None, or use torch 2.10 or newer"
+            )
+
+    def _check_tree(self) -> None:
+        if self.grad_sum != "tree":
+            return
+        if self.main_dtype.itemsize < 4:
+            raise FsdpError(
+                f"main_dtype is {self.main_dtype} and grad_sum 'tree': its sums are in float32 or wider; use "
+                "main_dtype=torch.float32"
+            )
+        if self.reduce_dtype not in (None, self.main_dtype):
+            raise FsdpError(
+                f"reduce_dtype is {self.reduce_dtype} and grad_sum 'tree': what travels would be rounded, and how much "
+                "travels depends on the ranks; leave reduce_dtype None, or use grad_sum='rank_order'"
             )
 
 

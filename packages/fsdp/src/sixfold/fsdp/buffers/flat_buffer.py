@@ -100,6 +100,7 @@ class ParamAndGradBuffer:
             grad_dtype=precision.grad_dtype,
             shards_grads=strategy.shards_grads,
             device=device,
+            tree=precision.grad_sum == "tree",
         )
 
 

@@ -14,6 +14,10 @@ buffer, main gradients that of what this rank holds.
 ``add`` stays, ``leave_slot`` leads from SLOT to OWN, ``drop`` back to IDLE. Whether main gradients are *alive* is no
 state here. The user may set ``main.grad`` to None at any moment. So it is looked up when a reduction begins and when
 it lands.
+
+[Note: sums of a tree] With ``grad_sum="tree"`` a reduction lands a leaf, and main gradients are what ``show`` makes of
+the leaves of the batch. They are a sum of a tree as long as nobody writes to them. If somebody does, or a new batch
+begins while they are alive, they are what plain torch has: a number to which the tree of later leaves is added.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ from torch import Tensor
 from sixfold.fsdp.buffers.column_ranges import Copy, copies
 from sixfold.fsdp.buffers.flat_tensor import Cut, ParamRecord
 from sixfold.fsdp.buffers.main_gradients import MainGradients
+from sixfold.fsdp.buffers.microbatch_sums import NOTHING, MicrobatchSums
 from sixfold.fsdp.buffers.reduction_sizes import OPEN, State
 from sixfold.fsdp.collectives.gradient_sums import add_into
 from sixfold.fsdp.errors import FsdpError
@@ -73,6 +78,7 @@ class Gradients:
         main_dtype: of local sums, whatever the compute dtype is.
         grad_dtype: of main gradients at rest; a step finds them in ``main_dtype``. [Note: narrow main gradients]
         shards_grads: main gradients have memory of their own from the start; else they may take the local sum's.
+        tree: [Note: sums of a tree]
 
     Attributes:
         state: of local gradients; whoever reduces them reads it.
@@ -89,6 +95,7 @@ class Gradients:
         shards_grads: bool,
         device: torch.device,
         grad_dtype: torch.dtype | None = None,
+        tree: bool = False,
     ) -> None:
         self._unit = unit
         self._records = tuple(records)
@@ -98,7 +105,12 @@ class Gradients:
         self.grad_dtype = grad_dtype or main_dtype
         self._device = device
         self.sum_bytes = cut.full_numel * main_dtype.itemsize
-        self._home_in_own = not shards_grads and self.grad_dtype == main_dtype  # as long as nothing else needs it
+        # As long as nothing else needs it.
+        self._home_in_own = not shards_grads and self.grad_dtype == main_dtype and not tree
+        count = len(self._records)
+        self._tree = MicrobatchSums(cut.main_numel, count, dtype=main_dtype, device=device) if tree else None
+        self._nothing = NOTHING if tree else 0.0
+        self._no_home = torch.empty(0, dtype=main_dtype, device=device)
         self.main = MainGradients(self._records, cut, dtype=main_dtype, grad_dtype=self.grad_dtype, device=device)
         self.state = State.IDLE
         self._history: deque[str] = deque(maxlen=12)
@@ -126,7 +138,9 @@ class Gradients:
 
     @property
     def home_bytes(self) -> int:
-        """Bytes of main gradients that lie in no local sum."""
+        """Bytes of main gradients that lie in no local sum, and of the sums that they are made of."""
+        if self._tree is not None:
+            return self.main.nbytes + self._tree.nbytes
         return 0 if self._own is not None and self.main.lie_in(self._own.flat) else self.main.nbytes
 
     @property
@@ -231,6 +245,10 @@ class Gradients:
         at = self._index[record]
         self._held[at], self._filled[at] = None, False
         self._unsure.pop(at, None)
+        if self._tree is not None:
+            self._tree.wipe(at, self._here[at])
+            if not any(self._tree.had):
+                self._tree.clear()
 
     def drop(self) -> None:
         """No local gradient is wanted."""
@@ -252,8 +270,8 @@ class Gradients:
 
     # ---- reduction
 
-    def take(self, *, fill_zeros: bool) -> Taken:
-        """Hand local gradients to a reduction.
+    def take(self, *, fill_zeros: bool, leaf: tuple[int, int, int] = (0, 0, 1)) -> Taken:
+        """Hand local gradients to a reduction; ``leaf``: batch, microbatch, how many microbatches are over by it.
 
         ``fill_zeros``: parameters without a gradient contribute zeros, as on every other rank; only those frozen
         after wrapping or left out of ``backward(inputs=)`` (on all ranks alike) have none, as in plain training.
@@ -266,17 +284,42 @@ class Gradients:
             filled or (fill_zeros and record.wanted and not record.left_out)
             for filled, record in zip(mine, self._records, strict=True)
         )  # fmt: skip
-        if summed is not None and fill_zeros and not full:
+        if summed is not None and not full and (fill_zeros or self._tree is not None):
             for view, filled in zip(summed.views, mine, strict=True):
                 if not filled:
-                    view.zero_()
+                    view.fill_(self._nothing)
         for record in self._records:
             record.left_out = False
         self.state = State.REDUCING
+        if self._tree is not None:
+            self._begin_leaf(self._tree, *leaf)
+            return Taken(self._no_home, summed, held, had, mine, fresh=False)
         fresh = not self.main.alive
         if fresh and not (self._own is not None and self.main.lie_in(self._own.flat)) and self.main.held_by_others():
             self.main.part_from()
         return Taken(self.main.memory(), summed, held, had, mine, fresh=fresh)
+
+    def _begin_leaf(self, tree: MicrobatchSums, batch: int, leaf: int, closed: int) -> None:
+        """[Note: sums of a tree]"""
+        if len(tree) and tree.batch != batch:
+            tree.clear()
+        elif len(tree) and tree.shown != -1:
+            mine = [at for at, had in enumerate(tree.had) if had and self._records[at].main is not None]
+            gone = [at for at in mine if self.main.none_at(at)]
+            if len(gone) == len(mine) or not self.main.as_at(tree.shown):
+                tree.clear()
+            else:
+                for at in gone:
+                    tree.wipe(at, self._here[at])
+        if leaf in tree:
+            raise FsdpError(
+                f"microbatch {leaf} is reduced twice in a batch, and grad_sum='tree' adds each in its own place; a "
+                "program calls before_backward(microbatch) and after_backward(microbatch) of its stage handles",
+                unit=self._unit,
+                op="reduce",
+            )
+        tree.batch = batch
+        tree.begin(leaf, closed)
 
     def stage(self, taken: Taken, start: int, stop: int, sent: Tensor) -> None:
         """Copy columns ``[start, stop)`` of all shards to ``sent`` (parts * (stop - start),), in its dtype."""
@@ -291,7 +334,7 @@ class Gradients:
             place = piece[one.row : one.row + one.rows, one.column : one.column + one.columns]
             gradient = None if one.tensor is None else taken.held[one.tensor]
             if gradient is None:
-                place.zero_()
+                place.fill_(self._nothing)
             else:
                 flat = gradient.reshape(-1)
                 offset = flat.storage_offset() + one.start
@@ -302,6 +345,8 @@ class Gradients:
 
         The main gradients' own place while none is alive, else this rank's part of the local sums.
         """
+        if self._tree is not None and (place := self._tree.place(start, stop)) is not None:
+            return place
         if taken.fresh and taken.home.dtype == self.dtype:
             return taken.home[start:stop]
         return None if taken.sums is None else taken.sums.part[start:stop]
@@ -309,6 +354,9 @@ class Gradients:
     def land(self, taken: Taken, total: Tensor, start: int, stop: int, scratch: Tensor | None = None) -> None:
         """Columns ``[start, stop)`` of main gradients become ``total``, or have it added."""
         self._move("land", State.REDUCING)
+        if self._tree is not None:
+            self._tree.land(total, start, stop)
+            return
         home = taken.home[start:stop]
         if taken.adds is None:
             taken.adds = self.main.each_alive()
@@ -344,13 +392,46 @@ class Gradients:
         self._move("landed", State.REDUCING)
         self.state = State.IDLE
         taken.held = []
-        self.main.give(taken.had)
+        if self._tree is None:
+            self.main.give(taken.had)
         if self._unsure or taken.mine is not taken.had:
             for at, mine in enumerate(taken.mine):
                 if mine:
                     self._unsure.pop(at, None)
-                elif taken.had[at] and (at in self._unsure or not (taken.adds and taken.adds[at])):
+                elif taken.had[at] and (at in self._unsure or not self._had_before(at, taken)):
                     self._unsure[at] = taken.round
+        if self._tree is not None:
+            self._tree.had = [before or now for before, now in zip(self._tree.had, taken.had, strict=True)]
+
+    def _had_before(self, at: int, taken: Taken) -> bool:
+        return self._tree.had[at] if self._tree is not None else bool(taken.adds and taken.adds[at])
+
+    def show(self, closed: int, divisor: Tensor | None) -> None:
+        """Main gradients become the sum of what landed, divided once; ``closed``: so many microbatches are over.
+
+        [Note: sums of a tree]
+        """
+        tree = self._tree
+        if tree is None or not len(tree) or tree.shown != -1:
+            return
+        alive = self.main.each_alive() or (False,) * len(tree.had)
+        if not any(alive) and self.main.held_by_others():
+            self.main.part_from()
+        home = self.main.memory()
+        others = [there and not (had and own) for there, had, own in zip(alive, tree.had, tree.given, strict=True)]
+        direct = home.dtype == self.dtype and not any(others)
+        total = tree.total(closed, home if direct else torch.empty_like(home, dtype=self.dtype))
+        if divisor is not None:
+            total.div_(divisor)
+        for at, place in enumerate(() if direct else self._here):
+            if place is not None and tree.had[at]:
+                mine, new = home[slice(*place)], total[slice(*place)]
+                add_into(mine, new, None) if others[at] else mine.copy_(new)
+        self.main.give(tree.had)
+        if any(other and had for other, had in zip(others, tree.had, strict=True)):
+            tree.clear()  # later leaves are added to what is there
+        else:
+            tree.given, tree.shown = list(tree.had), self.main.version
 
     @property
     def unsure(self) -> bool:
@@ -364,3 +445,5 @@ class Gradients:
                 del self._unsure[at]
                 if not union >> at & 1:
                     self.main.take_back(at)
+                    if self._tree is not None:
+                        self._tree.wipe(at, None)

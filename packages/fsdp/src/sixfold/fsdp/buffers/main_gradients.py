@@ -99,6 +99,23 @@ class MainGradients:
                 view.copy_(main.grad)
         return True
 
+    def none_at(self, at: int) -> bool:
+        """The main parameter of record ``at``, which lies here, has no gradient."""
+        main = self._mains[at]
+        return main is not None and main.grad is None
+
+    @property
+    def version(self) -> int:
+        """How often their memory was written to, by whomever."""
+        return 0 if self._flat is None else self._flat._version
+
+    def as_at(self, version: int) -> bool:
+        """Those that are alive are what they were at ``version``."""
+        if self._flat is None or self._flat._version != version:
+            return False
+        pairs = zip(self._mains, self._views or [None] * len(self._mains), strict=True)
+        return all(main is None or main.grad is None or main.grad is view for main, view in pairs)
+
     # ---- memory
 
     def lie_in(self, memory: Tensor) -> bool:

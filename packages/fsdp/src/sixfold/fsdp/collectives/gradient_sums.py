@@ -74,6 +74,10 @@ class RankOrderSum:
 
     exchanges_shards = exchanges_whole = True
 
+    def _add_up(self, parts: Sequence[Tensor], result: Tensor, wide: Tensor | None) -> Tensor:
+        """(n,) each, the first one first; ``result`` may be one of the first two. All but it may be written to."""
+        return _left_to_right(parts, result, wide)
+
     def reduce_scatter(self, comm: Comm, sent: Tensor, result: Tensor, scratch: Tensor, wide: Tensor | None) -> Finish:
         """One all-to-all, then a local sum. It sends the bytes of a reduce-scatter."""
         if comm.size == 2:
@@ -83,7 +87,7 @@ class RankOrderSum:
 
         def finish(wait: Wait) -> Tensor:
             wait(work)
-            return _add_up(received.view(comm.size, -1).unbind(), result, wide)
+            return self._add_up(received.view(comm.size, -1).unbind(), result, wide)
 
         return finish
 
@@ -98,7 +102,7 @@ class RankOrderSum:
 
         def finish(wait: Wait) -> Tensor:
             wait(work)
-            return _add_up(parts, result, wide)
+            return self._add_up(parts, result, wide)
 
         return finish
 
@@ -110,7 +114,7 @@ class RankOrderSum:
 
             def finish_whole(wait: Wait) -> Tensor:
                 wait(work)
-                return _add_up(received.view(comm.size, -1).unbind(), result, wide)
+                return self._add_up(received.view(comm.size, -1).unbind(), result, wide)
 
             return finish_whole
         start = self.reduce_scatter(comm, sent, result.view(comm.size, -1)[comm.rank], scratch, wide)
@@ -120,6 +124,21 @@ class RankOrderSum:
             return result
 
         return finish
+
+
+class TreeSum(RankOrderSum):
+    """Ranks 0 and 1, 2 and 3 ..., then these sums in pairs: the lowest levels of a tree over microbatches of which
+    rank r of N has r, r + N, r + 2 N ...; N is a power of two. [Note: a tree with missing leaves]
+
+    What travels is in ``result``'s dtype: a narrower one would round the sums of a pair on two ranks and not on one.
+    """
+
+    def _add_up(self, parts: Sequence[Tensor], result: Tensor, wide: Tensor | None) -> Tensor:
+        """In place, in received memory."""
+        level = list(parts)
+        while len(level) > 2:
+            level = [first.add_(second) for first, second in zip(level[::2], level[1::2], strict=True)]
+        return torch.add(level[0], level[1], out=result)
 
 
 class GlooSum:
@@ -145,8 +164,7 @@ class GlooSum:
         return self._whole.all_reduce(comm, sent, result, scratch, wide)
 
 
-def _add_up(parts: Sequence[Tensor], result: Tensor, wide: Tensor | None) -> Tensor:
-    """(n,) each, the first one first; ``result`` may be one of the first two."""
+def _left_to_right(parts: Sequence[Tensor], result: Tensor, wide: Tensor | None) -> Tensor:
     first, second, *rest = parts
     if first.dtype == result.dtype:
         torch.add(first, second, out=result)
@@ -182,9 +200,11 @@ def add_into(target: Tensor, addend: Tensor, scratch: Tensor | None) -> None:
 
 
 def grad_sum_of(name: str, comm: Comm) -> GradSum:
-    """``"backend"`` or ``"rank_order"``; a group of one has nothing to add."""
+    """``"backend"``, ``"rank_order"`` or ``"tree"``; a group of one has nothing to add."""
     if comm.size == 1:
         return BackendSum()
+    if name == "tree":
+        return TreeSum()
     if name == "rank_order":
         return RankOrderSum()
     return GlooSum() if isinstance(comm, GlooComm) else BackendSum()

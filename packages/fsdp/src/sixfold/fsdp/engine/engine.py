@@ -67,7 +67,7 @@ class Engine:
         self._trainable = [record for flat_buffer in self._trained for record in flat_buffer.records]
         self._by_name = {unit.name: unit for unit in units}
         self._holds_others = {0, *(outer.index for unit in units for outer in unit.around)}
-        self.reduce_policy = ReducePolicy(grad_reduce, shards_grads=strategy.shards_grads)
+        self.reduce_policy = ReducePolicy(grad_reduce, shards_grads=strategy.shards_grads, tree=reduction.tree)
         self._stepped = False
         self._calls: list[CallContext] = []
         self._caller = threading.RLock()  # held by the thread whose root call runs
@@ -165,6 +165,7 @@ class Engine:
 
     def _next_step(self) -> None:
         self._stepped = False
+        self.reduce_policy.new_batch()
         self.faults.step += 1  # before anything below waits: a rank that is lost meanwhile is lost in this step
         self._outstanding = [0] * len(self.units)
         if self.gathering.begin_step(stepped=True):
@@ -287,6 +288,10 @@ class Engine:
                 step=self.faults.step,
                 op="reduce",
             )
+        policy = self.reduce_policy
+        if policy.tree and policy.driven and not policy.each_microbatch:
+            policy.keep(self._by_name[flat_buffer.unit], record, gradient)
+            return
         if flat_buffer.gradients.state not in OPEN:
             unit = self._by_name[flat_buffer.unit]
             backward = self._backward or self._begin_backward()
@@ -308,6 +313,9 @@ class Engine:
                 unit=record.flat_buffer.unit,
                 op="reduce",
             )
+        self._add_deferred(record, gradient)
+
+    def _add_deferred(self, record: ParamRecord, gradient: Tensor) -> None:
         self._touched.add(self._by_name[record.flat_buffer.unit].index)
         if record.flat_buffer.gradients.state not in OPEN:
             self.reduction.acquire(record.flat_buffer, pooled=False)
@@ -325,10 +333,11 @@ class Engine:
                 self._put(unit)
         self._put_touched([unit for unit in policy.left_over(self.units) if unit.index in backward.reduces])
         if not policy.driven and opened:
+            policy.backwards += 1
             self._learn_calls(apart)
             if policy.final:
                 self._order_check.gradients_done()
-                self.reduction.pipeline.finish()  # main gradients are final: user code may look at them
+                self.reduction.finish(policy.over)  # main gradients are final: user code may look at them
                 self._order_check.settle()
 
     def _learn_calls(self, apart: bool) -> None:
@@ -352,12 +361,22 @@ class Engine:
             self._order_check.reduce_in_step(unit)
         else:
             self._order_check.reduce(unit, self.reduction.not_finite)
-        self.reduction.put(unit)
+        self.reduction.put(unit, self.reduce_policy.leaf_of(unit))
 
     def _put_touched(self, units: Sequence[Unit], *, inside_step: bool = False) -> None:
         for unit in units:
             if unit.index in self._touched:
                 self._put(unit, inside_step=inside_step)
+
+    def end_microbatch(self, stage: StageState, microbatch: int) -> None:
+        """No more gradients of ``microbatch`` come in ``stage``: with ``grad_sum="tree"`` it is reduced now."""
+        if not self.reduce_policy.tree or self.faults.failed is not None:
+            return
+        for record, gradient in self.reduce_policy.end_microbatch(stage, microbatch):
+            self._add_deferred(record, gradient)
+        self._put_touched([*stage.units, *(self.units[:1] if self.reduce_policy.alone else ())])
+        stage.over.add(microbatch)
+        stage.microbatch = microbatch + 1
 
     def reduce_stage(self, stage: StageState) -> None:
         """The stage makes no more gradients in this step; after the last stage, neither does the root unit."""
@@ -374,7 +393,7 @@ class Engine:
         self.faults.check()
         self._put_touched(self.units, inside_step=inside_step)
         self._order_check.gradients_done(inside_step=inside_step)
-        self.reduction.pipeline.finish()
+        self.reduction.finish(self.reduce_policy.over)
         self.reduce_policy.end_step()
         self._order_check.compare()
         self.faults.check()  # [Note: flag before abort]
@@ -449,6 +468,7 @@ class Engine:
         if self.faults.failed is not None:
             return
         self.reduce_policy.end_step()
+        self.reduce_policy.new_batch()
         self._outstanding = [0] * len(self.units)
         records = set(self.records.values() if parameters is None else [self.records[one] for one in parameters])
         self.reduction.discard(records)

@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import Any
 
 import torch
@@ -50,6 +51,15 @@ class StageState:
         self.fused = fused
         self.last = False  # its last backward of this step runs
         self.done = False  # its reduce_grad was called in this step
+        self.microbatch = 0  # whose backward runs, or runs next
+        self.told = False  # by before_backward
+        self.over: set[int] = set()  # microbatches of this step whose backward is over
+        self.early: dict[int, list[tuple[ParamRecord, Tensor]]] = {}  # by microbatch: what came before its W
+
+    @property
+    def closed(self) -> int:
+        """Microbatches below it are over when this one is."""
+        return next(at for at in count() if at not in self.over and at != self.microbatch)
 
 
 class ReducePolicy:
@@ -58,16 +68,20 @@ class ReducePolicy:
     Args:
         grad_reduce: of driven programs, ``"auto"``, ``"last"`` or ``"microbatch"``.
         shards_grads: local sums of the size of a unit do not stay until the last micro-batch.
+        tree: each micro-batch is reduced, and is a leaf of a tree. [Note: a tree with missing leaves]
 
     Attributes:
         no_sync_depth, last_microbatch: what the user's contexts say.
         stages: of a driven program.
         driven: the forward that runs, or ran last, was called through a stage handle.
-        each_microbatch: a driven program reduces in every micro-batch.
+        each_microbatch: a driven program reduces in every backward.
+        batch, backwards: since when leaves are counted, and how many backwards (not driven) ended since.
     """
 
-    def __init__(self, grad_reduce: str, *, shards_grads: bool) -> None:
+    def __init__(self, grad_reduce: str, *, shards_grads: bool, tree: bool = False) -> None:
         self._grad_reduce = grad_reduce
+        self.tree = tree
+        self.batch = self.backwards = 0
         self._shards_grads = shards_grads
         self.no_sync_depth = 0
         self.last_microbatch = True
@@ -88,10 +102,12 @@ class ReducePolicy:
     def reducing(self, units: Sequence[Unit]) -> frozenset[int]:
         """Numbers of those of ``units`` whose gradients are to be reduced in the backward that begins now."""
         if not self.driven:
-            now = not self.no_sync_depth and (self._shards_grads or self.last_microbatch)
+            now = self.tree or (not self.no_sync_depth and (self._shards_grads or self.last_microbatch))
             return frozenset(unit.index for unit in units if now)
         if self.each_microbatch:
             return frozenset(unit.index for unit in units if unit.index or self.alone)
+        if self.tree:  # when W has run
+            return frozenset()
         stages = {unit.index: unit.stage for unit in units}
         return frozenset(at for at, one in stages.items() if isinstance(one, StageState) and one.last and one.fused)
 
@@ -120,6 +136,8 @@ class ReducePolicy:
             unit.stage = stage
         whole = self.alone and stage.fused and self._shards_grads
         self.each_microbatch = self._grad_reduce == "microbatch" or (self._grad_reduce == "auto" and whole)
+        if self.tree:
+            self.each_microbatch = all(one.fused for one in self.stages)
 
     @property
     def all_done(self) -> bool:
@@ -130,6 +148,53 @@ class ReducePolicy:
         """What stages said of this step is over, also where it was given up before their last backward."""
         for stage in self.stages:
             stage.last = stage.done = False
+            stage.microbatch = 0
+            stage.over.clear()
+            stage.early.clear()
+        if self.driven:
+            self.new_batch()
+
+    # ---- leaves of a tree
+
+    def new_batch(self) -> None:
+        """The next micro-batch is the first of a batch."""
+        self.batch += 1
+        self.backwards = 0
+
+    def keep(self, unit: Unit, record: ParamRecord, gradient: Tensor) -> None:
+        """An I made ``gradient`` itself: it belongs to its micro-batch, whose W comes after those of others."""
+        stage = self.stages[0] if self.alone else unit.stage
+        assert isinstance(stage, StageState), f"{record.name} lies in no stage"
+        if not stage.told:
+            raise FsdpError(
+                f"stage {stage.name!r} has split backwards, grad_sum is 'tree', and nobody told of which micro-batch "
+                "this backward is; call before_backward(microbatch) of the stage handle before each",
+                op="reduce",
+            )
+        stage.early.setdefault(stage.microbatch, []).append((record, gradient))
+
+    def end_microbatch(self, stage: StageState, microbatch: int) -> list[tuple[ParamRecord, Tensor]]:
+        """What came of ``microbatch`` before its W."""
+        if self.each_microbatch and stage.microbatch != microbatch:
+            raise FsdpError(
+                f"stage {stage.name!r}: the backward of micro-batch {microbatch} was taken for that of "
+                f"{stage.microbatch}; call before_backward(microbatch) of the stage handle before each",
+                op="reduce",
+            )
+        stage.microbatch = microbatch
+        return stage.early.pop(microbatch, [])
+
+    def leaf_of(self, unit: Unit) -> tuple[int, int, int]:
+        """(batch, micro-batch, how many are over by it) of a reduction of ``unit`` that begins now."""
+        stage = self.stages[0] if self.stages and self.alone else unit.stage
+        if self.driven and isinstance(stage, StageState):
+            return self.batch, stage.microbatch, stage.closed
+        return self.batch, self.backwards, self.backwards + 1
+
+    @property
+    def over(self) -> int:
+        """So many micro-batches are over: all, where a program has ended."""
+        return 1 << 62 if self.driven else self.backwards
 
 
 @dataclass(slots=True, eq=False)
@@ -269,6 +334,8 @@ class Reduction:
         self._by_name = {unit.name: unit for unit in units}
         main, reduce = precision.main_dtype, precision.reduce_dtype or precision.main_dtype
         self._reduce_is_main = main == reduce
+        self.tree = precision.grad_sum == "tree"
+        self._leaf = (0, 0, 1)
         self.paths, self.pool = paths, pool
         self._slots = len(pool.slot_bytes)
         self._nothing = torch.zeros(0, dtype=main, device=device)
@@ -385,10 +452,19 @@ class Reduction:
                 if flat_buffer.gradients.state is State.IDLE:
                     flat_buffer.gradients.release_own()
 
+    def finish(self, over: int) -> None:
+        """Wait for all; main gradients are then what all reductions brought. ``over``: `ReducePolicy.over`."""
+        self.pipeline.finish()
+        if self.tree:
+            for unit in self._by_name.values():
+                for flat_buffer in unit.trained:
+                    flat_buffer.gradients.show(over, self._divisor)
+
     # ---- reductions
 
-    def put(self, unit: Unit) -> None:
-        """Reduce what ``unit`` has locally (zeros, if other ranks have something)."""
+    def put(self, unit: Unit, leaf: tuple[int, int, int]) -> None:
+        """Reduce what ``unit`` has locally (zeros, if other ranks have something); ``leaf``: `ReducePolicy.leaf_of`."""
+        self._leaf = leaf
         while self.pipeline.flying(unit.name):
             self.pipeline.drain(len(self.pipeline) - 1)
         held = full = False
@@ -437,7 +513,7 @@ class Reduction:
         gradients = flat_buffer.gradients
         kind = gradients.state
         path = self.paths.of[flat_buffer, kind]
-        taken = gradients.take(fill_zeros=flat_buffer.ranks.size > 1)
+        taken = gradients.take(fill_zeros=flat_buffer.ranks.size > 1, leaf=self._leaf)
         taken.round = self._used.round
         self._used.took(flat_buffer, taken.mine)
         pieces = min(len(path.pieces), self._slots)
@@ -508,7 +584,7 @@ class Reduction:
         total = piece.finish(wait)
         if outer.size > 1:  # in main_dtype, never rounded between
             total = self.paths.sums[outer].all_reduce(outer, total, total, piece.from_replicas, self.wide)(wait)
-        if self._divisor is not None:
+        if self._divisor is not None and not self.tree:
             total.div_(self._divisor)
         flat_buffer.gradients.land(piece.taken, total, piece.start, piece.stop, self.wide)
         if piece.holder is not None:

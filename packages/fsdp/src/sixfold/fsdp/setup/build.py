@@ -32,6 +32,7 @@ from sixfold.fsdp.engine.grouped_gather import grouped_gathers
 from sixfold.fsdp.engine.rank_agreement import OrderCheck, UsedParameters
 from sixfold.fsdp.engine.reduce import Reduction
 from sixfold.fsdp.engine.reduction_paths import ReductionPaths, bucket_bytes_of
+from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.deadlines import Faults
 from sixfold.fsdp.faults.heartbeat import Launched
 from sixfold.fsdp.faults.local_processes import LocalProcesses, this_process
@@ -97,6 +98,7 @@ def build(module: nn.Module, options: Options) -> Built:
             shard=communicators.comm(groups[-1]), outer=communicators.comm(groups[0] if len(groups) == 2 else None)
         )
         own = meshes.connect(communicators.comm)
+        _refuse_ranks_of_tree(options.mixed_precision.grad_sum, [ranks, *own.values()])
         buffers, memory = options.buffers, communicators.user_buffers()
         with memory.memory():
             units = make_units(specs, lambda name: own.get(name, ranks), options, device)
@@ -169,6 +171,17 @@ def build(module: nn.Module, options: Options) -> Built:
         faults.step = 0
         given_up.pop_all()
     return Built(engine, fp8, communicators)
+
+
+def _refuse_ranks_of_tree(grad_sum: str, meshes: Sequence[Ranks]) -> None:
+    sizes = [comm.size for ranks in meshes for comm in (ranks.shard, ranks.outer)]
+    odd = next((size for size in sizes if grad_sum == "tree" and size & (size - 1)), None)
+    if odd is not None:
+        less = 1 << (odd.bit_length() - 1)
+        raise FsdpError(
+            f"grad_sum is 'tree' and gradients are summed over {odd} ranks: ranks are added in pairs, so their number "
+            f"is a power of two; use {less} or {2 * less} ranks, or grad_sum='rank_order'"
+        )
 
 
 def as_run(options: Options, groups: Sequence[dist.ProcessGroup | None]) -> Options:

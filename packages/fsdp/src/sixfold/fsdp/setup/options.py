@@ -64,6 +64,11 @@ class Options:
         one_of("grad_reduce", self.grad_reduce, ("auto", "last", "microbatch"))
         one_of("initial", self.initial, ("check", "broadcast", "trust"))
         one_of("checks", self.checks, ("off", "order", "unit"))
+        if self.grad_reduce == "last" and self.mixed_precision.grad_sum == "tree":
+            raise FsdpError(
+                "grad_reduce is 'last' and grad_sum 'tree', which reduces each micro-batch; use grad_reduce='auto', or "
+                "grad_sum='rank_order'"
+            )
         if self.mesh_for is not None and isinstance(self.buffers.merge_bytes, int):
             raise FsdpError(
                 f"merge_bytes is {self.buffers.merge_bytes} and mesh_for is set: ranks with experts of other sizes "

@@ -153,7 +153,8 @@ class FullyShardedDataParallel(nn.Module):
             fused: True if every backward of the stage in the program is whole (B). False if some are split (I, W):
                 ``accumulate`` takes what W makes, and gradients are reduced once per step, after the last backward.
         Raises:
-            FsdpError: split backwards with ``grad_reduce="microbatch"``; a merged unit lies on two stages.
+            FsdpError: split backwards with ``grad_reduce="microbatch"``; a merged unit lies on two stages; a parameter
+                of several stages with ``grad_sum="tree"``.
         """
         inside = set(child.modules())
         units = [unit for unit in self._engine.units if unit.index and not inside.isdisjoint(unit.modules)]
@@ -166,7 +167,19 @@ class FullyShardedDataParallel(nn.Module):
                 )
         stage = StageState(self._path(child), units, fused)
         self._engine.reduce_policy.add_stage(stage)
+        if not self._engine.reduce_policy.alone:
+            self._refuse_tree_of_root()
         return StageHandle(self._engine, stage, lambda args, kwargs, which: self._run(child, args, kwargs, which))
+
+    def _refuse_tree_of_root(self) -> None:
+        root = self._engine.units[0]
+        if self._engine.reduce_policy.tree and root.trained:
+            raise FsdpError(
+                f"{root.trained[0].records[0].name} is of no single stage, and grad_sum='tree' reduces a stage's "
+                "gradients after each micro-batch; give each stage its own copy, or use grad_sum='rank_order'",
+                unit=root.name,
+                op="reduce",
+            )
 
     def _path(self, child: nn.Module) -> str:
         for name, found in self.module.named_modules():

@@ -2,7 +2,7 @@
 
     pipeline's runner --> StageHandle (this file) --> engine/engine.py
 
-The runner's ``data_parallel`` object: seven methods, no import of either package by the other.
+The runner's ``data_parallel`` object: eight methods, no import of either package by the other.
 """
 
 from __future__ import annotations
@@ -49,8 +49,13 @@ class StageHandle:
         """
         self._engine.deliver_deferred(parameter, gradient)
 
+    def before_backward(self, microbatch: int) -> None:
+        """A backward (B or I) of ``microbatch`` runs next."""
+        self._stage.microbatch, self._stage.told = microbatch, True
+
     def after_backward(self, microbatch: int) -> None:
         """The last action (B or W) of ``microbatch`` on this stage ran. A fused backward was reduced as it ended."""
+        self._engine.end_microbatch(self._stage, microbatch)
 
     def before_last_backward(self) -> None:
         """The next B or W is the stage's last in this step: reductions overlap with a fused one."""

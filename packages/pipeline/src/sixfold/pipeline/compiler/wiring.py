@@ -249,6 +249,9 @@ class Wiring:
             bound.append(Call(partial(tokens.tell, batch, action), position, action, action))
         if tokens is not None and action in self.facts.graphs:
             bound.append(Call(partial(tokens.look, run, action.microbatch % self.slots), position, action, action))
+        begins = action.kind in (Kind.B, Kind.I)
+        if begins and (before_backward := getattr(handle, "before_backward", None)) is not None:
+            bound.insert(0, Call(partial(before_backward, action.microbatch), position, action, action))
         if handle is not None and action in self.facts.last:
             bound.insert(0, Call(handle.before_last_backward, position, action, action))
         if action.kind in BACKWARD_ENDS and (after_backward := getattr(handle, "after_backward", None)) is not None:

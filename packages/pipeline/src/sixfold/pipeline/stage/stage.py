@@ -29,9 +29,9 @@ Around = Callable[[Mapping[str, Any]], Contexts]
 class DataParallel(Protocol):
     """What shards or replicates a stage; the program drives it.
 
-    Three more methods are optional. F runs ``call(*args, **kwargs)`` instead of the module.
-    ``accumulate(parameter, gradient)`` gets each weight gradient that a W made. ``after_backward(microbatch)`` is
-    called when a microbatch is done on the stage.
+    Four more methods are optional. F runs ``call(*args, **kwargs)`` instead of the module.
+    ``accumulate(parameter, gradient)`` gets each weight gradient that a W made. ``before_backward(microbatch)``
+    is called before each B and I, ``after_backward(microbatch)`` when a microbatch is done on the stage.
     """
 
     def unshard(self) -> object:

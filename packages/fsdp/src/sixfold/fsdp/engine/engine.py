@@ -374,7 +374,7 @@ class Engine:
             return
         for record, gradient in self.reduce_policy.end_microbatch(stage, microbatch):
             self._add_deferred(record, gradient)
-        self._put_touched([*stage.units, *(self.units[:1] if self.reduce_policy.alone else ())])
+        self._put_touched([*stage.units, *([] if stage.root is None else [stage.root])])
         stage.over.add(microbatch)
         stage.microbatch = microbatch + 1
 

@@ -53,6 +53,7 @@ class StageState:
         self.done = False  # its reduce_grad was called in this step
         self.microbatch = 0  # whose backward runs, or runs next
         self.told = False  # by before_backward
+        self.root: Unit | None = None  # the root unit, if its parameters are this stage's alone
         self.over: set[int] = set()  # microbatches of this step whose backward is over
         self.early: dict[int, list[tuple[ParamRecord, Tensor]]] = {}  # by microbatch: what came before its W
 
@@ -163,8 +164,8 @@ class ReducePolicy:
 
     def keep(self, unit: Unit, record: ParamRecord, gradient: Tensor) -> None:
         """An I made ``gradient`` itself: it belongs to its micro-batch, whose W comes after those of others."""
-        stage = self.stages[0] if self.alone else unit.stage
-        assert isinstance(stage, StageState), f"{record.name} lies in no stage"
+        stage = self._stage_of(unit)
+        assert stage is not None, f"{record.name} lies in no stage"
         if not stage.told:
             raise FsdpError(
                 f"stage {stage.name!r} has split backwards, grad_sum is 'tree', and nobody told of which micro-batch "
@@ -186,10 +187,15 @@ class ReducePolicy:
 
     def leaf_of(self, unit: Unit) -> tuple[int, int, int]:
         """(batch, micro-batch, how many are over by it) of a reduction of ``unit`` that begins now."""
-        stage = self.stages[0] if self.stages and self.alone else unit.stage
-        if self.driven and isinstance(stage, StageState):
+        stage = self._stage_of(unit) if self.driven else None
+        if stage is not None:
             return self.batch, stage.microbatch, stage.closed
         return self.batch, self.backwards, self.backwards + 1
+
+    def _stage_of(self, unit: Unit) -> StageState | None:
+        if isinstance(unit.stage, StageState):
+            return unit.stage
+        return next((stage for stage in self.stages if stage.root is unit), None)
 
     @property
     def over(self) -> int:

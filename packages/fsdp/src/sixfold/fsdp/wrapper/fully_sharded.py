@@ -167,15 +167,22 @@ class FullyShardedDataParallel(nn.Module):
                 )
         stage = StageState(self._path(child), units, fused)
         self._engine.reduce_policy.add_stage(stage)
-        if not self._engine.reduce_policy.alone:
-            self._refuse_tree_of_root()
+        if self._engine.reduce_policy.tree:
+            self._find_root_stage(stage, child)
         return StageHandle(self._engine, stage, lambda args, kwargs, which: self._run(child, args, kwargs, which))
 
-    def _refuse_tree_of_root(self) -> None:
+    def _find_root_stage(self, stage: StageState, child: nn.Module) -> None:
+        """The root unit's gradients of a microbatch are whole when ``stage`` has run its backward, or it is refused."""
         root = self._engine.units[0]
-        if self._engine.reduce_policy.tree and root.trained:
+        here = {id(parameter) for parameter in child.parameters()}
+        names = [record.name for flat_buffer in root.trained for record in flat_buffer.records]
+        inside = [id(record.parameter) in here for flat_buffer in root.trained for record in flat_buffer.records]
+        stages = [one for one in self._engine.reduce_policy.stages if one.root is root and one is not stage]
+        if names and all(inside):
+            stage.root = root
+        if any(inside) and (stages or not all(inside)):
             raise FsdpError(
-                f"{root.trained[0].records[0].name} is of no single stage, and grad_sum='tree' reduces a stage's "
+                f"{names[inside.index(True)]} is of no single stage, and grad_sum='tree' reduces a stage's "
                 "gradients after each micro-batch; give each stage its own copy, or use grad_sum='rank_order'",
                 unit=root.name,
                 op="reduce",

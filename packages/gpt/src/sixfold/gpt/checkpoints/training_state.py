@@ -108,6 +108,8 @@ def _optimizer_common(rank: RankModel) -> dict[str, dict[str, dict[str, Any]]]:
     mine: dict[str, dict[str, dict[str, Any]]] = {"scalars": {}, "options": {}}
     states = rank.optimizer.state
     for name, parameter in rank.model.main_parameters():
+        if rank.is_second_table(name):
+            continue
         state = states.get(parameter, {})
         mine["scalars"][canonical(name)] = {
             key: float(value) for key, value in state.items() if not torch.is_tensor(value) or value.dim() == 0
@@ -195,6 +197,7 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
         _set_scalars(rank, common["optimizer"]["scalars"])
     rank.origin = common.get(ORIGIN)
     _set_extra_state(rank, common)
+    rank.copy_table()
     rank.model.refresh()
     if rank.config.parallel.schedule == PLAN:
         rank.stored_plan = common.get("plan")
@@ -209,6 +212,7 @@ def load_weights(rank: RankModel, folder: Path) -> None:
     loaded = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
     _set_extra_state(rank, loaded)
     rank.origin = loaded.get(ORIGIN)
+    rank.copy_table()
     rank.model.refresh()
 
 

@@ -56,6 +56,8 @@ def check_rules(config: "TrainConfig") -> None:
     _check_schedule_lr(config)
     if not config.parallel.entry.flushed:
         check_versions(config)
+    if config.grad_sum == "tree":
+        _check_tree(config)
     if config.fsdp.offload and config.optimizer.name == "muon":
         raise ConfigError(
             "fsdp.offload is true and optimizer.name 'muon', whose step needs the momentum of all its matrices at "
@@ -167,11 +169,45 @@ def check_world(config: "TrainConfig", world: int) -> "ParallelConfig":
         raise ConfigError(f"{degrees} does not divide the world of {world} ranks; a world of {worlds} works{remedy}")
     resolved = replace(parallel, dp=world // model_ranks)
     check_ranks(config, resolved)
+    if config.grad_sum == "tree":
+        _check_tree_ranks(config, resolved)
     if not parallel.entry.flushed:
         check_microbatches(config, resolved.dp)
     for name, batch in batch_sizes(config):
         _check_batch(name, batch, config.train.micro_batch_size, resolved.dp)
     return resolved
+
+
+def _check_tree(config: "TrainConfig") -> None:
+    """What a tree over the microbatches of a batch is not combined with."""
+    fsdp, parallel = config.fsdp, config.parallel
+    needs: list[tuple[str, object, object, str]] = [
+        ("fsdp.main_dtype", fsdp.main_dtype, "float32", "its sums are in float32"),
+        ("fsdp.reduce_dtype", fsdp.reduce_dtype or fsdp.main_dtype, fsdp.main_dtype,
+         "what travels would be rounded, and how much travels depends on the ranks"),
+        ("fsdp.grad_reduce", fsdp.grad_reduce == "last", False, "each microbatch is reduced when its backward ends"),
+        ("parallel.schedule", parallel.entry.flushed, True, "weights of several versions are no function of the batch"),
+    ]  # fmt: skip
+    works = {"fsdp.reduce_dtype": "leave the key out", "fsdp.grad_reduce": "fsdp.grad_reduce = 'auto' works",
+             "parallel.schedule": "parallel.schedule = 'one_f_one_b' works"}  # fmt: skip
+    for key, value, needed, why in needs:
+        if value != needed:
+            table, _, name = key.partition(".")
+            shown = getattr(getattr(config, table), name)
+            remedy = works.get(key, f"{key} = '{needed}' works")
+            raise ConfigError(f"{key} is {shown!r} and parallel.grad_sum 'tree': {why}; {remedy}")
+    if parallel.dp:
+        _check_tree_ranks(config, parallel)
+
+
+def _check_tree_ranks(config: "TrainConfig", parallel: "ParallelConfig") -> None:
+    for key, ranks in (("dp * cp", parallel.dp * parallel.cp), ("dp_replicate", parallel.dp_replicate)):
+        if ranks & (ranks - 1):
+            less = 1 << (ranks.bit_length() - 1)
+            raise ConfigError(
+                f"parallel.{key} is {ranks} and parallel.grad_sum 'tree': gradients of ranks are added in pairs, and "
+                f"pairs in pairs; {less} or {2 * less} works, or parallel.grad_sum = 'rank_order'"
+            )
 
 
 def _check_batch(name: str, batch: int, micro: int, dp: int) -> None:

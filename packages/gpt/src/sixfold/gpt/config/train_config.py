@@ -137,6 +137,7 @@ class ParallelConfig(Table):
     stages_per_rank: Positive = 1
     layers_per_stage: tuple[Count, ...] = ()
     sharding: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
+    grad_sum: Literal["backend", "rank_order", "tree"] | None = None  # None is fsdp.grad_sum; "tree": see docs/do
 
     @property
     def stages(self) -> int:
@@ -336,6 +337,17 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_config(self)
+
+    @property
+    def grad_sum(self) -> str:
+        """How gradients are added: parallel.grad_sum, else fsdp.grad_sum."""
+        return self.parallel.grad_sum or self.fsdp.grad_sum
+
+    @property
+    def two_tables(self) -> bool:
+        """The head has a copy of a tied embedding also where both lie on one rank: pp does not change how they are
+        added."""
+        return self.model.tie_embeddings and self.grad_sum == "tree"
 
     @classmethod
     def from_toml(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> "TrainConfig":

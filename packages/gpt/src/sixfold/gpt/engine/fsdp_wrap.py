@@ -25,9 +25,14 @@ if TYPE_CHECKING:
     from sixfold.gpt.parallel.mesh import RankMesh
 
 
+TIED = "embedding.weight"
+TIED_COPY = "tied_head.weight"  # of a stage that has both ends
+
+
 def canonical(name: str) -> str:
     """``1.layers.3.ffn.up.weight`` in the rank's container -> ``layers.3.ffn.up.weight``."""
-    return name.partition(".")[2]
+    inside = name.partition(".")[2]
+    return TIED if inside == TIED_COPY else inside
 
 
 def has_budget(config: TrainConfig) -> bool:
@@ -81,7 +86,7 @@ def _mixed_precision(config: TrainConfig) -> MixedPrecision:
     compute = None if config.train.precision == "fp32" else torch.bfloat16
     fp8 = (lambda name: is_quantized(canonical(name))) if config.train.precision == "fp8" else None
     return MixedPrecision(
-        param_dtype=compute, grad_sum=config.fsdp.grad_sum, cast_inputs=config.fsdp.cast_inputs, fp8=fp8, **dtypes
+        param_dtype=compute, grad_sum=config.grad_sum, cast_inputs=config.fsdp.cast_inputs, fp8=fp8, **dtypes
     )
 
 

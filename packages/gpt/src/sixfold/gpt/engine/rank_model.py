@@ -28,7 +28,7 @@ from sixfold.fsdp.residency import Action
 from sixfold.gpt.config.train_config import PLAN
 from sixfold.gpt.data.loss_by_dataset import token_loss
 from sixfold.gpt.engine.activation_offload import HostActivations, hooks_of
-from sixfold.gpt.engine.fsdp_wrap import canonical, has_budget, wrapped
+from sixfold.gpt.engine.fsdp_wrap import TIED, TIED_COPY, canonical, has_budget, wrapped
 from sixfold.gpt.engine.gather_budget import gather_plan
 from sixfold.gpt.engine.optimizer import Optimizers, build_optimizer
 from sixfold.gpt.engine.weight_versions import VersionedModel
@@ -57,8 +57,6 @@ __all__ = [
     "check_provider",
     "make_program",
 ]
-
-TIED = "embedding.weight"
 
 
 class ModelProvider(Protocol):
@@ -92,6 +90,8 @@ class RankModel:
     Attributes:
         tied_group: the first and the last stage's rank where both hold a copy of the tied embedding, else None.
         tied_copy: this rank's copy is the last stage's: counted in no norm, saved as a replica.
+        tied_here: names of both copies where they lie on this rank; the second has no optimizer, and no checkpoint has
+            it.
     """
 
     config: TrainConfig
@@ -103,6 +103,7 @@ class RankModel:
     placement: tuple[int, ...]
     tied_group: dist.ProcessGroup | None = None
     tied_copy: bool = False
+    tied_here: tuple[str, str] | None = None
     activations: HostActivations | None = None  # where they wait for their backward; None: on the device
     stored_plan: dict[str, Any] | None = None  # of searched_schedule.py, or of a checkpoint
     eod: int | None = None  # the id that ends a document of its data, for checkpoints
@@ -157,7 +158,7 @@ class RankModel:
 
     def state_records(self, *, weights_only: bool = False) -> list[StateRecord]:
         """Live aliases of everything to save that lies here: weights and, unless ``weights_only``, optimizer state."""
-        found = self.model.state_records()
+        found = [record for record in self.model.state_records() if not self.is_second_table(record.name)]
         for part in () if weights_only else self.optimizer.parts:
             found += [record for record in self.model.state_records(part) if record.key != "param"]
         if not weights_only and isinstance(self.model, VersionedModel):
@@ -196,8 +197,23 @@ class RankModel:
         for part in self.optimizer.parts:
             self.model.materialize_state(part)
 
+    def is_second_table(self, name: str) -> bool:
+        """``name``, as in the container, is the copy in the head of a table that lies here too."""
+        return self.tied_here is not None and name == self.tied_here[1]
+
+    def copy_table(self) -> None:
+        """The head's copy of a table that lies here gets its values."""
+        if self.tied_here is not None:
+            mains = dict(self.model.main_parameters())
+            first, second = (mains.get(name) for name in self.tied_here)
+            if first is not None and second is not None:
+                with torch.no_grad():
+                    second.copy_(first)
+
     def counts_in_norm(self, name: str) -> bool:
         """Whether a main parameter, named as in the container, is counted on this rank: a copy is not."""
+        if self.is_second_table(name):
+            return False
         name = canonical(name)
         return not (self.tied_copy and name == TIED) and self.mesh.cuts.replica(name) == 0
 
@@ -222,6 +238,7 @@ def _stage_modules(
             post_process=s == last,
             vp_stage=chunk,
             layers=layers[s],
+            two_tables=config.two_tables,
             device="meta",
         )
         stage.recompute = config.train.recompute
@@ -229,7 +246,8 @@ def _stage_modules(
             for block in stage.layers.values():
                 block.compile_layer()  # type: ignore[operator]
         container[str(s)] = stage
-    if config.model.tie_embeddings and provider is None and {0, last} <= set(mine) and last > 0:
+    one_table = config.model.tie_embeddings and not config.two_tables
+    if one_table and provider is None and {0, last} <= set(mine) and last > 0:
         # Both ends on this rank: one Parameter, so no second sum, no second record.
         container[str(last)].embedding.weight = container["0"].embedding.weight  # type: ignore[union-attr]
     return container
@@ -307,6 +325,12 @@ def _check_names(container: nn.ModuleDict, mesh: RankMesh) -> None:
                 f"the arguments stage and layers, and name what it keeps by global layer numbers, or register a buffer "
                 f"that can be computed anew with persistent=False"
             )
+
+
+def _tables_here(placement: tuple[int, ...]) -> tuple[str, str]:
+    """Names in the container of the embedding and of the head's copy of it."""
+    last = len(placement) - 1
+    return f"0.{TIED}", f"{last}.{TIED if last else TIED_COPY}"
 
 
 def _draw_start_values(model: FullyShardedDataParallel | VersionedModel, config: TrainConfig, cuts: Cuts) -> None:
@@ -409,13 +433,17 @@ def build_rank(
         return _versioned_rank(config, mesh, world, container, program, draw=draw)
     first, last = placement[0], placement[-1]
     tied = config.model.tie_embeddings and model_provider is None and first != last
-    one_table = config.model.tie_embeddings and first == last  # one Parameter in two places: the root unit's
+    ends_here = config.model.tie_embeddings and model_provider is None and first == last == mesh.pp_rank
+    one_table = ends_here and not config.two_tables  # one Parameter in two places: the root unit's
+    tied_here = _tables_here(placement) if ends_here and config.two_tables else None
     units: list[Any] = [Block] if any(isinstance(m, Block) for m in container.modules()) else []
     for module in container.values():
         units.extend(getattr(module, "fsdp_unit_modules", ()))
         if model_provider is None and not one_table:
-            units.extend(getattr(module, name) for name in ("embedding", "head") if hasattr(module, name))
-    groups = [(name, p) for name, p in container.named_parameters()]
+            tables = ("embedding", "head", "tied_head")
+            units.extend(getattr(module, name) for name in tables if hasattr(module, name))
+    second = None if tied_here is None else tied_here[1]
+    groups = [(name, p) for name, p in container.named_parameters() if name != second]
     optimizer = build_optimizer(config.optimizer, [(canonical(name), p) for name, p in groups])
     own = model_provider is None
     model = all_or_raise(mesh.control, mesh.size, lambda: wrapped(config, mesh, world, container, units, own=own))
@@ -438,6 +466,7 @@ def build_rank(
         placement=placement,
         tied_group=pair_group(mesh, first, last) if tied else None,
         tied_copy=tied and mesh.pp_rank == last,
+        tied_here=tied_here,
         plans={} if own and has_budget(config) else None,
         activations=_activations(config, world),
     )

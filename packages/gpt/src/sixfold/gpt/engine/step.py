@@ -30,6 +30,7 @@ from sixfold.gpt.engine.rank_model import TIED, RankModel, canonical
 from sixfold.gpt.engine.weight_versions import VersionedModel, run_batch
 from sixfold.gpt.model.moe import extremes, take_loads
 from sixfold.gpt.observe.straggler import communicates
+from sixfold.gpt.parallel.axes import Axis
 from sixfold.gpt.parallel.lost_ranks import axis_collective, group_collective
 from sixfold.gpt.parallel.weight_sharding import summed_over_tp
 from sixfold.pipeline import Program, StepResult
@@ -102,6 +103,12 @@ def memory_bytes(device: torch.device) -> int:
 @communicates
 def _sum_tied_embedding(rank: RankModel) -> None:
     """Add the gradients of the two copies of the tied embedding; two terms have one sum in any order."""
+    if rank.tied_here is not None:
+        mains = dict(rank.model.main_parameters())
+        first, second = (mains.get(name) for name in rank.tied_here)
+        if first is not None and second is not None:
+            assert first.grad is not None and second.grad is not None, f"{TIED} has no gradient after finish_grad_sync"
+            first.grad.add_(second.grad)
     if rank.tied_group is None:
         return
     for name, parameter in rank.model.main_parameters():
@@ -127,10 +134,22 @@ def _sum_over_tensor_parallel(rank: RankModel) -> None:
         return
     together = torch.cat([part.reshape(-1).float() for part in parts])
     with axis_collective(tp, "sum of gradients of whole weights over tp"):
-        dist.all_reduce(together, group=tp.group)
+        together = _summed_over_tp(together, tp, in_order=rank.config.grad_sum != "backend")
     totals = torch.split_with_sizes(together, [part.numel() for part in parts])
     for part, total in zip(parts, totals, strict=True):
         part.copy_(total.view_as(part))
+
+
+def _summed_over_tp(mine: torch.Tensor, tp: Axis, *, in_order: bool) -> torch.Tensor:
+    """``in_order``: of ranks; a back end's order depends on the place in the message, and so on how weights are cut."""
+    if not in_order or tp.size == 2:
+        dist.all_reduce(mine, group=tp.group)
+        return mine
+    parts = [torch.empty_like(mine) for _ in range(tp.size)]
+    dist.all_gather(parts, mine, group=tp.group)
+    for part in parts[1:]:
+        parts[0].add_(part)
+    return parts[0]
 
 
 def _sum_targets(rank: RankModel, batch: Sequence[Microbatch]) -> tuple[torch.Tensor, dist.Work | None]:
@@ -217,6 +236,7 @@ def train_step(
         coefficient = rank.config.train.clip_grad / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
         rank.model.scale_gradients(float(coefficient.clamp(max=1.0)))
     rank.optimizer.step()
+    rank.copy_table()
     rank.model.zero_grad()
     return StepOutcome(
         loss=loss,

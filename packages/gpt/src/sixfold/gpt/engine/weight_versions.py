@@ -88,7 +88,7 @@ class StageWeights:
         self, stage: int, module: nn.Module, config: TrainConfig, data: dist.ProcessGroup | None, batches: Batches
     ) -> None:
         self.stage, self._module, self._data, self._batches = stage, module, data, batches
-        self._in_rank_order = config.fsdp.grad_sum == "rank_order"
+        self._in_rank_order = config.grad_sum == "rank_order"
         self.mains: dict[Name, nn.Parameter] = {
             name: nn.Parameter(parameter.detach().to(torch.float32, copy=True))
             for name, parameter in module.named_parameters()

@@ -162,6 +162,7 @@ class GPTModel(nn.Module):
         post_process: holds the last norm and the head and gives logits or losses.
         vp_stage: number of this stage among those of its rank; kept as an attribute.
         layers: global numbers of the layers held; None is all of them.
+        two_tables: the head has a copy of a tied embedding here too; nothing but a step keeps the two alike.
         device: ``"meta"`` leaves weights empty, to be filled by ``init.initializer``; else they are initialised with
             seed 1234, as ``initialize`` does.
     Raises:
@@ -178,6 +179,7 @@ class GPTModel(nn.Module):
         post_process: bool = True,
         vp_stage: int | None = None,
         layers: range | None = None,
+        two_tables: bool = False,
         device: torch.device | str = "cpu",
     ) -> None:
         super().__init__()
@@ -197,6 +199,8 @@ class GPTModel(nn.Module):
                 self.head = nn.Linear(config.hidden_size, self.vocab_rows, bias=False, device="meta")
             elif not pre_process:
                 self.embedding = TiedHead(config, axes)
+            elif two_tables:
+                self.tied_head = TiedHead(config, axes)
         if torch.device(device).type != "meta":
             self.to_empty(device=device)
             self.initialize(DEFAULT_SEED)
@@ -276,6 +280,8 @@ class GPTModel(nn.Module):
         """(b, s, hidden) -> logits (b, s, padded vocabulary / tp)."""
         if not self.config.tie_embeddings:
             logits: Tensor = self.head(x)
+        elif hasattr(self, "tied_head"):
+            logits = self.tied_head(x)
         elif self.pre_process:
             logits = F.linear(x, self.embedding.weight)  # type: ignore[arg-type]
         else:

@@ -103,7 +103,7 @@ class Layout:
         last = self.parallel.stages - 1
         both_ends = self.config.model.tie_embeddings and {0, last} <= set(stages)
         return units_of_rank(
-            self.config, self.parallel, {stage: self.layers[stage] for stage in stages}, one_table=both_ends
+            self.config, self.parallel, {stage: self.layers[stage] for stage in stages}, tied_here=both_ends
         )
 
     def stored(self, stages: Sequence[int], rank: int = 0) -> StoredBytes:

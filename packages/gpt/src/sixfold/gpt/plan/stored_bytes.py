@@ -53,7 +53,7 @@ def formats_of(config: TrainConfig, parallel: ParallelConfig, *, gloo: bool = Fa
         gathered_bytes=fsdp.gathered_bytes,
         reduce_buffers=fsdp.reduce_buffers,
         bucket_bytes=fsdp.bucket_bytes,
-        rank_order=fsdp.grad_sum == "rank_order",
+        rank_order=config.grad_sum in ("rank_order", "tree"),
         gloo=gloo,
         main_apart=_versioned(config.parallel.schedule),
     )

@@ -98,16 +98,18 @@ def stage_parameters(model: GPTConfig, layers: Sequence[int], *, first: bool, la
 
 
 def units_of_rank(
-    config: TrainConfig, parallel: ParallelConfig, stages: Mapping[int, Sequence[int]], *, one_table: bool
+    config: TrainConfig, parallel: ParallelConfig, stages: Mapping[int, Sequence[int]], *, tied_here: bool
 ) -> tuple[Unit, ...]:
     """The fsdp units of a rank: the root unit, then the others in the order of the module.
 
     Args:
         parallel: with the degrees of the world.
         stages: layers of each stage on the rank.
-        one_table: the first and the last stage share one embedding on their rank, which the root unit then holds.
+        tied_here: the first and the last stage have one embedding and are both on the rank. The root unit then holds
+            it, or with ``config.two_tables`` the head has a copy without an optimizer.
     """
     model, last, tp = config.model, parallel.stages - 1, parallel.tp
+    one_table, second = tied_here and not config.two_tables, 0 if tied_here else 2
     table = Stream((table_numel(model, tp),), (2,))
     root: list[int] = []
     units: list[Unit] = []
@@ -126,7 +128,7 @@ def units_of_rank(
         if stage == last:
             root.append(model.hidden_size)
             if not one_table:
-                units.append(Unit("head", (table,)))
+                units.append(Unit("head", (Stream(table.tensors, (second,)),)))
     return Unit("root", (Stream(tuple(root), (2,) * len(root)),) if root else ()), *units
 
 

@@ -49,6 +49,9 @@ TWO = {
     "pp wave": ("parallel.pp=2", "parallel.schedule=zb_v", "parallel.stages_per_rank=2"),
     "pp uneven full": ("parallel.pp=2", "parallel.layers_per_stage=[1, 3]", "train.recompute=full"),
     "rank order": ("fsdp.grad_sum=rank_order", "model.tie_embeddings=false"),
+    "tree": ("parallel.grad_sum=tree",),
+    "tree no_shard": ("parallel.grad_sum=tree", "parallel.sharding=no_shard", "train.precision=fp32"),
+    "tree split": ("parallel.grad_sum=tree", "parallel.pp=2", "parallel.schedule=zb_v", "parallel.stages_per_rank=2"),
     "narrow": ("fsdp.reduce_dtype=bfloat16", "fsdp.grad_dtype=bfloat16"),
     "last": ("fsdp.grad_reduce=last",),
     "replicas": ("parallel.dp_replicate=2", "parallel.sharding=optim_grads_params"),
@@ -129,10 +132,12 @@ def pytest_generate_tests(metafunc):
 
 
 def config_of(ranks: int, overrides: tuple[str, ...]) -> TrainConfig:
-    """One microbatch on each rank of dp; two where it is said that sums wait for the last one."""
+    """One microbatch on each rank of dp; two where sums wait for the last one, three where a tree has them."""
     config = TrainConfig.from_text(MINIMAL, (*WIDE, *overrides))
     dp = ranks // config.parallel.world  # the degrees but dp
-    batch = config.train.micro_batch_size * dp * (1 + (config.fsdp.grad_reduce == "last"))
+    batch = (
+        config.train.micro_batch_size * dp * (1 + (config.fsdp.grad_reduce == "last") + 2 * (config.grad_sum == "tree"))
+    )
     return TrainConfig.from_text(MINIMAL, (*WIDE, *overrides, f"train.global_batch_size={batch}"))
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 
+from sixfold.fsdp.buffers.microbatch_tree import slots_for
 from sixfold.fsdp.buffers.stored_bytes import BufferFormats, StoredBytes, StreamSizes, stored_bytes
 from sixfold.fsdp.cost.command import run_command
 from sixfold.fsdp.cost.formulas import (
@@ -30,6 +31,7 @@ __all__ = [
     "memory_bytes",
     "node_bandwidth",
     "slides_tables",
+    "slots_for",
     "stored_bytes",
     "tokens_to_hide_backward",
     "tokens_to_hide_forward",

@@ -29,7 +29,8 @@ class BufferFormats:
         compute, main, grad, reduce: bytes of an element of gathered weights, main weights and local sums, main
             gradients at rest, and of what travels in a reduction.
         align: each tensor starts at a multiple of so many bytes.
-        rank_order: ``MixedPrecision(grad_sum="rank_order")``.
+        rank_order: ``MixedPrecision(grad_sum="rank_order")``, or ``"tree"``.
+        tree_slots: of ``grad_sum="tree"``: ``slots_for`` the microbatches that a rank has of a batch.
         gloo: tensors are on CPUs and travel over gloo.
         main_apart: main weights are a copy of their own, even if their dtype is that of gathered weights.
     """
@@ -44,6 +45,7 @@ class BufferFormats:
     reduce_buffers: int = 2
     bucket_bytes: int | None = None
     rank_order: bool = False
+    tree_slots: int = 0
     gloo: bool = False
     main_apart: bool = False
 
@@ -212,8 +214,11 @@ def stored_bytes(
     home = mains * formats.grad
     if strategy.shards_grads:
         gradients, local = home, 0 if per_microbatch else sums
+    elif formats.tree_slots:
+        gradients, local = sums + home, 0
     else:
         gradients, local = sums if formats.grad == formats.main else sums + home, 0
+    gradients += formats.tree_slots * mains * formats.main
     if formats.gloo:  # scratch of mixed additions, and of a norm where no slot is
         mixed = len({formats.compute, formats.main, formats.reduce, formats.grad}) > 1
         local += (MIXED_NUMEL * formats.main if mixed else 0) + (0 if slots else NORM_BYTES)

@@ -80,16 +80,20 @@ def memory_bytes(
     )
 
 
-def collectives(strategy: ShardingStrategy | str, microbatches: int = 1) -> dict[str, int]:
-    """Traffic per optimizer step in multiples of the model's bytes (an upper bound; units may stay gathered)."""
+def collectives(strategy: ShardingStrategy | str, microbatches: int = 1, *, tree: bool = False) -> dict[str, int]:
+    """Traffic per optimizer step in multiples of the model's bytes (an upper bound; units may stay gathered).
+
+    ``tree``: with ``grad_sum="tree"`` every strategy reduces each micro-batch.
+    """
     chosen = ShardingStrategy(one_of("strategy", strategy, _STRATEGIES))
     _positive(microbatches=microbatches)
     gathers = {"no_shard": 0, "optim": 1, "optim_grads": 1, "optim_grads_params": 2 * microbatches}
-    scatters = {"no_shard": 0, "optim": 1, "optim_grads": microbatches, "optim_grads_params": microbatches}
+    once = microbatches if tree else 1
+    scatters = {"no_shard": 0, "optim": once, "optim_grads": microbatches, "optim_grads_params": microbatches}
     return {
         "all_gather": gathers[chosen.value],
         "reduce_scatter": scatters[chosen.value],
-        "all_reduce": 0 if chosen.shards_optimizer else 1,
+        "all_reduce": 0 if chosen.shards_optimizer else once,
     }
 
 

@@ -84,6 +84,11 @@ class Layout:
             self.config, self.parallel, stages=self.parallel.stages_per_rank, split=self.split
         )
 
+    @property
+    def reduces_each(self) -> bool:
+        """Gradients travel in every microbatch."""
+        return self.per_microbatch or self.config.grad_sum == "tree"
+
     def is_last(self, stage: int) -> bool:
         """Has the head."""
         return stage == self.parallel.stages - 1
@@ -193,7 +198,7 @@ def device_costs(layout: Layout, device: Device) -> pipeline.Costs:
     seconds = []
     for stage, times in enumerate(times_of(layout, device)):
         gather = times.gather if gathers else 0.0
-        reduce = times.reduce if layout.per_microbatch else 0.0
+        reduce = times.reduce if layout.reduces_each else 0.0
         whole = times.backward_input + times.backward_weight
         back = overlapped_s(whole, gather + reduce)
         weight = times.backward_weight * back / whole if whole else 0.0

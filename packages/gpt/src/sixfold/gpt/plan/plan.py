@@ -213,7 +213,7 @@ def step_seconds(layout: Layout, device: Device) -> float | None:
         mine = [times[stage] for stage in layout.stages_of(rank)]
         reduced = sum(one.reduce for one in mine) * (2 if sharding == "no_shard" else 1)
         backward = sum(one.backward_input + one.backward_weight for one in mine)
-        rest = 0.0 if layout.per_microbatch else max(overlapped_s(backward, reduced) - backward, 0.0)
+        rest = 0.0 if layout.reduces_each else max(overlapped_s(backward, reduced) - backward, 0.0)
         if sharding in ("optim", "optim_grads"):  # gathered once, before and in the first forward
             forward = sum(one.forward for one in mine)
             rest += max(overlapped_s(forward, sum(one.gather for one in mine)) - forward, 0.0)
@@ -234,8 +234,8 @@ def _updated(layout: Layout, rank: int) -> int:
 def _traffic(layout: Layout, messages: Sequence[float]) -> Traffic:
     """Of the rank that sends most, axis by axis."""
     config, parallel, count = layout.config, layout.parallel, layout.microbatches
-    moved = dict(collectives(parallel.sharding, count))
-    if not layout.per_microbatch:
+    moved = dict(collectives(parallel.sharding, count, tree=config.grad_sum == "tree"))
+    if not layout.reduces_each:
         moved["reduce_scatter"] = min(moved["reduce_scatter"], 1)
     found = {"dp": 0.0, "tp": 0.0, "cp": 0.0, "ep": 0.0}
     for rank in range(parallel.pp):

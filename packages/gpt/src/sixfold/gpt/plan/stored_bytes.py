@@ -13,8 +13,9 @@ from functools import lru_cache
 from operator import mul
 from typing import TYPE_CHECKING
 
-from sixfold.fsdp.cost_model import BufferFormats, StoredBytes, StreamSizes, stored_bytes
+from sixfold.fsdp.cost_model import BufferFormats, StoredBytes, StreamSizes, slots_for, stored_bytes
 from sixfold.fsdp.strategy import ShardingStrategy
+from sixfold.gpt.config.batch_schedule import batch_sizes
 from sixfold.gpt.plan.tensor_sizes import Stream, Unit, largest_tensor
 from sixfold.pipeline.schedules import by_name, registered
 
@@ -54,9 +55,15 @@ def formats_of(config: TrainConfig, parallel: ParallelConfig, *, gloo: bool = Fa
         reduce_buffers=fsdp.reduce_buffers,
         bucket_bytes=fsdp.bucket_bytes,
         rank_order=config.grad_sum in ("rank_order", "tree"),
+        tree_slots=slots_for(_most_microbatches(config, parallel)) if config.grad_sum == "tree" else 0,
         gloo=gloo,
         main_apart=_versioned(config.parallel.schedule),
     )
+
+
+def _most_microbatches(config: TrainConfig, parallel: ParallelConfig) -> int:
+    """Of a rank, in any update."""
+    return max(batch for _, batch in batch_sizes(config)) // (config.train.micro_batch_size * max(parallel.dp, 1))
 
 
 @lru_cache(maxsize=64)
@@ -109,8 +116,13 @@ def wire_bytes(stream: Stream, formats: BufferFormats) -> int:
 
 
 def reduces_per_microbatch(config: TrainConfig, parallel: ParallelConfig, *, stages: int, split: bool) -> bool:
-    """Whether ``fsdp.grad_reduce`` reduces gradients in every backward of a rank of so many stages."""
+    """Whether ``fsdp.grad_reduce`` reduces gradients in every backward of a rank of so many stages.
+
+    A tree reduces each microbatch. Split backwards first sum it whole.
+    """
     asked = config.fsdp.grad_reduce
+    if config.grad_sum == "tree":
+        return not split
     if asked != "auto":
         return asked == "microbatch"
     return ShardingStrategy(run_sharding(config, parallel)).shards_grads and stages == 1 and not split

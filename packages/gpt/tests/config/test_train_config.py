@@ -138,6 +138,7 @@ device = "auto"
 timeout_seconds = 600.0
 """
 ABSENT = {
+    "parallel": {"grad_sum"},
     "fsdp": {
         "reduce_dtype",
         "grad_dtype",
@@ -146,7 +147,7 @@ ABSENT = {
         "gathered_bytes",
         "nccl_min_ctas",
         "nccl_max_ctas",
-    }
+    },
 }
 REQUIRED = {
     "model": {"num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "vocab_size"},

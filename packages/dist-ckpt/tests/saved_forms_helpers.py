@@ -6,6 +6,7 @@ Used by tests of damage. No form has a value that another number makes too, othe
 """
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -146,6 +147,8 @@ FORMS = {
     "door": Form(save_by_the_door, load_by_the_door, plain),
     "of two ranks": Form(_saver(of_ranks), load_of_ranks, expected_of_ranks, 2),
 }
+if find_spec("zstandard") is not None:  # the extra zstd
+    FORMS["compressed"] = Form(_saver(plain, group=None, compress="zstd"), _loader(plain), plain)
 
 
 def flat(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:

@@ -79,11 +79,18 @@ def extend(data, rng):
 DAMAGES = (flip, flip, garble, zero, move, cut, extend)
 
 
+@pytest.mark.parametrize("compress", [None, "zstd"])
 @pytest.mark.slow
-def test_every_random_damage_of_a_checkpoint_is_found(tmp_path, corruptions):
+def test_every_random_damage_of_a_checkpoint_is_found(tmp_path, compress, corruptions):
+    if compress is not None:
+        pytest.importorskip("zstandard", reason="needs the module zstandard (extra zstd)")
     for fill in (1, 2):
         state = {key: one(key, tensor) for key, tensor in values(fill).items()}
-        dist_ckpt.save({**state, "o": ShardedObject("o", {"fill": fill}, (1,), (0,)), "it": 5}, tmp_path / str(fill))
+        dist_ckpt.save(
+            {**state, "o": ShardedObject("o", {"fill": fill}, (1,), (0,)), "it": 5},
+            tmp_path / str(fill),
+            compress=compress,
+        )
     folder, other = tmp_path / "1", folder_bytes(tmp_path / "2")
     intact, rng, found = folder_bytes(folder), random.Random(corruptions), 0
     names = sorted(intact)

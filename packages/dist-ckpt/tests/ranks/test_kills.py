@@ -13,6 +13,7 @@ import random
 import signal
 import threading
 import time
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ SHARES = {
     "steps": 0.1, "overwrite": 0.2, "aside": 0.1, "prune": 0.1, "since": 0.1, "managed": 0.2, "in background": 0.14,
     "async": 0.03, "worker": 0.03,
 }  # fmt: skip
+if find_spec("zstandard") is not None:  # the extra zstd
+    SHARES["compressed"] = 0.1
 FROZEN = 50_000  # elements of what "since" links
 
 
@@ -80,6 +83,11 @@ def save_since_and_prune(rank, ranks, folder, value):
         retention.prune(folder, keep_last=2)
 
 
+def save_compressed(rank, ranks, folder, value):
+    path, since = retention.step_path(folder, value), retention.latest(folder)
+    dist_ckpt.save(state(rank, ranks, value), path, compress="zstd", since=since, timeout_s=20)
+
+
 def save_in_background(rank, ranks, folder, value):
     handle = dist_ckpt.async_save(state(rank, ranks, value), folder / "c", timeout_s=60)
     handle.wait()
@@ -109,6 +117,7 @@ ACTIONS = {
     "aside": save_over,
     "prune": save_and_prune,
     "since": save_since_and_prune,
+    "compressed": save_compressed,
     "async": save_in_background,
 }
 

@@ -127,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
         help="safetensors, there or back: a rule for names, such as 'model.{*rest}={*rest}'; give each by its own",
     )
     sub.add_argument("--keep-others", action="store_true", help="keep a name that no rule fits; else it is an error")
-    command("consolidate", "Write a checkpoint anew in its place, so that it shares no file with others.", "path")
+    text = "Write a checkpoint anew in its place, so that it shares no file with others."
+    for writes in (sub, command("consolidate", text, "path")):
+        writes.add_argument("--compress", choices=("zstd",), help="tensors of torch_dist compressed; else plain")
     sub = command("diff", "Compare two checkpoints by value, whatever their layouts.", "a", "b")
     sub.add_argument("--rtol", type=float, default=0.0, help="|a - b| <= RTOL * |b| counts as equal (default 0)")
     return parser
@@ -177,6 +179,7 @@ def _metadata(found: Found, options: Found) -> list[str]:
 
 def _inspect(found: Found, options: Found) -> list[str]:
     checked = "checksums for every byte" if found["integrity"] else "no checksums of its own"
+    checked += f", compressed by {found['compress']}" if found["compress"] else ""
     plain = ", plain DCP" if found["backend"] == "torch_dist" else ""
     backend = f"{found['backend']} {found['version']}" if found["version"] else f"{found['backend']}{plain}"
     saved = f", save {found['save_id']}" if found["save_id"] else ""

@@ -66,6 +66,7 @@ def save(
     metadata: str = "torch",
     megatron: bool = False,
     since: str | Path | None = None,
+    compress: str | None = None,
     timeout_s: float = 600.0,
     progress: Progress | None = None,
 ) -> AsyncRequest | None:
@@ -98,6 +99,8 @@ def save(
             ones, 64 KiB in all.
         since: an older checkpoint of this package on the same file system, such as that of the last step. What has not
             changed since is not written: its files are linked. Each folder is whole; either may be deleted.
+        compress: "zstd" compresses tensors, in chunks of 4 MiB; those below 16 KiB stay as they are. It needs the
+            module ``zstandard`` (extra ``zstd``), as does each load. The room asked for is that of a plain save.
         timeout_s: longest wait for one peer, seconds: more than the slowest rank takes to write.
         progress: called with the bytes that this rank has written and its total, from 0 to the total; the last call
             comes before the commit. One call at a time, from any thread. An exception in it ends the save on all ranks.

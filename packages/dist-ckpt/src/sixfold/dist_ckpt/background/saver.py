@@ -296,6 +296,7 @@ def async_save(
     metadata: str = "torch",
     megatron: bool = False,
     since: str | Path | None = None,
+    compress: str | None = None,
     timeout_s: float = 600.0,
     progress: Progress | None = None,
 ) -> AsyncSave:

@@ -28,7 +28,7 @@ import torch
 
 from sixfold.dist_ckpt.checkpoint import safetensors_folder, zarr_folder
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, StorageError, at, typed
-from sixfold.dist_ckpt.formats import compact_manifest, metadata
+from sixfold.dist_ckpt.formats import compact_manifest, metadata, zstd
 from sixfold.dist_ckpt.formats import frame as frames
 from sixfold.dist_ckpt.formats import integrity as checks
 from sixfold.dist_ckpt.formats.integrity import Integrity
@@ -46,6 +46,7 @@ KEPT_MAPS = 256  # Linux allows 65,530 to a process by default
 VERIFY_MODES = ("touched", "full", "off")
 _MADV_POPULATE_READ = 22
 _POPULATE_BYTES = 1 << 16  # less is not worth a system call
+_MOST_OBJECT_BYTES = 1 << 30  # of a value that torch has compressed
 Arrives = Callable[[int, int], None]
 
 
@@ -166,11 +167,16 @@ class Checkpoint:
         """
         _check_unchanged(self.folder, self.identity, self.integrity)
 
-    def frame(self, frame: ByteRange) -> memoryview:
-        """The bytes of a frame, not copied."""
+    def stored(self, frame: ByteRange) -> memoryview:
+        """The bytes of a frame as they lie in its file, not copied."""
         if not frame.length:
             raise CorruptError(f"{self.folder}: {frame} is empty; a frame is not")
         return self.map(frame.file).view(frame.offset, frame.offset + frame.length)
+
+    def frame(self, frame: ByteRange, raw_bytes: int = _MOST_OBJECT_BYTES) -> memoryview:
+        """The same as ``torch.load`` reads it: decoded if its file is compressed, and holding ``raw_bytes`` at most."""
+        data = self.stored(frame)
+        return memoryview(zstd.decode(data, raw_bytes)) if frame.file in self.manifest.compressed else data
 
     def damaged_keys(self, file: str, start: int, stop: int) -> list[str]:
         """Keys whose frame is damaged and has bytes in [start, stop) of a file.

@@ -8,7 +8,8 @@
 [Note: the form] First ``MAGIC``, then two int64 of the machine's byte order: 1 if the save wrote no ``.metadata``,
 and the bytes of a JSON text. Then the text: save id, number of axes D, names of files, objects, and five columns of
 the tensors in the order of their keys. The columns are key, dtype, shape, number of chunks, and the longest chunk on
-the first axis. Then one row for each chunk, by tensor and by place: (offset[D], size[D], file, start, length).
+the first axis. Where files are compressed, the text has their numbers too, under ``_MAGIC_4``. Then one row for each
+chunk, by tensor and by place: (offset[D], size[D], file, start, length).
 
 The text has an entry per key, and is read by columns. Jobs with experts have hundreds of thousands of keys, of which
 a rank asks for few. So no line of Python is run for a key before it is asked for. A load looks only at rows that a
@@ -37,7 +38,7 @@ from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 
 #: 0.1.0 takes a file of such a name for one of a checkpoint's objects, and so replaces a folder that holds it.
 FILE_NAME = "shard_manifest.pt"
-MAGIC, _MAGIC_2, _MAGIC_1 = b"6FCKPT\x00\x03", b"6FCKPT\x00\x02", b"6FCKPT\x00\x01"
+_MAGIC_4, MAGIC, _MAGIC_2, _MAGIC_1 = (b"6FCKPT\x00%c" % form for form in (4, 3, 2, 1))
 _HEAD, _HEAD_1 = struct.Struct("=8s2q"), struct.Struct("=8s8q")
 _MOST = 1 << 62  # of a number that is added to another
 
@@ -55,16 +56,18 @@ def encode(index: Index, *, is_alone: bool = False) -> Iterator[bytes]:
     files = {name: number for number, name in enumerate(index.files)}
     names = {dtype: str(dtype)[6:] for dtype in {dtype for _, dtype, _ in index.tensors}}
     columns = [keys, [names[dtype] for _, dtype, _ in index.tensors], [shape for *_, shape in index.tensors]]
-    head = {
+    head: dict[str, Any] = {
         "save_id": index.save_id,
         "axes": index.dims,
         "files": list(index.files),
         "objects": {key: [files[frame.file], *frame[1:]] for key, frame in sorted(index.objects.items())},
         "tensors": [*columns, index.counts(), longest_K.tolist()],
     }
+    if index.compressed:
+        head["compressed"] = sorted(files[name] for name in index.compressed)
     text = json.dumps(head, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    yield _HEAD.pack(MAGIC, is_alone, len(text)) + text
+    yield _HEAD.pack(_MAGIC_4 if index.compressed else MAGIC, is_alone, len(text)) + text
     for part in index.parts():
         place_M3 = torch.stack([part.file_M, part.start_M, part.length_M], 1)
         yield bytes(tensor_bytes(torch.cat([part.offsets_MD, part.sizes_MD, place_M3], 1)))
@@ -95,7 +98,7 @@ def read(data: memoryview, sizes: Callable[[str], int], check: Callable[[int, in
             head, start, stop = _head_1(data)
             return _manifest(data[:stop], head, start, sizes, check)
         start = _HEAD.size + text_bytes
-        if magic not in (MAGIC, _MAGIC_2) or not 0 <= text_bytes <= len(data) - _HEAD.size:
+        if magic not in (_MAGIC_4, MAGIC, _MAGIC_2) or not 0 <= text_bytes <= len(data) - _HEAD.size:
             raise CorruptError("not a compact manifest, or one of a version that is not read here")
         check(_HEAD.size, start)
         return _manifest(data, json.loads(bytes(data[_HEAD.size : start])), start, sizes, check)
@@ -158,7 +161,14 @@ def _manifest(data: memoryview, head: Any, start: int, sizes: Callable[[str], in
     if not isinstance(head["save_id"], str | None):
         raise CorruptError(f"the save id is a {type(head['save_id']).__name__}")
     tensors = _Tensors(numbers, [dtypes[name] for name in names], shapes, firsts, longest, rows)
-    return Manifest(tensors, objects, head["save_id"], needs_metadata_json=True, files=tuple(head["files"]))
+    return Manifest(
+        tensors,
+        objects,
+        head["save_id"],
+        needs_metadata_json=True,
+        files=tuple(head["files"]),
+        compressed=frozenset(head["files"][number] for number in _counts("compressed", head.get("compressed", []))),
+    )
 
 
 def _counts(what: str, numbers: list[Any]) -> list[int]:
@@ -191,6 +201,7 @@ def index_of(manifest: Manifest) -> Index:
         length_N=rows_NW[:, 2 * dims + 2],
         objects=manifest.objects,
         save_id=manifest.save_id,
+        compressed=manifest.compressed,
     )
 
 

@@ -28,6 +28,7 @@ import torch
 
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.formats.unpickle import MODULES
+from sixfold.dist_ckpt.formats.zstd import DESCRIPTOR
 from sixfold.dist_ckpt.geometry.box import Ints
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest
 from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
@@ -36,6 +37,7 @@ BATCH_ROWS = 1 << 16
 _LIMIT32 = 1 << 31
 _GLOBALS = {**{name: module for module, name in MODULES}, "Size": "torch"}
 _NAMES = ("offsets", "sizes", "fqn", "index", "offset", "relative_path", "length")  # of attributes of each chunk
+_CODED = ("transform_descriptors", DESCRIPTOR)  # of those that are compressed
 
 
 class Part(NamedTuple):
@@ -61,6 +63,7 @@ class Index:
         order: numbers of the M chunks, by tensor and then by place: among the N rows of the first three arrays, and
             among those of the last three; None: as they stand.
         objects: frames by stored key.
+        compressed: those of ``files`` in which each frame is one zstd frame.
         planner_data: what a planner of DCP keeps there, plain values; its own has the path of each key.
     """
 
@@ -76,11 +79,13 @@ class Index:
     save_id: str | None
     planner_data: object = None
     order: tuple[torch.Tensor, torch.Tensor] | None = None
+    compressed: frozenset[str] = frozenset()
 
     def within(self, folder: str) -> Index:
         """The same, whose files lie in a folder; ``folder`` ends with a slash."""
         objects = {key: frame._replace(file=folder + frame.file) for key, frame in self.objects.items()}
-        return replace(self, files=[folder + name for name in self.files], objects=objects)
+        compressed = frozenset(folder + name for name in self.compressed)
+        return replace(self, files=[folder + name for name in self.files], objects=objects, compressed=compressed)
 
     @property
     def chunk_count(self) -> int:
@@ -135,6 +140,7 @@ class Index:
             length_N=rows_N4[:, 3],
             objects=manifest.objects,
             save_id=manifest.save_id,
+            compressed=manifest.compressed,
         )
 
 
@@ -150,7 +156,7 @@ class Writer:
         """The parts of ``.metadata``: a protocol 4 pickle of DCP's ``Metadata`` with our ``sixfold_save_id``."""
         # Lists of parts first: the memo is filled in the order in which the bytes stand.
         names = [self._global(name) for name in ("ChunkStorageMetadata", "Size", "MetadataIndex", "_StorageInfo")]
-        names += [self._text(name) for name in (*_NAMES, *index.files)]
+        names += [self._text(name) for name in (*_NAMES, *index.files, *(_CODED if index.compressed else ()))]
         yield b"\x80\x04" + b"".join(name + b"0" for name in names)  # each into the memo, and off the stack
         yield b"".join((self._new("Metadata"), b"}(", self._text("state_dict_metadata"), b"}("))
         axes_K = torch.tensor([len(shape) for _, _, shape in index.tensors], dtype=torch.int64, device="cpu")
@@ -214,13 +220,15 @@ class Writer:
     def _places(self, index: Index, axes_K: torch.Tensor, keys_K: torch.Tensor, part: Part) -> Iterator[bytes]:
         """Entries of ``storage_data``: where the chunks of a batch lie."""
         files_F = torch.tensor([self._numbers[name] for name in index.files], dtype=torch.int64, device="cpu")
-        for axes, row_M in _by_axes(part, axes_K):
+        coded_F = torch.tensor([name in index.compressed for name in index.files], dtype=torch.int64, device="cpu")
+        for (axes, coded), row_M in _by_form(part, axes_K, coded_F):
             key, file = keys_K[part.tensor_M[row_M]], files_F[part.file_M[row_M]]
             form: list[bytes | torch.Tensor] = [self._new("MetadataIndex") + b"}(" + self._text("fqn"), _fetch(key)]
             form += [self._text("index") + b"N" + self._text("offset"), *self._sizes(part.offsets_MD[row_M, :axes])]
             form += [b"ub" + self._new("_StorageInfo") + b"}(" + self._text("relative_path"), _fetch(file)]
             form += [self._text("offset"), _integers(part.start_M[row_M])]
-            form += [self._text("length"), _integers(part.length_M[row_M]), b"ub"]
+            transforms = self._text(_CODED[0]) + b"]" + self._text(DESCRIPTOR) + b"a" if coded else b""
+            form += [self._text("length"), _integers(part.length_M[row_M]), transforms + b"ub"]
             yield _rows(form, len(row_M))[0]
 
     def _sizes(self, values_ND: torch.Tensor) -> list[bytes | torch.Tensor]:
@@ -273,6 +281,14 @@ def _by_axes(part: Part, axes_K: torch.Tensor) -> Iterator[tuple[int, torch.Tens
     axes_M = axes_K[part.tensor_M]
     for axes in torch.unique(axes_M).tolist():
         yield axes, torch.nonzero(axes_M == axes)[:, 0]
+
+
+def _by_form(part: Part, axes_K: torch.Tensor, coded_F: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+    """The same, and those in plain files apart from those in compressed ones."""
+    coded_M = coded_F[part.file_M]
+    for axes, row_M in _by_axes(part, axes_K):
+        for coded in torch.unique(coded_M[row_M]).tolist():
+            yield (axes, coded), row_M[coded_M[row_M] == coded]
 
 
 def _integers(values_N: torch.Tensor) -> torch.Tensor:

@@ -214,6 +214,16 @@ def parse(frame: memoryview) -> Layout:
         raise CorruptError(f"the frame is no readable zip: {error}") from error
 
 
+def plain_start(frame: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> int | None:
+    """Where the raw bytes of a contiguous tensor begin in its frame; None if the frame has another form.
+
+    Raises: CorruptError: as ``parse``.
+    """
+    layout = parse(frame)
+    is_plain = layout.data_bytes == prod(shape) * dtype.itemsize and layout.pickle == data_pickle(dtype, shape)
+    return layout.data_start if is_plain else None
+
+
 def check_records(frame: memoryview) -> None:
     """Compare each record with its CRC-32, which ``torch.load`` never looks at; 0 stands for none.
 

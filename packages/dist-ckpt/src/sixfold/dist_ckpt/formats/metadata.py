@@ -19,6 +19,7 @@ import torch
 from sixfold.dist_ckpt.errors import CorruptError, MismatchError, UnsafeError
 from sixfold.dist_ckpt.formats.dcp_pickle import Index, Writer
 from sixfold.dist_ckpt.formats.unpickle import Node, kind_of, loads, shown
+from sixfold.dist_ckpt.formats.zstd import DESCRIPTOR
 from sixfold.dist_ckpt.geometry.box import Box, range_boxes
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Run, Stored, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.interpreter import collection_paused
@@ -88,7 +89,7 @@ def _decode(root: Any) -> Manifest:
     if kind_of(root) not in ("Metadata", "MCoreMetadata"):
         raise CorruptError(f"the pickle holds {kind_of(root)}, not a Metadata")
     entries = _typed(root.get("state_dict_metadata"), dict, "state_dict_metadata")
-    places = _places(_typed(root.get("storage_data"), dict, "storage_data"))
+    places, compressed = _places(_typed(root.get("storage_data"), dict, "storage_data"))
     legacy = root.get("mcore_data")
     tensors: dict[str, Stored] = {}
     objects: dict[str, ByteRange] = {}
@@ -106,7 +107,7 @@ def _decode(root: Any) -> Manifest:
     if save_id is not None and not isinstance(save_id, str):
         raise CorruptError(f"sixfold_save_id is {kind_of(save_id)}, not text")
     marked = any(name in root.__dict__ for name in ("sixfold_save_id", "all_local_plans", "mcore_data"))
-    return Manifest(tensors, objects, save_id, needs_metadata_json=marked)
+    return Manifest(tensors, objects, save_id, needs_metadata_json=marked, compressed=compressed)
 
 
 def _tensor(key: str, entry: Node, places: dict[tuple[str, Any], ByteRange]) -> StoredTensor:
@@ -124,9 +125,10 @@ def _tensor(key: str, entry: Node, places: dict[tuple[str, Any], ByteRange]) -> 
     return StoredTensor(dtype, shape, tuple(chunks))
 
 
-def _places(storage_data: dict[Any, Any]) -> dict[tuple[str, Any], ByteRange]:
+def _places(storage_data: dict[Any, Any]) -> tuple[dict[tuple[str, Any], ByteRange], frozenset[str]]:
+    """Where each part lies, and the files that are compressed."""
     places: dict[tuple[str, Any], ByteRange] = {}
-    known: set[str] = set()
+    known: dict[str, Any] = {}  # by file, the transforms of what lies in it
     for index, info in storage_data.items():
         if not isinstance(index, Node) or not isinstance(info, Node):
             raise CorruptError(f"storage_data maps {kind_of(index)} to {kind_of(info)}")
@@ -138,15 +140,20 @@ def _places(storage_data: dict[Any, Any]) -> dict[tuple[str, Any], ByteRange]:
         if file not in known:
             if file in ("", ".", "..") or "/" in file or not file.isprintable():
                 raise UnsafeError(f"{key}: relative_path {file!r} leaves the folder; it is a bare file name")
-            known.add(file)
+            known[file] = at.get("transform_descriptors") or []
+            if known[file] not in ([], [DESCRIPTOR]):
+                raise MismatchError(
+                    f"{key}: stored with the transforms {shown(known[file])}; only {DESCRIPTOR!r} is read"
+                )
         if not _is_count(start) or not _is_count(length):
             raise CorruptError(f"{key}: bytes {shown(start)} + {shown(length)} of {file}")
-        if at.get("transform_descriptors"):
+        if (at.get("transform_descriptors") or []) != known[file]:
             raise MismatchError(
-                f"{key}: stored with the transforms {shown(at.get('transform_descriptors'))}; none is read"
+                f"{key}: stored with the transforms {shown(at.get('transform_descriptors'))}, others of {file} with "
+                f"{shown(known[file])}; a file is read whose parts are all alike"
             )
         places[key, None if offset is None else _ints(offset, f"offset of {key}")] = ByteRange(file, start, length)
-    return places
+    return places, frozenset(file for file, transforms in known.items() if transforms)
 
 
 def _place(places: dict[tuple[str, Any], ByteRange], key: str, offset: tuple[int, ...] | None) -> ByteRange:

@@ -121,6 +121,8 @@ class Manifest:
     Chunks may be read from a file as they are asked for (compact_manifest.py): what looks at a few of them costs as
     much as those. Then ``files`` names all files of frames, and each frame is checked to lie in its file when it is
     read; else it is None.
+
+    ``compressed`` names the files in which each frame is one zstd frame; see formats/zstd.py.
     """
 
     tensors: Mapping[str, Stored]
@@ -129,6 +131,7 @@ class Manifest:
     needs_metadata_json: bool = False
     decoder: ChunkDecoder | None = None
     files: tuple[str, ...] | None = None
+    compressed: frozenset[str] = frozenset()
 
     def frames_by_key(self) -> Iterator[tuple[str, ByteRange]]:
         """Every frame with its key, which for an object is the stored one; tensors first."""

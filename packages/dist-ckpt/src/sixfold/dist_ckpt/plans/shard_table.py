@@ -124,8 +124,11 @@ class Table:
         return Encoded(names, self.dims, bytes(tensor_bytes(self.rows_NW)))
 
 
-def tabulate(records: Sequence[ShardedTensor]) -> tuple[Table, list[list[Piece]]]:
-    """The table of one rank's records, and the pieces that it is made of. An empty shard has a row too."""
+def tabulate(records: Sequence[ShardedTensor], most_bytes: int | None = None) -> tuple[Table, list[list[Piece]]]:
+    """The table of one rank's records, and the pieces that it is made of. An empty shard has a row too.
+
+    ``most_bytes``: of a piece; larger ones are cut, along their rows.
+    """
     dims = max((len(record.global_shape) for record in records), default=0)
     kinds: dict[Kind, int] = {}
     flat = array("q")
@@ -134,6 +137,8 @@ def tabulate(records: Sequence[ShardedTensor]) -> tuple[Table, list[list[Piece]]
         shape = record.global_shape
         kind = kinds.setdefault(Kind(record.key, record.dtype, shape), len(kinds))
         own = [*record.pieces()]
+        if most_bytes is not None:
+            own = [part for piece in own for part in piece.cut(most_bytes // record.dtype.itemsize)]
         # An empty range of a scalar: its box has volume 1, being of no dimensions.
         main, more = int(is_main_replica(record.replica_id) and bool(own or shape)), dims - len(shape)
         pieces.append(own)

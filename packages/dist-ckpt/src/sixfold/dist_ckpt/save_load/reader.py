@@ -38,7 +38,7 @@ import torch
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, at
 from sixfold.dist_ckpt.formats import frame as frames
-from sixfold.dist_ckpt.formats import weights_only
+from sixfold.dist_ckpt.formats import weights_only, zstd
 from sixfold.dist_ckpt.formats.integrity import Block, Hasher, spans_of
 from sixfold.dist_ckpt.geometry.box import Box, Ints, describe
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, StoredChunk
@@ -120,6 +120,9 @@ class Sources:
         decoder = self._checkpoint.manifest.decoder
         if decoder is not None:
             return frame.offset if decoder.is_plain(chunk) else None
+        if frame.file in self._checkpoint.manifest.compressed:
+            zstd.check_readable()
+            return None
         if self._checkpoint.integrity is not None:
             shape, _ = _in_frame(chunk)
             for streamed in (False, True):  # as a folder has it, and a store
@@ -129,14 +132,16 @@ class Sources:
         return self._parsed(step)
 
     def _parsed(self, step: Read) -> int | None:
-        frame, dtype, (shape, _) = step.chunk.frame, step.stored_dtype, _in_frame(step.chunk)
-        view = self._checkpoint.frame(frame)
-        layout = frames.parse(view)
+        frame, (shape, _) = step.chunk.frame, _in_frame(step.chunk)
+        start = self._plain_start(self._checkpoint.frame(frame), step.stored_dtype, shape)
+        return None if start is None else frame.offset + start
+
+    def _plain_start(self, view: memoryview, dtype: torch.dtype, shape: Ints) -> int | None:
+        """``frames.plain_start``; a CRC-32 that nothing else covers is compared."""
+        start = frames.plain_start(view, dtype, shape)
         if self._checkpoint.integrity is None and self._checkpoint.verify != "off":
             frames.check_records(view)
-        plain = layout.data_bytes == prod(shape) * dtype.itemsize
-        plain = plain and layout.pickle == frames.data_pickle(dtype, shape)
-        return frame.offset + layout.data_start if plain else None
+        return start
 
     def _is_ours(self, frame: ByteRange, template: frames.Template) -> bool:
         """See [Note: taken for ours]."""
@@ -160,7 +165,15 @@ class Sources:
             self._checkpoint.await_bytes(frame.file, frame.offset, frame.offset + frame.length)
             return decoder.decode(self._checkpoint.folder, chunk)
         shape, first = _in_frame(chunk)
-        value: Any = weights_only.load(bytes(self._checkpoint.frame(frame)), str(frame), ())
+        view, elements, start = self._checkpoint.frame(frame, prod(shape) * dtype.itemsize), prod(shape), None
+        if frame.file in self._checkpoint.manifest.compressed:
+            start = self._plain_start(view, dtype, shape)
+        value: Any = None
+        if start is not None:
+            raw = bytearray(view[start : start + elements * dtype.itemsize])
+            value = torch.frombuffer(raw, dtype=dtype).view(shape)
+        else:
+            value = weights_only.load(bytes(view), str(frame), ())
         if not isinstance(value, torch.Tensor):
             raise CorruptError(f"{frame} holds a {type(value).__name__}, not a tensor")
         if tuple(value.shape) != shape or value.dtype != dtype:

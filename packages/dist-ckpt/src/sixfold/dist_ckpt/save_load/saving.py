@@ -23,10 +23,10 @@ from sixfold.dist_ckpt.collectives import consistency, mesh_slices
 from sixfold.dist_ckpt.collectives.consistency import Owners
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, ShardingError
-from sixfold.dist_ckpt.formats import compact_manifest, metadata, weights_only
+from sixfold.dist_ckpt.formats import compact_manifest, metadata, weights_only, zstd
 from sixfold.dist_ckpt.formats import frame as frames
 from sixfold.dist_ckpt.formats.dcp_pickle import Index
-from sixfold.dist_ckpt.formats.integrity import Content, Contents, FileDigest, pieces_of
+from sixfold.dist_ckpt.formats.integrity import BLOCK_BYTES, Content, Contents, FileDigest, pieces_of
 from sixfold.dist_ckpt.interpreter import collection_paused
 from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.plans.shard_table import (
@@ -86,6 +86,7 @@ class SaveRequest:
     progress: Progress | None = field(default=None, kw_only=True)
     megatron: bool = field(default=False, kw_only=True)
     since: str | Path | None = field(default=None, kw_only=True)
+    compress: str | None = field(default=None, kw_only=True)
     store: Store = field(init=False)
     sharded: base.SaveShardedStrategy = field(init=False)
     common: base.SaveCommonStrategy = field(init=False)
@@ -98,9 +99,14 @@ class SaveRequest:
                 raise CheckpointError(
                     f"metadata is {self.metadata!r}; it is 'torch' or 'compact' (no .metadata is written)"
                 )
+            zstd.check_option(self.compress)
             sharded = base.find(base.StrategyAction.SAVE_SHARDED, self.sharded_strategy, ("torch_dist", 1))
             common = base.find(base.StrategyAction.SAVE_COMMON, self.common_strategy, ("torch", 1))
             engine = sharded.engine() if common.is_built_in else None
+            if self.compress is not None and engine is None:
+                raise CheckpointError(
+                    f"compress is {self.compress!r}, and {sharded} writes by itself; leave one of them out"
+                )
             store = store_at(self.checkpoint_dir, self.timeout_s)
             since = None if self.since is None else _checked_since(self.since, store, engine)
             found = {"store": store, "sharded": sharded, "common": common, "engine": engine, "since": since}
@@ -312,7 +318,7 @@ def _with_more(content: RankContent, report: _Report, ticket: Ticket, rank: int)
     if ticket.owners is not None:
         before = plan.total_bytes(content.writes)
         mesh_slices.settle(content.records, ticket.owners, rank)
-        table, pieces = tabulate(content.records)
+        table, pieces = tabulate(content.records, BLOCK_BYTES if content.compress else None)
         writes, encoded = plan.plan_save(content.records, pieces), table.encode()
         nbytes = content.nbytes - before + plan.total_bytes(writes)
         content = replace(content, writes=writes, table=encoded, nbytes=nbytes)
@@ -390,7 +396,7 @@ def describe(
     # Compared as they were before ``arrange`` cut them: two ranks that write parts of one shard share none.
     whole = [record for _, record in parts.records if isinstance(record, ShardedTensor)]
     with collection_paused():
-        table, pieces = tabulate(tensors)
+        table, pieces = tabulate(tensors, BLOCK_BYTES if request.compress else None)
         writes = plan.plan_save(tensors, pieces)
     for record, own in zip(tensors, pieces, strict=True):
         if own and is_main_replica(record.replica_id):
@@ -441,6 +447,7 @@ def describe(
         with_values,
         None if request.since is None else Path(request.since),
         crcs,
+        request.compress is not None,
     )
     return content, report
 
@@ -475,27 +482,18 @@ def commit(written: list[Written], content: RankContent, ticket: Ticket, cache: 
         return metadata.encode_parts(index_of_written(written, save.save_id).within(save.inside))
 
     small = index | {"common.pt": content.common_bytes}
-    is_inside = ".metadata" in index and save.inside
-    for_torch_or_none = for_torch if is_inside else None
-    contents: Contents = {}
+    second = for_torch if ".metadata" in index and save.inside else None
+    contents, digests = Contents(), _digests(written)
     for part in written:
         for name, known in part.contents.items():
             contents.setdefault(name, {}).update(known)
-    complete(
-        content.store,
-        save,
-        _digests(written),
-        small,
-        metadata.CONFIG_JSON,
-        for_torch_or_none,
-        content.in_common,
-        contents,
-    )
+    complete(content.store, save, digests, small, metadata.CONFIG_JSON, second, content.in_common, contents)
 
 
 def index_of(written: list[Written], save_id: str, cache: PlanCache | None, form: str = "torch") -> dict[str, Content]:
     """The index files by name, streamed if they are large. ``form``: "torch", or "compact" without ``.metadata``."""
-    made_of = [form, *((part.table, part.places, part.objects, list(part.files), part.numbers) for part in written)]
+    made_of: list[object] = [form]
+    made_of += [(p.table, p.places, p.objects, list(p.files), p.numbers, p.compressed) for p in written]
     if cache is not None and cache.index is not None and cache.index[0] == made_of:
         _, before, last = cache.index
         if all(data.count(before.encode()) == 1 for data in last.values()):
@@ -541,6 +539,7 @@ def index_of_written(written: list[Written], save_id: str) -> Index:
         objects=dict(entry for part in written for entry in part.objects),
         save_id=save_id,
         order=(row_M, order_M),
+        compressed=frozenset[str]().union(*(part.compressed for part in written)),
     )
 
 

@@ -34,6 +34,7 @@ from pathlib import Path
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, open_checkpoint
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.formats import frame as frames
+from sixfold.dist_ckpt.formats import zstd
 from sixfold.dist_ckpt.formats.integrity import BLOCK_BYTES, Contents, FileDigest
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.interpreter import Pool
@@ -54,7 +55,7 @@ class Kept:
 
     Attributes:
         places: of writes, by their numbers in the plan. objects: of objects, by stored key.
-        files: that are linked. contents: as of ``Integrity``, of ``places``.
+        files: that are linked; compressed: those of them that are. contents: as of ``Integrity``, of ``places``.
         unlinked: numbers of unchanged writes whose files are not linked.
     """
 
@@ -63,6 +64,7 @@ class Kept:
     files: dict[str, FileDigest] = field(default_factory=dict)
     contents: Contents = field(default_factory=dict)
     unlinked: set[int] = field(default_factory=set)
+    compressed: frozenset[str] = frozenset()
 
 
 def keep(
@@ -73,6 +75,7 @@ def keep(
     values: Values,
     threads: int,
     moved: Callable[[int], None],
+    compress: bool,
 ) -> Kept:
     """Find the frames of ``since`` that this rank would write again, and link their files.
 
@@ -80,6 +83,7 @@ def keep(
 
     Args:
         values: gives the bytes of a write, part by part, from any thread. moved: as of ``Part``.
+        compress: compressed files are linked too; else no reader of the new folder would need zstd for others.
     """
     opened = _opened(since)
     if opened is None:
@@ -87,7 +91,7 @@ def keep(
     older, folder = opened
     try:
         with Pool(threads) as pool:
-            same = [*pool.map(partial(_unchanged, older, writes, values, moved), range(len(writes)))]
+            same = [*pool.map(partial(_unchanged, older, writes, values, moved, compress), range(len(writes)))]
         found = {number: entry for number, entry in enumerate(same) if entry is not None}
         equal = dict(_equal_objects(older, objects))
         used = Counter[str]()
@@ -101,6 +105,7 @@ def keep(
                 moved(nbytes)
     finally:
         os.close(folder)
+    kept.compressed = older.manifest.compressed & kept.files.keys()
     kept.objects = {key: frame for key, frame in equal.items() if frame.file in kept.files}
     for number, (frame, digest) in found.items():
         if frame.file in kept.files:
@@ -138,7 +143,12 @@ def _files(older: Checkpoint) -> dict[str, FileDigest]:
 
 
 def _unchanged(
-    older: Checkpoint, writes: Sequence[Write], values: Values, moved: Callable[[int], None], number: int
+    older: Checkpoint,
+    writes: Sequence[Write],
+    values: Values,
+    moved: Callable[[int], None],
+    compress: bool,
+    number: int,
 ) -> tuple[ByteRange, str] | None:
     """The older frame with the values of a write, and their digest. See [Note: what is unchanged]."""
     step = writes[number]
@@ -147,11 +157,15 @@ def _unchanged(
         frame = _frame_of(older, step)
         if frame is None or older.integrity is None or not step.nbytes:
             return None
+        if frame.file in older.manifest.compressed and not compress:
+            return None
         digest = older.integrity.contents.get(frame.file, {}).get(str(frame.offset))
         if digest is None:
-            stored = _data_of(older, frame, step)
             parts = values(number)  # which owns the memory of a part
             first = bytes(next(parts)[:_FIRST_BYTES])
+            if frame.file in older.manifest.compressed and not _begins(older, frame, step, first):
+                return None
+            stored = _data_of(older, frame, step)
             if stored is None or bytes(stored[: len(first)]) != first:
                 return None
             digest = _digest([stored], moved)
@@ -170,11 +184,15 @@ def _frame_of(older: Checkpoint, step: Write) -> ByteRange | None:
 
 def _data_of(older: Checkpoint, frame: ByteRange, step: Write) -> memoryview | None:
     """The stored bytes of the values; None if the frame has another form than one that is written here."""
-    whole = older.frame(frame)
-    layout = frames.parse(whole)
-    if layout.pickle != frames.data_pickle(step.dtype, step.piece.box.size) or layout.data_bytes != step.nbytes:
-        return None
-    return whole[layout.data_start : layout.data_start + layout.data_bytes]
+    whole = older.frame(frame, step.nbytes)
+    start = frames.plain_start(whole, step.dtype, step.piece.box.size)
+    return None if start is None else whole[start : start + step.nbytes]
+
+
+def _begins(older: Checkpoint, frame: ByteRange, step: Write, first: bytes) -> bool:
+    """Whether a compressed frame of this package holds values that begin so; no more of it is decoded."""
+    at = frames.template(step.dtype, step.piece.box.size, 0).head_bytes
+    return zstd.begins_with(older.stored(frame), at, first)
 
 
 def _digest(parts: Iterable[memoryview], moved: Callable[[int], None]) -> str:

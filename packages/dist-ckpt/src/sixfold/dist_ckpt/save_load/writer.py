@@ -16,7 +16,7 @@ import ctypes
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_EXCEPTION, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field
 from functools import partial, reduce
 from itertools import islice
@@ -30,7 +30,8 @@ import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError
 from sixfold.dist_ckpt.formats import frame as frames
-from sixfold.dist_ckpt.formats.integrity import Contents, FileDigest, crc32
+from sixfold.dist_ckpt.formats import zstd
+from sixfold.dist_ckpt.formats.integrity import Contents, FileDigest, crc32, shift
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.interpreter import Pool
@@ -53,7 +54,7 @@ class Written:
     ``table`` is the rank's table, whose main replicas are the writes of its plan in their order.
     ``places`` are int64 pairs, start and length of the frame of each of them; ``numbers`` int64, that of its file in
     ``files``, and empty if all lie in the first.
-    ``contents``: as of ``Integrity``.
+    ``contents``: as of ``Integrity``. ``compressed``: those of ``files`` that are.
     ``crcs``: of the values under each name of ``RankContent.crcs``, four bytes each.
     """
 
@@ -64,6 +65,7 @@ class Written:
     contents: Contents = field(default_factory=dict)
     numbers: bytes = b""
     crcs: bytes = b""
+    compressed: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,7 @@ class RankContent:
     in_common: tuple[str, ...] = ()  # tensors whose values ``common_bytes`` holds too
     since: Path | None = None  # an older checkpoint, of which unchanged frames are linked
     crcs: Mapping[str, int | None] = field(default_factory=dict)  # of tensors of all ranks; None: this one writes it
+    compress: bool = False
     is_owned: bool = False  # the tensors lie in memory of this package: nobody changes them while they are written
 
     @property
@@ -110,22 +113,36 @@ def write(
     crcs = {name: crc or 0 for name, crc in content.crcs.items()}  # of one without elements it is 0
     if not plan and not objects:
         return Written(content.table, crcs=array("I", crcs.values()).tobytes())
-    frames_of, copies, failed, kept = list[_Frames](), Copies(), Event(), Kept()
+    copies, failed, kept = Copies(), Event(), Kept()
+    own_crcs = dict[int, int]()  # of writes, by their numbers
 
     def values(number: int) -> Iterator[memoryview]:
         step = plan[number]
         return (part for part, _ in _raw_parts(records[step.record], step, None, copies, 0))
 
+    def checked(number: int) -> Iterator[memoryview]:
+        if check_finite:
+            step = plan[number]
+            check_tensor_finite(step.key, records[step.record].view(step.piece), step.piece.box.offset, rank)
+        return values(number)
+
     def fill(own: _Frames, file: PartFile) -> None:
         """Add the frames of a file; from the start again if that is asked for."""
         own.places, own.object_places = array("q"), []
-        start = file.position
-        for step in (plan[number] for number in own.numbers):
+        start, ahead = file.position, _encoded(plan, own.numbers if own.compressed else (), checked, content.threads)
+        for number in own.numbers:
             if failed.is_set():
                 raise CheckpointError(f"{own.name} was given up: another file of this rank failed")
-            crc = add_frame(file, records[step.record], step, rank, check_finite, copies, content.is_owned)
+            step = plan[number]
+            if own.compressed:
+                crc, data = next(ahead)
+                file.append(data)
+                if moved is not None:
+                    moved(step.nbytes)
+            else:
+                crc = add_frame(file, records[step.record], step, rank, check_finite, copies, content.is_owned)
             if step.key in crcs:
-                crcs[step.key] = crc
+                own_crcs[number] = crc
             own.places.extend((start, (end := file.position) - start))
             start = end
         for stored_key, data in own.objects:
@@ -134,34 +151,27 @@ def write(
 
     if content.since is not None:
         staging, told = Path(save.staging), moved or (lambda nbytes: None)
-        kept = keep(content.since, staging, plan, objects, values, content.threads, told)
+        kept = keep(content.since, staging, plan, objects, values, content.threads, told, content.compress)
         for number in kept.places:
+            parts_of = checked(number)
             if plan[number].key in crcs:
-                crcs[plan[number].key] = reduce(lambda crc, part: crc32(part, crc), values(number), 0)
-        for step in (plan[number] for number in kept.places if check_finite):
-            check_tensor_finite(step.key, records[step.record].view(step.piece), step.piece.box.offset, rank)
-    own_objects = [(key, data) for key, data in objects if key not in kept.objects]
-    changed = sorted({*range(len(plan))} - kept.places.keys() - kept.unlinked)
+                own_crcs[number] = reduce(lambda crc, part: crc32(part, crc), parts_of, 0)
     # Beside linked files stand names that none of them has, whichever of them other ranks have found.
-    number = 0 if content.since is None else int(save.save_id[:8], 16)
-    for steps, last_objects in ((changed, own_objects), (sorted(kept.unlinked), [])):
-        counts, left = file_counts([plan[step].nbytes for step in steps], store.streams), iter(steps)
-        for more, count in enumerate(counts, 1 - len(counts)):
-            if count or last_objects:
-                own = _Frames(part_name(rank, number), [*islice(left, count)], () if more else last_objects)
-                frames_of.append(own)
-                number += 1
+    frames_of = _frames_of(content, kept, rank, 0 if content.since is None else int(save.save_id[:8], 16))
     parts = [
         Part(
             name=own.name,
             fill=partial(fill, own),
             nbytes=total_bytes([plan[number] for number in own.numbers]) + sum(len(data) for _, data in own.objects),
             threads=content.threads,
-            moved=moved,
+            moved=moved and (lambda _: moved(0)) if own.compressed else moved,  # ``fill`` counts what it reads
         )
         for own in frames_of
     ]
     digests = write_parts(store, save, parts, failed)
+    for number, crc in sorted(own_crcs.items()):  # the parts of a tensor in their order
+        step = plan[number]
+        crcs[step.key] = shift(crcs[step.key], step.nbytes) ^ crc
     files = kept.files | {part.name: digest for part, digest in zip(parts, digests, strict=True)}
     numbers, places = _places(len(plan), kept, frames_of, [*files])
     return Written(
@@ -172,7 +182,28 @@ def write(
         contents=kept.contents,
         numbers=numbers if len(files) > 1 else b"",
         crcs=array("I", crcs.values()).tobytes(),
+        compressed=kept.compressed | {own.name for own in frames_of if own.compressed},
     )
+
+
+def _frames_of(content: RankContent, kept: Kept, rank: int, number: int) -> list[_Frames]:
+    """The files that a rank writes, the first of them with this number, and what goes into each."""
+    objects = [(key, data) for key, data in content.objects if key not in kept.objects]
+    changed, unlinked = {*range(len(content.writes))} - kept.places.keys() - kept.unlinked, kept.unlinked
+    large = {number for number, step in enumerate(content.writes) if step.nbytes >= zstd.LEAST_BYTES}
+    groups: list[tuple[set[int], list[tuple[str, bytes]], bool]] = [(changed, objects, False), (unlinked, [], False)]
+    if content.compress:
+        groups = [(changed & large, [], True), (changed - large, objects, False)]
+        groups += [(unlinked & large, [], True), (unlinked - large, [], False)]
+    found = list[_Frames]()
+    for steps, last_objects, compressed in groups:
+        counts = file_counts([content.writes[step].nbytes for step in sorted(steps)], content.store.streams)
+        left = iter(sorted(steps))
+        for more, count in enumerate(counts, 1 - len(counts)):
+            if count or last_objects:
+                own_objects, name = () if more else last_objects, part_name(rank, number + len(found))
+                found.append(_Frames(name, [*islice(left, count)], own_objects, compressed))
+    return found
 
 
 def _places(count: int, kept: Kept, written: Sequence[_Frames], files: Sequence[str]) -> tuple[bytes, bytes]:
@@ -214,8 +245,29 @@ class _Frames:
     name: str
     numbers: Sequence[int]  # of the plan's writes
     objects: Sequence[tuple[str, bytes]]
+    compressed: bool
     places: array[int] = field(default_factory=lambda: array("q"))
     object_places: list[tuple[str, ByteRange]] = field(default_factory=list)
+
+
+def _encoded(
+    plan: Sequence[Write], numbers: Sequence[int], values: Callable[[int], Iterator[memoryview]], threads: int
+) -> Iterator[tuple[int, bytes]]:
+    """The CRC-32 of the values of each write, and its frame compressed, in order; each thread works on one ahead."""
+
+    def encode(step: Write, raw: bytes) -> tuple[int, bytes]:
+        head, tail = frames.template(step.dtype, step.piece.box.size, 0).fill(crc := crc32(raw))
+        return crc, zstd.encode((head, raw, tail))
+
+    with Pool(threads) as pool:
+        ahead = deque[Future[tuple[int, bytes]]]()
+        for number in numbers:
+            raw = b"".join(map(bytes, values(number)))  # see [Note: what is hashed is written]
+            ahead.append(pool.submit(encode, plan[number], raw))
+            if len(ahead) > threads:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
 
 
 def add_frame(

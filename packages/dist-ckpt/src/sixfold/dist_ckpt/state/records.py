@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from sixfold.dist_ckpt.errors import ShardingError
-from sixfold.dist_ckpt.geometry.box import Box, describe, range_boxes
+from sixfold.dist_ckpt.geometry.box import Box, cuts, describe, range_boxes
 from sixfold.dist_ckpt.geometry.integers import ReplicaId, flat_range, int_tuple, integer, on_grid, replica
 from sixfold.dist_ckpt.state.dtensor import layout_of
 from sixfold.dist_ckpt.state.tensor_memory import check_readable, local_of
@@ -31,10 +31,22 @@ ShardId = tuple[str, tuple[int, ...], tuple[int, int] | None]
 
 
 class Piece(NamedTuple):
-    """One box of a shard: its place in the global tensor, and in ``data`` if that is flattened."""
+    """One box of a shard: its place in the global tensor, and in row-major ``data`` unless it is all of that."""
 
     box: Box
     flat: tuple[int, int] | None
+
+    def cut(self, most: int) -> Iterator[Piece]:
+        """The same in parts of at most ``most`` elements, each a row-major range of it, in order."""
+        at = 0 if self.flat is None else self.flat[0]
+        for index in cuts(self.box.size, most):
+            axes = [axis.indices(length) for axis, length in zip(index, self.box.size, strict=True)]
+            box = Box(tuple(start for start, *_ in axes), tuple(stop - start for start, stop, _ in axes))
+            if box.size == self.box.size:
+                yield self
+                return
+            yield Piece(box.shifted(self.box.offset), (at, at + box.volume))
+            at += box.volume
 
 
 class ShardedBase:
@@ -302,9 +314,12 @@ class ShardedTensor(ShardedBase):
             raise ShardingError(f"{self}: data is None; a save needs the tensor")
         check_readable(self, self.data)
         data = self.data.detach()
-        if piece.flat is not None:
+        if piece.flat is not None and self.flattened_range is not None:
             return data[piece.flat[0] : piece.flat[1]].view(piece.box.size)
-        return data[(None,) * self.prepend_axis_num] if self.prepend_axis_num else data
+        if self.prepend_axis_num:
+            data = data[(None,) * self.prepend_axis_num]
+        places = zip(piece.box.offset, piece.box.size, self.global_offset, strict=True)
+        return data if piece.flat is None else data[tuple(slice(at - o, at - o + n) for at, n, o in places)]
 
     def without_data(self) -> ShardedTensor:
         """A copy with ``data=None``: what travels, and what stays when tensors must be freed."""

@@ -19,6 +19,7 @@ from sixfold.dist_ckpt.checkpoint import safetensors_folder
 from sixfold.dist_ckpt.checkpoint.opening import read_config
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
+from sixfold.dist_ckpt.formats import zstd
 from sixfold.dist_ckpt.geometry.box import cuts
 from sixfold.dist_ckpt.hugging_face.key_map import KeyMap
 from sixfold.dist_ckpt.hugging_face.model_files import ExportPlan, Options
@@ -46,8 +47,9 @@ def inspect(path: str | Path | Store, *, keys: str = "*") -> dict[str, Any]:
     Returns:
         path, backend, version, save_id, nbytes (of the tensors listed), tensors [key, dtype, shape, nbytes, chunks],
         objects [key, shape], common [top-level keys], files [name, nbytes], integrity (whether each byte has a
-        checksum). The backend and version are those of metadata.json. They are "torch_dist" and None for a plain DCP
-        folder, "safetensors" and None for one of Hugging Face.
+        checksum), compress ("zstd" if chunks are compressed, else None). The backend and version are those of
+        metadata.json. They are "torch_dist" and None for a plain DCP folder, "safetensors" and None for one of Hugging
+        Face.
     Raises:
         CheckpointError: no such folder, or it cannot be read.
     """
@@ -77,6 +79,7 @@ def inspect(path: str | Path | Store, *, keys: str = "*") -> dict[str, Any]:
             "common": [str(key) for key in stored_values.common_data(folder)],
             "files": [{"name": name, "nbytes": nbytes} for name, nbytes in damage_check.files(folder)],
             "integrity": checkpoint is not None and checkpoint.integrity is not None,
+            "compress": "zstd" if checkpoint is not None and checkpoint.manifest.compressed else None,
         }
 
 
@@ -115,6 +118,7 @@ def convert(
     keys: str = "*",
     key_map: KeyMap | None = None,
     dtype: torch.dtype | None = None,
+    compress: str | None = None,
     progress: Progress | None = None,
     safe_globals: Sequence[Any] = (),
     group: Group = None,
@@ -131,6 +135,7 @@ def convert(
         keys: a glob; other tensors and objects are left out.
         key_map: names of the tensors in safetensors by those in the checkpoint: ``hugging_face.KeyMap``.
         dtype: values of floating-point numbers are converted to it; one that would become infinite is an error.
+        compress: torch_dist only: as of ``save``. What is compressed in the source is plain without it.
         progress: called with bytes of tensors done and in all, the last time before ``dst`` appears.
         safe_globals: as in ``load``.
         group: safetensors only: the ranks that share the files among them, all of which make this call; None for this
@@ -149,6 +154,9 @@ def convert(
         for name, value in {"max_shard_bytes": max_shard_bytes, "group": group}.items():
             if value is not None and to != "safetensors":
                 raise CheckpointError(f"{name} is {value} and to is {to!r}; it goes with 'safetensors'")
+        zstd.check_option(compress)
+        if compress is not None and to != "torch_dist":
+            raise CheckpointError(f"compress is {compress!r} and to is {to!r}; it goes with 'torch_dist'")
         if not isinstance(dst, Store):
             located(dst, "dst")
         if to != "torch_dist":
@@ -166,7 +174,7 @@ def convert(
         names = None if key_map is None else key_map.ours(wanted)
         target, files = typed(
             lambda: conversion.to_checkpoint(
-                source, dst, wanted, objects, to, progress, safe_globals, names=names, dtype=dtype
+                source, dst, wanted, objects, to, progress, safe_globals, names=names, dtype=dtype, compress=compress
             )
         )
         return _converted(damage_check.name_of(src, source), target, to, wanted.values(), files)

@@ -27,6 +27,7 @@ from sixfold.dist_ckpt import serialization
 from sixfold.dist_ckpt.checkpoint.opening import Checkpoint, read_config
 from sixfold.dist_ckpt.collectives.exchange import Exchange
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
+from sixfold.dist_ckpt.formats import zstd
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.hugging_face.model_files import (
     ExportPlan,
@@ -63,10 +64,11 @@ def to_checkpoint(
     in_place: bool = False,
     names: Mapping[str, str] | None = None,
     dtype: torch.dtype | None = None,
+    compress: str | None = None,
 ) -> tuple[str, list[str]]:
     """See ``tools.convert``. Returns the target and the names of its files, relative.
 
-    ``names``: other names for all tensors. ``dtype``: of the values that are converted.
+    ``names``: other names for all tensors. ``dtype``: of the values that are converted. ``compress``: as of ``save``.
 
     ``in_place``: the target may be the source, and bytes of plain DCP, which have no grid, stay under their own keys.
     Else those without a dot become common data, and in zarr all: with a dot, only the name tells where they belong.
@@ -104,7 +106,8 @@ def to_checkpoint(
         if clashes := found.keys() & state.keys():
             raise CheckpointError(f"the common data has the keys {sorted(clashes)[:3]}, which the conversion needs")
         with torch.serialization.safe_globals([*safe_globals]):  # what was let in may go out
-            serialization.save(state | found, store, (to, 1), group=None, if_exists=if_exists, progress=meter.rest())
+            options: dict[str, Any] = {"if_exists": if_exists, "progress": meter.rest(), "compress": compress}
+            serialization.save(state | found, store, (to, 1), group=None, **options)
     return store.name if target is None else str(target), sorted(store.list_files())
 
 
@@ -130,10 +133,11 @@ def _common(
 
 
 def _mapped(checkpoint: Checkpoint, key: str, *, regular: bool) -> list[ShardedTensor] | None:
-    """One record per stored chunk; None if the target wants a regular grid and the chunks are none."""
+    """One record per stored chunk; None if they are compressed, or no regular grid where the target wants one."""
     stored, sources = checkpoint.manifest.tensors[key], Sources(checkpoint)
     dtype, shape, fragments = stored.dtype, stored.shape, _grid(stored)
-    if regular and fragments is None:
+    is_compressed = any(chunk.frame.file in checkpoint.manifest.compressed for chunk in stored.chunks)
+    if is_compressed or (regular and fragments is None):
         return None
     steps = [Read(0, key, Piece(chunk.box, None), chunk, chunk.box, dtype, shape) for chunk in stored.chunks]
     return [
@@ -197,8 +201,9 @@ def remove_sharded_tensors(
             warnings.warn(f"no tensor of {source} has a key that begins with {key_prefix!r}", stacklevel=2)
             Meter(progress).finish()
             return
-        backend = _backend(source, ("torch_dist", "zarr"))
-        to_checkpoint(source, folder, kept, objects, backend, progress, safe_globals, in_place=True)
+        backend, checkpoint = _backend(source, ("torch_dist", "zarr")), stored_values.opened(source)
+        compress = "zstd" if checkpoint is not None and checkpoint.manifest.compressed else None
+        to_checkpoint(source, folder, kept, objects, backend, progress, safe_globals, in_place=True, compress=compress)
 
 
 def _backend(source: Path, written: Sequence[str]) -> str:
@@ -210,7 +215,11 @@ def _backend(source: Path, written: Sequence[str]) -> str:
 
 
 def consolidate(
-    path: str | Path, *, safe_globals: Sequence[Any] = (), progress: Progress | None = None
+    path: str | Path,
+    *,
+    compress: str | None = None,
+    safe_globals: Sequence[Any] = (),
+    progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Write a checkpoint anew in its place: it shares no file with others, and no byte of its files is unused.
 
@@ -218,19 +227,21 @@ def consolidate(
     and the folder is replaced in one step; meanwhile both need room. ``tools.convert`` writes into another.
 
     Args:
-        path: a local folder of this package or of DCP. safe_globals, progress: as in ``tools.convert``.
+        path: a local folder of this package or of DCP.
+        compress: as of ``save``; without it all tensors are plain then.
+        safe_globals, progress: as in ``tools.convert``.
     Returns:
         path, nbytes (of its files now), nbytes_before.
     Raises:
         CheckpointError: as ``load`` and ``save``; then the folder is as it was.
     """
     folder = storage.local_path(path, "files are linked in local folders alone; a copy at a URL is whole")
+    zstd.check_option(compress)
     with damage_check.opened(folder) as source:
         before, backend = damage_check.files(source), _backend(source, ("torch_dist",))
         tensors, objects = stored_values.listed(source)
-        target, _ = typed(
-            lambda: to_checkpoint(source, folder, tensors, objects, backend, progress, safe_globals, in_place=True)
-        )
+        arguments = source, folder, tensors, objects, backend, progress, safe_globals
+        target, _ = typed(lambda: to_checkpoint(*arguments, in_place=True, compress=compress))
     sizes = {"nbytes": sum(size for _, size in damage_check.files(Path(target)))}
     return {"path": target, **sizes, "nbytes_before": sum(size for _, size in before)}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -246,9 +247,12 @@ class _Probe:
         """Frames of torch and megatron carry a CRC-32 that torch never looks at (pytorch#126952)."""
         with suppress(CheckpointError):  # look() has said why
             checkpoint = open_checkpoint(self.folder, verify="off")
+            tensors = checkpoint.manifest.tensors
             for key, place in checkpoint.manifest.frames_by_key():
-                yield _Check(place.file, place.length, partial(_check_frame, checkpoint, place), partial(list, [key]))
+                most = (prod(tensors[key].shape) * tensors[key].dtype.itemsize,) if key in tensors else ()
+                run = partial(_check_frame, checkpoint, place, *most)
+                yield _Check(place.file, place.length, run, partial(list, [key]))
 
 
-def _check_frame(checkpoint: Checkpoint, place: ByteRange) -> None:
-    at(place, lambda: frame.check_records(checkpoint.frame(place)))
+def _check_frame(checkpoint: Checkpoint, place: ByteRange, *most: int) -> None:
+    at(place, lambda: frame.check_records(checkpoint.frame(place, *most)))

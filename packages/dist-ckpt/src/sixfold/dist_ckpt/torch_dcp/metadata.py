@@ -25,6 +25,7 @@ from sixfold.dist_ckpt.errors import CorruptError, ShardingError
 from sixfold.dist_ckpt.formats import unpickle
 from sixfold.dist_ckpt.formats.dcp_pickle import Index
 from sixfold.dist_ckpt.formats.unpickle import Node
+from sixfold.dist_ckpt.formats.zstd import DESCRIPTOR
 from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored, StoredChunk, StoredTensor
 from sixfold.dist_ckpt.interpreter import collection_paused
@@ -80,10 +81,10 @@ def metadata_of(manifest: Manifest, data: bytes | None, *, trusted_bytes: bool) 
         found.state_dict_metadata[key] = entry
         for number, (box, frame, _) in enumerate(stored.chunks):
             entry.chunks.append(torchs.ChunkStorageMetadata(Size(box.offset), Size(box.size)))
-            found.storage_data[torchs.MetadataIndex(key, box.offset, number)] = _StorageInfo(*frame)
+            found.storage_data[torchs.MetadataIndex(key, box.offset, number)] = _info(manifest, frame)
     for key, frame in manifest.objects.items():
         found.state_dict_metadata[key] = torchs.BytesStorageMetadata()
-        found.storage_data[torchs.MetadataIndex(key)] = _StorageInfo(*frame)
+        found.storage_data[torchs.MetadataIndex(key)] = _info(manifest, frame)
     if data is not None:
         root = unpickle.loads(data, trusted_bytes=trusted_bytes)
         try:
@@ -92,6 +93,10 @@ def metadata_of(manifest: Manifest, data: bytes | None, *, trusted_bytes: bool) 
         except (AttributeError, TypeError, RecursionError) as error:
             raise CorruptError(f"not a readable Metadata: {type(error).__name__}: {error}") from error
     return found
+
+
+def _info(manifest: Manifest, frame: ByteRange) -> _StorageInfo:
+    return _StorageInfo(*frame, [DESCRIPTOR] if frame.file in manifest.compressed else None)
 
 
 def _storage_meta(stored: Any, save_id: str | None) -> torchs.StorageMeta:

@@ -21,7 +21,7 @@ def test_a_save_without_the_module_is_told_what_to_install_before_anything_is_ma
 
 def test_a_frame_states_its_length_and_a_checksum_of_its_content():
     zstandard = pytest.importorskip("zstandard", reason="needs the module zstandard (extra zstd)")
-    data = zstd.encode((b"head", b"values" * 1000, b"tail"))
+    data = zstd.compress((b"head", b"values" * 1000, b"tail"))
     found = zstandard.get_frame_parameters(data)
     assert found.content_size == 6008 and found.has_checksum
     assert zstandard.decompress(data) == b"head" + b"values" * 1000 + b"tail"
@@ -30,22 +30,22 @@ def test_a_frame_states_its_length_and_a_checksum_of_its_content():
 def test_a_frame_is_decoded_whole_up_to_its_bound_or_refused():
     zstandard = pytest.importorskip("zstandard", reason="needs the module zstandard (extra zstd)")
     content, longer = b"values" * 20_000, b"values" * 40_000
-    data = zstd.encode((content,))
-    assert zstd.decode(memoryview(data), len(content)) == content
-    assert zstd.decode(memoryview(data), len(longer)) == content
+    data = zstd.compress((content,))
+    assert zstd.decompress(memoryview(data), len(content)) == content
+    assert zstd.decompress(memoryview(data), len(longer)) == content
     streamed = zstandard.ZstdCompressor().compressobj()
     unstated = streamed.compress(longer) + streamed.flush()
-    assert zstd.decode(memoryview(unstated), len(longer)) == longer
-    for damaged in (data[:-1], data[1:], data + b"\0", zstd.encode((longer,)), unstated, b"", data[:5]):
+    assert zstd.decompress(memoryview(unstated), len(longer)) == longer
+    for damaged in (data[:-1], data[1:], data + b"\0", zstd.compress((longer,)), unstated, b"", data[:5]):
         with pytest.raises(CorruptError, match="zstd frame"):
-            zstd.decode(memoryview(damaged), len(content))
+            zstd.decompress(memoryview(damaged), len(content))
 
 
 def test_the_begin_of_a_frame_is_compared_without_the_rest():
     pytest.importorskip("zstandard", reason="needs the module zstandard (extra zstd)")
     values = random.Random(0).randbytes(4 << 20)
-    data = zstd.encode((b"head", values))
+    data = zstd.compress((b"head", values))
     half = memoryview(data[: len(data) // 2])
     assert zstd.begins_with(half, 4, values[:9000])
     assert not zstd.begins_with(half, 4, values[1:9000])
-    assert not zstd.begins_with(memoryview(zstd.encode((b"he",))), 4, values[:9000])
+    assert not zstd.begins_with(memoryview(zstd.compress((b"he",))), 4, values[:9000])

@@ -136,8 +136,8 @@ def test_versions_that_know_no_compression_refuse_the_manifest(tmp_path):
 def test_a_few_rows_are_decoded_from_the_blocks_that_hold_them(tmp_path, monkeypatch):
     tensor = torch.randn(16 * 1024, 1024)  # sixteen blocks of 1,024 rows
     saved({"w": one("w", tensor)}, tmp_path)
-    decoded, decode = [], zstd.decode
-    monkeypatch.setattr(zstd, "decode", lambda *given: decoded.append(0) or decode(*given))
+    decoded, decompress = [], zstd.decompress
+    monkeypatch.setattr(zstd, "decompress", lambda *given: decoded.append(0) or decompress(*given))
     rows = ShardedTensor(
         "w", torch.empty(1200, 1024), torch.float32, (1200, 1024), tuple(tensor.shape), (5000, 0), None
     )

@@ -176,7 +176,7 @@ class Checkpoint:
     def frame(self, frame: ByteRange, raw_bytes: int = _MOST_OBJECT_BYTES) -> memoryview:
         """The same as ``torch.load`` reads it: decoded if its file is compressed, and holding ``raw_bytes`` at most."""
         data = self.stored(frame)
-        return memoryview(zstd.decode(data, raw_bytes)) if frame.file in self.manifest.compressed else data
+        return memoryview(zstd.decompress(data, raw_bytes)) if frame.file in self.manifest.compressed else data
 
     def damaged_keys(self, file: str, start: int, stop: int) -> list[str]:
         """Keys whose frame is damaged and has bytes in [start, stop) of a file.

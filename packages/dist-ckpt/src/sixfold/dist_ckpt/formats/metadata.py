@@ -143,7 +143,7 @@ def _places(storage_data: dict[Any, Any]) -> tuple[dict[tuple[str, Any], ByteRan
             known[file] = at.get("transform_descriptors") or []
             if known[file] not in ([], [DESCRIPTOR]):
                 raise MismatchError(
-                    f"{key}: stored with the transforms {shown(known[file])}; only {DESCRIPTOR!r} is read"
+                    f"{key}: stored with the transforms {shown(known[file])}; only {DESCRIPTOR} is read"
                 )
         if not _is_count(start) or not _is_count(length):
             raise CorruptError(f"{key}: bytes {shown(start)} + {shown(length)} of {file}")

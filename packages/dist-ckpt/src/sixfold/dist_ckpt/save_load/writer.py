@@ -257,7 +257,7 @@ def _encoded(
 
     def encode(step: Write, raw: bytes) -> tuple[int, bytes]:
         head, tail = frames.template(step.dtype, step.piece.box.size, 0).fill(crc := crc32(raw))
-        return crc, zstd.encode((head, raw, tail))
+        return crc, zstd.compress((head, raw, tail))
 
     with Pool(threads) as pool:
         ahead = deque[Future[tuple[int, bytes]]]()

@@ -99,7 +99,8 @@ class SaveRequest:
                 raise CheckpointError(
                     f"metadata is {self.metadata!r}; it is 'torch' or 'compact' (no .metadata is written)"
                 )
-            zstd.check_option(self.compress)
+            if self.compress is not None:
+                zstd.check_option(self.compress)
             sharded = base.find(base.StrategyAction.SAVE_SHARDED, self.sharded_strategy, ("torch_dist", 1))
             common = base.find(base.StrategyAction.SAVE_COMMON, self.common_strategy, ("torch", 1))
             engine = sharded.engine() if common.is_built_in else None

@@ -190,9 +190,9 @@ def _frames_of(content: RankContent, kept: Kept, rank: int, number: int) -> list
     """The files that a rank writes, the first of them with this number, and what goes into each."""
     objects = [(key, data) for key, data in content.objects if key not in kept.objects]
     changed, unlinked = {*range(len(content.writes))} - kept.places.keys() - kept.unlinked, kept.unlinked
-    large = {number for number, step in enumerate(content.writes) if step.nbytes >= zstd.LEAST_BYTES}
     groups: list[tuple[set[int], list[tuple[str, bytes]], bool]] = [(changed, objects, False), (unlinked, [], False)]
     if content.compress:
+        large = {number for number, step in enumerate(content.writes) if step.nbytes >= zstd.LEAST_BYTES}
         groups = [(changed & large, [], True), (changed - large, objects, False)]
         groups += [(unlinked & large, [], True), (unlinked - large, [], False)]
     found = list[_Frames]()

@@ -17,7 +17,8 @@ it lands.
 
 [Note: sums of a tree] With ``grad_sum="tree"`` a reduction lands a leaf, and main gradients are what ``show`` makes of
 the leaves of the batch. They are a sum of a tree as long as nobody writes to them. If somebody does, or a new batch
-begins while they are alive, they are what plain torch has: a number to which the tree of later leaves is added.
+begins while they are alive, they are what plain torch has: a number (`base`) to which the tree of later leaves is
+added. Who writes is seen by the version of their memory, which a write through ``.data`` or numpy leaves as it was.
 """
 
 from __future__ import annotations
@@ -414,24 +415,28 @@ class Gradients:
         tree = self._tree
         if tree is None or not len(tree) or tree.shown != -1:
             return
-        alive = self.main.each_alive() or (False,) * len(tree.had)
-        if not any(alive) and self.main.held_by_others():
+        if not self.main.alive and self.main.held_by_others():
             self.main.part_from()
         home = self.main.memory()
-        others = [there and not (had and own) for there, had, own in zip(alive, tree.had, tree.given, strict=True)]
-        direct = home.dtype == self.dtype and not any(others)
+        alive = self.main.each_alive() or (False,) * len(tree.had)
+        direct = home.dtype == self.dtype and all(had or not there for had, there in zip(tree.had, alive, strict=True))
+        for at, place in enumerate(self._here):
+            if tree.had[at] and alive[at] and not tree.given[at]:
+                tree.based[at] = True
+                if place is not None:
+                    tree.base[slice(*place)].copy_(home[slice(*place)])
         total = tree.total(closed, home if direct else torch.empty_like(home, dtype=self.dtype))
         if divisor is not None:
             total.div_(divisor)
-        for at, place in enumerate(() if direct else self._here):
+        for at, place in enumerate(() if direct and not any(tree.based) else self._here):
             if place is not None and tree.had[at]:
                 mine, new = home[slice(*place)], total[slice(*place)]
-                add_into(mine, new, None) if others[at] else mine.copy_(new)
+                if tree.based[at]:
+                    new.add_(tree.base[slice(*place)])
+                if not direct:
+                    mine.copy_(new)
         self.main.give(tree.had)
-        if any(other and had for other, had in zip(others, tree.had, strict=True)):
-            tree.clear()  # later leaves are added to what is there
-        else:
-            tree.given, tree.shown = list(tree.had), self.main.version
+        tree.given, tree.shown = list(tree.had), self.main.version
 
     @property
     def unsure(self) -> bool:

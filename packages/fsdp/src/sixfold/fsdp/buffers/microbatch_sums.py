@@ -22,7 +22,8 @@ class MicrobatchSums:
 
     Attributes:
         batch: the number of the batch whose leaves these are.
-        had, given: by record: a leaf has a gradient of it; its main gradient is the sum of earlier leaves.
+        had, given: by record: a leaf has a gradient of it; its main gradient is that of ``show``.
+        based: by record: leaves are added to what its main gradient was, which lies in ``base``.
         shown: version of main gradients when they were the sum of these leaves; -1: they are not.
     """
 
@@ -32,7 +33,8 @@ class MicrobatchSums:
         self._slots: list[Tensor] = []
         self._placed = Placed(None, ())
         self.batch = -1
-        self.had, self.given = [False] * records, [False] * records
+        self._base: Tensor | None = None
+        self.had, self.given, self.based = [False] * records, [False] * records, [False] * records
         self.shown = -1
 
     def __len__(self) -> int:
@@ -43,8 +45,15 @@ class MicrobatchSums:
 
     @property
     def nbytes(self) -> int:
-        """Of all slots."""
-        return sum(one.nbytes for one in self._slots)
+        """Of all slots, and of the base."""
+        return sum(one.nbytes for one in (*self._slots, *(() if self._base is None else (self._base,))))
+
+    @property
+    def base(self) -> Tensor:
+        """(numel,), made once somebody needs it."""
+        if self._base is None:
+            self._base = torch.zeros(self._numel, dtype=self._dtype, device=self._device)
+        return self._base
 
     def begin(self, leaf: int, closed: int) -> None:
         """``leaf`` is about to be summed over ranks, and lands by ``land``."""
@@ -80,7 +89,7 @@ class MicrobatchSums:
 
     def wipe(self, at: int, place: tuple[int, int] | None) -> None:
         """Record ``at``, which lies in ``place``, has no gradient."""
-        self.had[at] = self.given[at] = False
+        self.had[at] = self.given[at] = self.based[at] = False
         if place is not None:
             for slot in self._tree.slots:
                 self._slots[slot][slice(*place)].fill_(NOTHING)
@@ -88,5 +97,5 @@ class MicrobatchSums:
     def clear(self) -> None:
         """No leaf has come."""
         self._tree.clear()
-        self.had, self.given = [False] * len(self.had), [False] * len(self.had)
+        self.had, self.given, self.based = ([False] * len(self.had) for _ in range(3))
         self.shown = -1

@@ -62,11 +62,12 @@ class MicrobatchTree:
         assert leaf not in self._leaves, f"leaf {leaf} came twice"
         self._leaves.add(leaf)
         self._nodes.insert(bisect([one for one, _ in self._nodes], leaf), (leaf, None))
+        unread = list(self._free)  # a slot that these adds give up is read after the leaf was written
         adds = self._merge(closed)
         at = next((at for at, (_, slot) in enumerate(self._nodes) if slot is None), None)
         if at is None:
             return Placed(None, adds)
-        stored = min(self._free, default=self._slots)
+        stored = min(unread, default=self._slots)
         if stored == self._slots:
             self._slots += 1
         else:

@@ -138,12 +138,12 @@ class Engine:
             self.main_parameters.copied()
         training = torch.is_grad_enabled()
         if training and in_backward() == -1 and not self._calls:
+            self._leave_backward()
             if self._stepped:
                 self._next_step()
             elif self.gathering.begin_step(stepped=False):
                 self.weights += 1
             self.reduce_policy.driven = stage is not None
-            self._backward = None  # also after one that raised
             self.running.clear()
         context = CallContext(len(self.units), training, self.weights)
         self._use(self.units[0], training)
@@ -273,6 +273,12 @@ class Engine:
         self._backward = Backward(self.reduce_policy.reducing(self.units))
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
+
+    def _leave_backward(self) -> None:
+        """A backward that raised is over: what it reduced is a microbatch of its own."""
+        if self._backward is not None and in_backward() == -1:
+            self._backward = None
+            self.reduce_policy.backwards += 1
 
     def deliver(self, record: ParamRecord, gradient: Tensor) -> None:
         """Autograd finished ``record``'s gradient."""
@@ -467,6 +473,9 @@ class Engine:
         """
         if self.faults.failed is not None:
             return
+        self._leave_backward()
+        if parameters is not None and self.reduce_policy.tree:
+            self.reduction.finish(self.reduce_policy.over)  # the others keep what they have
         self.reduce_policy.end_step()
         self.reduce_policy.new_batch()
         self._outstanding = [0] * len(self.units)

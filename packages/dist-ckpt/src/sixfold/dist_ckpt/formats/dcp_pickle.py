@@ -285,6 +285,9 @@ def _by_axes(part: Part, axes_K: torch.Tensor) -> Iterator[tuple[int, torch.Tens
 
 def _by_form(part: Part, axes_K: torch.Tensor, coded_F: torch.Tensor) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
     """The same, and those in plain files apart from those in compressed ones."""
+    if not coded_F.any():
+        yield from (((axes, 0), row_M) for axes, row_M in _by_axes(part, axes_K))
+        return
     coded_M = coded_F[part.file_M]
     for axes, row_M in _by_axes(part, axes_K):
         for coded in torch.unique(coded_M[row_M]).tolist():

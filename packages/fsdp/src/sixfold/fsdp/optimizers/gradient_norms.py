@@ -1,6 +1,7 @@
 """Arithmetic on all main gradients: squares, scaling, true division.
 
     main gradients --> square_sum, scale, divide (this file) --> wrapper/fully_sharded.py
+    exact_squares.py --> square_sum with grad_sum="tree" (this file)
 
 No host reads a device value here.
 """
@@ -10,44 +11,76 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.engine.reduce import Reduction
+from sixfold.fsdp.optimizers import exact_squares
+
+Beyond = Callable[[Tensor, dist.ReduceOp.RedOpType], None]  # a tensor becomes its sum or maximum over further ranks
 
 _OWNER = "the norm"
 _PART_NUMEL = 1 << 16  # elements in float64 at a time: 512 KiB stay in a cache
 
 
-def square_sum(engine: Engine, include: Callable[[str], bool]) -> Tensor:
-    """Float64 scalar over the main mesh, each element once.
+def square_sum(engine: Engine, include: Callable[[str], bool], beyond: Beyond | None, *, exact: bool) -> Tensor:
+    """Float64 scalar over the main mesh, each element once, and over what ``beyond`` adds.
 
     On the main mesh every rank has all (no_shard), or replicas are equal. What is on a mesh of its own is counted by
     its shards, or by its first rank, and added over the whole main mesh: its expert-parallel peers are there.
+
+    Args:
+        exact: the same bits for every cut. [Note: squares on two grids]
     """
     records = [record for record in engine.records.values() if record.main is not None and include(record.name)]
-    on_main = [record for record in records if record.flat_buffer.ranks is engine.ranks]
-    on_own = [record for record in records if record.flat_buffer.ranks is not engine.ranks and _counts(record)]
-    sums = torch.stack([_squares(on_main, engine), _squares(on_own, engine)])
+    on_main = _gradients_of([record for record in records if record.flat_buffer.ranks is engine.ranks])
+    on_own = _gradients_of(
+        [record for record in records if record.flat_buffer.ranks is not engine.ranks and _counts(record)]
+    )
+    if not exact:
+        sums = torch.stack([_squares(on_main, engine), _squares(on_own, engine)])
+        _add_over_main_mesh(engine, sums)
+        square = sums.sum()
+        if beyond is not None:
+            beyond(square, dist.ReduceOp.SUM)
+        return square
+    with torch._C.DisableTorchFunctionSubclass():
+        exponent = exact_squares.largest_exponent(on_main + on_own, engine.units[0].device)
+        for comm in (engine.ranks.shard, engine.ranks.outer):
+            engine.faults.wait(comm.maximum(exponent), None, "reduce")
+        if beyond is not None:
+            beyond(exponent, dist.ReduceOp.MAX)
+        limbs = torch.stack([exact_squares.square_limbs(one, exponent) for one in (on_main, on_own)])
+    _add_over_main_mesh(engine, limbs)
+    limbs = limbs.sum(0)
+    if beyond is not None:
+        beyond(limbs, dist.ReduceOp.SUM)
+    return exact_squares.total(limbs, exponent)
+
+
+def _add_over_main_mesh(engine: Engine, sums: Tensor) -> None:
+    """``sums``: the first of what the main mesh shares, the second of what lies on meshes of its own."""
+    shard, outer, own = engine.ranks.shard, engine.ranks.outer, engine.reduction.own_meshes
     if engine.shards_optimizer:
-        engine.faults.wait(
-            engine.ranks.shard.all_reduce(sums if engine.reduction.own_meshes else sums[:1]), None, "reduce"
-        )
-    elif engine.reduction.own_meshes:
-        engine.faults.wait(engine.ranks.shard.all_reduce(sums[1:]), None, "reduce")
-    if engine.reduction.own_meshes:
-        engine.faults.wait(engine.ranks.outer.all_reduce(sums[1:]), None, "reduce")
-    return sums.sum()
+        engine.faults.wait(shard.all_reduce(sums if own else sums[:1]), None, "reduce")
+    elif own:
+        engine.faults.wait(shard.all_reduce(sums[1:]), None, "reduce")
+    if own:
+        engine.faults.wait(outer.all_reduce(sums[1:]), None, "reduce")
 
 
 def _counts(record: ParamRecord) -> bool:
     return record.flat_buffer.cut.parts > 1 or record.flat_buffer.ranks.rank == 0
 
 
-def _squares(records: Sequence[ParamRecord], engine: Engine) -> Tensor:
+def _gradients_of(records: Sequence[ParamRecord]) -> list[Tensor]:
+    return [record.main.grad for record in records if record.main is not None and record.main.grad is not None]
+
+
+def _squares(gradients: Sequence[Tensor], engine: Engine) -> Tensor:
     device = engine.units[0].device
-    gradients = [record.main.grad for record in records if record.main is not None and record.main.grad is not None]
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)
     if device.type == "cpu":

@@ -12,11 +12,11 @@ two, after which the last bit of a float64 is worth one step. k1 and k2 depend o
 and are added as integers. So the result is a function of the set of numbers: no cut, order or chunk changes it.
 
 Nothing overflows. 0 <= k1 <= 2**42 and |k2| <= 2**42, so sums over a chunk of at most 2**20 elements stay below 2**62.
-They travel as two limbs each, of 32 bits and of the rest: up to 2**30 chunks can be added.
+They travel as two limbs each, of 32 bits and of the rest: those of 2**41 elements can be added.
 
 The error: what is left after k2 is at most g2 / 2 = top / 2**86 for each element. The largest square is at least
 top / 4. So N elements are off by at most N / 2**84 of the result, 2**-48 for 2**36 elements. ``total`` then rounds
-four times, which adds less than 2**-50. Squares of float64 numbers are not exact: each is rounded once before, by
+three times, which adds less than 2**-50. Squares of float64 numbers are not exact: each is rounded once before, by
 2**-53 of itself; from 2**500 on they count as infinite, and where all are below 2**-400 the grids stay where they are.
 """
 

@@ -79,7 +79,7 @@ def _gradients_of(records: Sequence[ParamRecord]) -> list[Tensor]:
     return [record.main.grad for record in records if record.main is not None and record.main.grad is not None]
 
 
-def _squares(gradients: Sequence[Tensor], engine: Engine) -> Tensor:
+def _squares(gradients: list[Tensor], engine: Engine) -> Tensor:
     device = engine.units[0].device
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)

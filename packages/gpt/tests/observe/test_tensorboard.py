@@ -79,8 +79,7 @@ def test_a_microbatch_that_is_computed_again_counts_once():
     one = rows(0, 1)
     for _ in range(2):  # as RECOMPUTE does
         token_loss(torch.tensor([[1.0, 1.0], [3.0, 3.0]]), one)
-    nats, targets = sums_by_dataset([one], 3, torch.device("cpu")).tolist()
-    assert mean_by_dataset(nats, targets) == {0: 0.5, 1: 1.5}, (
+    assert mean_by_dataset(sums_by_dataset([one], 3, torch.device("cpu")).tolist()) == {0: 0.5, 1: 1.5}, (
         "of 2 and 6 nats over 4 targets each; dataset 2 gave nothing"
     )
 

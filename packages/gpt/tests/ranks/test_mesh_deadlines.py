@@ -111,7 +111,7 @@ def stand_in(axis: Axis = ALONE.tp, **groups: dist.ProcessGroup) -> Any:
     """As much of a RankModel as sums of a step look at."""
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.ones(2)
-    mesh = {"axes": Axes(tp=axis), "data": None, "pipeline": None, "size": 2, "rank": 0}
+    mesh = {"axes": Axes(tp=axis), "data": None, "pipeline": None, "size": 2, "rank": 0, "pp_rank": 0}
     return SimpleNamespace(
         mesh=SimpleNamespace(**mesh | groups),
         model=SimpleNamespace(main_parameters=lambda: [(f"0.{name}", weight) for name in ("norm.weight", TIED)],
@@ -124,7 +124,7 @@ def stand_in(axis: Axis = ALONE.tp, **groups: dist.ProcessGroup) -> Any:
 
 
 def agreed(rank: Any) -> None:
-    step._agree(rank, torch.zeros(()), torch.zeros(()), step.Asks(), torch.zeros(2, 1))
+    step._agree(rank, [], torch.ones(()), torch.zeros(()), step.Asks(), torch.zeros(4, 1))
 
 
 def cross_entropy(axis: Axis) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from sixfold.gpt.data.exact_losses import from_grids, on_grids
+
 
 @dataclass(kw_only=True, slots=True)
 class SampleLosses:
@@ -42,16 +44,23 @@ def token_loss(losses: torch.Tensor, rows: SampleLosses | None) -> torch.Tensor:
 
 
 def sums_by_dataset(batch: Iterable[SampleLosses | None], datasets: int, device: torch.device) -> torch.Tensor:
-    """(2, datasets) float64 on ``device``: nats and targets of each, over the microbatches whose loss is known here."""
-    totals = torch.zeros(2, datasets, dtype=torch.float64, device=device)
+    """(4, datasets) float64 on ``device``, over the microbatches whose loss is known here.
+
+    Nats of each on three grids, and targets: they may be added over ranks in any order. [Note: losses on three grids]
+    """
+    totals = torch.zeros(4, datasets, dtype=torch.float64, device=device)
     for rows in batch:
         if rows is not None and rows.nats is not None:
             number = rows.dataset.to(device, non_blocking=True)
-            totals[0].index_add_(0, number, rows.nats)
-            totals[1].index_add_(0, number, rows.targets.to(device, non_blocking=True))
+            totals[:3].index_add_(1, number, on_grids(rows.nats))
+            totals[3].index_add_(0, number, rows.targets.to(device, non_blocking=True))
     return totals
 
 
-def mean_by_dataset(nats: Sequence[float], targets: Sequence[float]) -> dict[int, float]:
-    """Nats per target by dataset number; datasets without a target in the step are left out."""
-    return {i: nat / count for i, (nat, count) in enumerate(zip(nats, targets, strict=True)) if count}
+def mean_by_dataset(sums: Sequence[Sequence[float]]) -> dict[int, float]:
+    """Nats per target by dataset number; datasets without a target in the step are left out.
+
+    Args:
+        sums: (4, datasets) of ``sums_by_dataset``, added over ranks.
+    """
+    return {i: from_grids(nats) / count for i, (*nats, count) in enumerate(zip(*sums, strict=True)) if count}

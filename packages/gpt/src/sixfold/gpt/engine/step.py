@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sixfold.fsdp import FullyShardedDataParallel
+from sixfold.gpt.data.exact_losses import from_grids, on_grids, sum_on_grids
 from sixfold.gpt.data.loss_by_dataset import mean_by_dataset, sums_by_dataset
 from sixfold.gpt.data.token_stream import Microbatch
 from sixfold.gpt.engine.nonfinite import Place, nonfinite_gradient
@@ -166,32 +168,92 @@ def _await_targets(rank: RankModel, counted: dist.Work | None) -> None:
             counted.wait()
 
 
+def _square_sum(rank: RankModel, model: FullyShardedDataParallel) -> torch.Tensor:
+    """Squares of gradients of the ranks of dp x cp, for the sum over tp and pp that ``_agree`` makes.
+
+    With a tree it is one sum over all ranks and rounded once; the first rank of tp and pp brings it, the others 0.
+    """
+    if rank.config.grad_sum != "tree":
+        return model.grad_square_sum(rank.counts_in_norm)
+
+    def beyond(tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> None:
+        _over_model(rank, tensor, op, "sum of squares for the norm")
+
+    square = model.grad_square_sum(rank.counts_in_norm, beyond)
+    return square if rank.mesh.axes.tp.rank == rank.mesh.pp_rank == 0 else torch.zeros_like(square)
+
+
 @communicates
-def _agree(rank: RankModel, loss: torch.Tensor, square: torch.Tensor, asks: Asks, sources: torch.Tensor) -> list[float]:
-    """[loss sum, stops, saves, squares, memory of each rank ..., sources, loads], summed over ranks that hold a part.
+def _over_model(rank: RankModel, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, what: str) -> None:
+    """Reduce ``tensor`` over the ranks that hold other parts of the model."""
+    for group, axis in ((rank.mesh.axes.tp.group, "tp"), (rank.mesh.pipeline, "pp")):
+        if group is not None:
+            with group_collective(group, f"{what} over {axis}"):
+                dist.all_reduce(tensor, op, group=group)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Agreed:
+    """What ``_agree`` has summed.
+
+    Attributes:
+        sources: (4, datasets) of ``sums_by_dataset``. loads: of the step's backwards, by expert.
+    """
+
+    loss: float
+    stops: float
+    saves: float
+    square: float
+    memory: list[float]
+    sources: list[list[float]]
+    loads: list[float]
+
+
+@communicates
+def _agree(
+    rank: RankModel,
+    losses: Sequence[torch.Tensor],
+    count: torch.Tensor,
+    square: torch.Tensor,
+    asks: Asks,
+    sources: torch.Tensor,
+) -> _Agreed:
+    """Sums over ranks that hold a part. Those of losses do not depend on who holds what.
 
     Args:
-        sources: (2, datasets), flattened behind the rest. Loads of experts are those of the step's backwards.
+        count: unmasked targets of the global batch, by which the loss is divided.
+        square: of ``_square_sum``.
     """
     mesh, tp = rank.mesh, rank.mesh.axes.tp
     loads = take_loads(rank.model.module, rank.config.model, rank.device)
-    first = 4 + mesh.size
+    first = 7 + mesh.size
     values = torch.zeros(first + sources.numel() + loads.numel(), dtype=torch.float64, device=rank.device)
     values[first + sources.numel() :] = loads.flatten()  # tensor-parallel ranks route a share of the tokens each
     if tp.rank == 0:  # the others have the same losses
-        values[0] = loss
+        values[:3] = sum_on_grids(losses, rank.device)
         values[first : first + sources.numel()] = sources.flatten()
-    values[1], values[2] = float(asks.stop), float(asks.save)
-    values[4 + mesh.rank] = float(memory_bytes(rank.device))
+    values[3], values[4] = float(asks.stop), float(asks.save)
+    values[7 + mesh.rank] = float(memory_bytes(rank.device))
     if mesh.data is not None:
         with group_collective(mesh.data, f"{AGREED} over dp and cp"):
             dist.all_reduce(values, group=mesh.data)
-    values[3] = square  # fsdp has summed it over dp x cp already; copies of other tensor-parallel ranks are not in it
-    for group, axis in ((tp.group, "tp"), (mesh.pipeline, "pp")):
-        if group is not None:
-            with group_collective(group, f"{AGREED} over {axis}"):
-                dist.all_reduce(values, group=group)
-    return values.tolist()
+    values[5] = square  # fsdp has summed it over dp x cp already; copies of other tensor-parallel ranks are not in it
+    if tp.rank == mesh.pp_rank == 0:
+        values[6] = count
+    _over_model(rank, values, dist.ReduceOp.SUM, AGREED)
+    found = values.tolist()
+    stops, saves, total, targets = found[3:7]
+    datasets = sources.shape[1]
+    rest = found[first:]
+    return _Agreed(
+        loss=from_grids(found[:3]) / targets if targets else math.nan,
+        stops=stops,
+        saves=saves,
+        square=total,
+        memory=found[7:first],
+        sources=[rest[at * datasets : (at + 1) * datasets] for at in range(4)],
+        loads=rest[4 * datasets :],
+    )
 
 
 def train_step(
@@ -220,16 +282,13 @@ def train_step(
     _sum_tied_embedding(rank)
     _await_targets(rank, counted)
     rank.model.divide_gradients(count)
-    square = rank.model.grad_square_sum(rank.counts_in_norm)
-    datasets = len(rank.config.data.train_prefixes)
-    sources = sums_by_dataset([m.rows for m in batch], datasets, rank.device)
-    loss, stops, saves, total, *rest = _agree(rank, _total(result.losses) / count, square, asks, sources)
-    memory, rest = rest[: rank.mesh.size], rest[rank.mesh.size :]
+    sources = sums_by_dataset([m.rows for m in batch], len(rank.config.data.train_prefixes), rank.device)
+    agreed = _agree(rank, result.losses, count, _square_sum(rank, rank.model), asks, sources)
     rank.runner.check()  # after the host's one read: what missed its deadline meanwhile is neither judged nor applied
     rank.model.check()
-    norm = math.sqrt(total) if total >= 0 else total
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        stopped_by = NonFinite(loss=loss, grad_norm=norm, gradient=nonfinite_gradient(rank))
+    norm = math.sqrt(agreed.square) if agreed.square >= 0 else agreed.square
+    if not (math.isfinite(agreed.loss) and math.isfinite(norm)):
+        stopped_by = NonFinite(loss=agreed.loss, grad_norm=norm, gradient=nonfinite_gradient(rank))
         rank.model.zero_grad()
         return stopped_by
     if rank.config.train.clip_grad > 0:
@@ -238,21 +297,21 @@ def train_step(
     rank.optimizer.step()
     rank.copy_table()
     rank.model.zero_grad()
+    return _outcome(rank, agreed, norm, result, program)
+
+
+def _outcome(rank: RankModel, agreed: _Agreed, norm: float, ran: StepResult, program: Program) -> StepOutcome:
     return StepOutcome(
-        loss=loss,
+        loss=agreed.loss,
         grad_norm=norm,
-        stop=stops > 0,
-        save=saves == rank.mesh.size,
-        memory_bytes=int(max(memory)),
-        loss_by_dataset=mean_by_dataset(rest[:datasets], rest[datasets : 2 * datasets]),
-        expert_load=extremes(rest[2 * datasets :], rank.config.model),
-        ran=result,
+        stop=agreed.stops > 0,
+        save=agreed.saves == rank.mesh.size,
+        memory_bytes=int(max(agreed.memory)),
+        loss_by_dataset=mean_by_dataset(agreed.sources),
+        expert_load=extremes(agreed.loads, rank.config.model),
+        ran=ran,
         program=program,
     )
-
-
-def _total(losses: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.stack([x.double() for x in losses]).sum() if losses else torch.zeros((), dtype=torch.float64)
 
 
 def _versioned_step(
@@ -260,24 +319,12 @@ def _versioned_step(
 ) -> StepOutcome | NonFinite:
     """As ``train_step``; earlier stages have updates of the batch ahead of them. There is no norm of all gradients."""
     result, program = run_batch(rank, model, batch, lr, count)
-    datasets = len(rank.config.data.train_prefixes)
-    sources = sums_by_dataset([m.rows for m in batch], datasets, rank.device)
-    loss, stops, saves, _, *rest = _agree(rank, _total(result.losses) / count, torch.zeros(()), asks, sources)
-    memory, rest = rest[: rank.mesh.size], rest[rank.mesh.size :]
+    sources = sums_by_dataset([m.rows for m in batch], len(rank.config.data.train_prefixes), rank.device)
+    agreed = _agree(rank, result.losses, count, torch.zeros(()), asks, sources)
     rank.runner.check()
-    if not math.isfinite(loss):
-        return NonFinite(loss=loss, grad_norm=math.nan, gradient=None)
-    return StepOutcome(
-        loss=loss,
-        grad_norm=math.nan,
-        stop=stops > 0,
-        save=saves == rank.mesh.size,
-        memory_bytes=int(max(memory)),
-        loss_by_dataset=mean_by_dataset(rest[:datasets], rest[datasets : 2 * datasets]),
-        expert_load=extremes(rest[2 * datasets :], rank.config.model),
-        ran=result,
-        program=program,
-    )
+    if not math.isfinite(agreed.loss):
+        return NonFinite(loss=agreed.loss, grad_norm=math.nan, gradient=None)
+    return _outcome(rank, agreed, math.nan, result, program)
 
 
 @contextmanager
@@ -300,7 +347,7 @@ def evaluate(
     Args:
         stop: asked before each batch, answers alike on all ranks; evaluation is then given up, and None returned.
     """
-    totals = torch.zeros(2, dtype=torch.float64, device=rank.device)
+    totals = torch.zeros(4, dtype=torch.float64, device=rank.device)  # nats on three grids, targets
     if isinstance(rank.model, VersionedModel) and rank.model.delayed:
         rank.settle()  # else stages have weights of different batches; no later bit depends on it
     with evaluating(rank.model.module):
@@ -315,12 +362,12 @@ def evaluate(
                 profile=False,
             )
             for loss in result.losses:
-                totals[0] += loss.double()
+                totals[:3] += on_grids(loss)
             if rank.is_last:
-                totals[1] += sum(m.targets for m in batch)
+                totals[3] += sum(m.targets for m in batch)
     for group, axes in ((rank.mesh.data, "dp and cp"), (rank.mesh.pipeline, "pp")):
         if group is not None:
             with group_collective(group, f"sum of the evaluation's loss over {axes}"):
                 dist.all_reduce(totals, group=group)
-    nats, targets = totals.tolist()
-    return nats / targets if targets else math.nan, targets
+    *nats, targets = totals.tolist()
+    return from_grids(nats) / targets if targets else math.nan, targets

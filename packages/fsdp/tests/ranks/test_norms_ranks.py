@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import math
 from fractions import Fraction
-from zlib import crc32
 
 import pytest
 import torch
 import torch.distributed as dist
+from fsdp_gradient_helpers import gradient_of, set_gradients
 from fsdp_helpers import Block, make_net
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ranktest import run_ranks
@@ -21,31 +20,13 @@ SUMS = ("tree", "backend")
 EXPERTS = "blocks.1."  # on a mesh of their own, where the test says so
 
 
-def gradient_of(name: str, shape: torch.Size) -> Tensor:
-    """The same whole gradient in every layout, of exponents that differ much between tensors."""
-    draw = torch.Generator().manual_seed(crc32(name.encode()))
-    exponents = torch.randint(-30, 3, shape, generator=draw)
-    return torch.ldexp(torch.randn(shape, generator=draw), exponents) * 1e-3
-
-
-def set_gradients(model: FullyShardedDataParallel, change: dict[str, float]) -> None:
-    """Each rank's part of whole gradients; ``change``: first elements of tensors."""
-    parts = {record.name: record for record in model.state_records() if record.key == "param"}
-    shapes = {name: parameter.shape for name, parameter in make_net().named_parameters()}
-    for name, main in model.main_parameters():
-        whole = gradient_of(name, shapes[name]).reshape(-1)
-        if name in change:
-            whole[0] = change[name]
-        main.grad = whole[parts[name].start : parts[name].stop].view_as(main).clone()
-
-
 def numbers(model: FullyShardedDataParallel) -> list[float]:
     """Square sums of all and of some, and the norm; then of a NaN, an infinity, and of zeros."""
     found = []
     for change in ({}, {"blocks.1.up.weight": math.inf}, {"norm.bias": math.nan, "blocks.1.up.weight": math.inf}):
-        set_gradients(model, change)
+        set_gradients(model, make_net(), change)
         found.append(float(model.grad_square_sum()))
-    set_gradients(model, {})
+    set_gradients(model, make_net())
     found += [
         float(model.grad_square_sum(lambda name: name.endswith("weight"))),
         float(model.grad_square_sum(lambda name: False)),
@@ -117,7 +98,7 @@ def beyond_the_mesh(rank: int, ranks: int, grad_sum: str) -> float:
         fsdp_unit_modules=[Block],
         mixed_precision=MixedPrecision(grad_sum=grad_sum),
     )
-    set_gradients(model, {})
+    set_gradients(model, make_net())
     mine = (lambda name: name.startswith("blocks")) if rank // 2 else (lambda name: not name.startswith("blocks"))
     return float(model.grad_square_sum(mine, lambda tensor, op: dist.all_reduce(tensor, op, group=across)))
 

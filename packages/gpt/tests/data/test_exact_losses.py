@@ -41,7 +41,7 @@ def test_negative_and_very_small_losses_are_off_by_half_a_step_at_most():
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
 def test_infinity_and_nan_come_out(special):
     found = from_grids(sum_on_grids([torch.tensor(1.5), torch.tensor(special)], CPU).tolist())
-    assert found == special or math.isnan(found) and math.isnan(special)
+    assert found == special or (math.isnan(found) and math.isnan(special))
     both = sum_on_grids([torch.tensor(math.inf), torch.tensor(-math.inf)], CPU)
     assert math.isnan(from_grids(both.tolist()))
 

@@ -33,6 +33,7 @@ from sixfold.fsdp.torch_private import functions_of
 _WHOLE_TENSORS = frozenset({"Adafactor", "Muon", "Shampoo", "SOAP", "Lamb", "LAMB", "Lars", "LARS"})
 _ALL_AT_ONCE = frozenset({"LBFGS"})
 _SPARSE = frozenset({"SparseAdam"})
+_FUSED_NUMEL = 16  # elements of a vector of torch's fused steps on a CPU, at most. [Note: fused steps and cuts]
 _STAMP = "sixfold.fsdp"  # the key in an optimizer's state dict that says whose part of the state it is
 _DCP = "torch.distributed.checkpoint.state_dict"
 
@@ -103,6 +104,8 @@ def shard_optimizer(
     _refuse_unfit(
         optimizer, [record for _, record in numbered], exchanged=exchanged, own_meshes=engine.reduction.own_meshes
     )
+    if engine.reduction.tree and engine.units[0].device.type == "cpu":
+        _refuse_fused_over_cuts(optimizer, [record for _, record in numbered])
     if attached.offload:
         state_offload.refuse_unfit(optimizer, in_pieces=bool(pieces))
     _move_first_state(optimizer, records)
@@ -264,6 +267,25 @@ def _refuse_unfit(
                     f"{what} updates {record.name} {record.spec.shape} as a whole tensor, and on this rank it is "
                     f"{'cut between ranks' if record.flat_buffer.cut.layout.is_cut(record.name) else 'flat'}; wrap "
                     "with granularity=lambda name, parameter: 'tensor' (or for the parameters of this optimizer alone)",
+                    unit=record.flat_buffer.unit,
+                )
+
+
+def _refuse_fused_over_cuts(optimizer: torch.optim.Optimizer, records: Sequence[ParamRecord]) -> None:
+    """[Note: fused steps and cuts] torch's fused steps on a CPU (Adam, AdamW, SGD with momentum) fuse a product and a
+    sum in whole vectors, and not in what is left at a tensor's end. So last bits of moments depend on where a tensor is
+    cut, unless a cut is at a multiple of a vector. Steps with ``foreach`` and with a loop give the same bits anyway.
+    """
+    if not any(group.get("fused") for group in optimizer.param_groups):
+        return
+    for record in records:
+        for _, start, _ in record.flat_buffer.cut.layout.parts(record.name):
+            if start % _FUSED_NUMEL:
+                raise FsdpError(
+                    f"{type(optimizer).__name__} has fused=True on a CPU, grad_sum is 'tree', and {record.name} is cut "
+                    f"at element {start}: torch's fused step rounds the last {start % _FUSED_NUMEL} elements before a "
+                    f"cut in another way, so bits depend on it; cut at multiples of {_FUSED_NUMEL} elements, as "
+                    "BufferConfig(align_bytes=128) does, or use fused=False",
                     unit=record.flat_buffer.unit,
                 )
 

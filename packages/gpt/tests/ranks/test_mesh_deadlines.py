@@ -116,8 +116,9 @@ def stand_in(axis: Axis = ALONE.tp, **groups: dist.ProcessGroup) -> Any:
         mesh=SimpleNamespace(**mesh | groups),
         model=SimpleNamespace(main_parameters=lambda: [(f"0.{name}", weight) for name in ("norm.weight", TIED)],
                               module=nn.Linear(1, 1)),
-        config=SimpleNamespace(model=SimpleNamespace(expert_layers=range(0), num_experts=0)),
+        config=SimpleNamespace(grad_sum="backend", model=SimpleNamespace(expert_layers=range(0), num_experts=0)),
         tied_group=groups.get("pipeline"),
+        tied_here=None,
         device=torch.device("cpu"),
         clock=Clock(),
     )  # fmt: skip
@@ -125,6 +126,13 @@ def stand_in(axis: Axis = ALONE.tp, **groups: dist.ProcessGroup) -> Any:
 
 def agreed(rank: Any) -> None:
     step._agree(rank, [], torch.ones(()), torch.zeros(()), step.Asks(), torch.zeros(4, 1))
+
+
+def squares(rank: Any) -> None:
+    rank.config.grad_sum = "tree"
+    rank.counts_in_norm = lambda name: True
+    model = SimpleNamespace(grad_square_sum=lambda include, beyond: beyond(torch.zeros(2), dist.ReduceOp.SUM))
+    step._square_sum(rank, model)  # type: ignore[arg-type]
 
 
 def cross_entropy(axis: Axis) -> None:
@@ -161,6 +169,8 @@ SUMS: list[tuple[str, Callable[[Axis, dist.ProcessGroup], object]]] = [
     ("sum of loss, norm and stop flag over dp and cp", lambda axis, group: agreed(stand_in(data=group))),
     ("sum of loss, norm and stop flag over tp", lambda axis, group: agreed(stand_in(axis))),
     ("sum of loss, norm and stop flag over pp", lambda axis, group: agreed(stand_in(pipeline=group))),
+    ("sum of squares for the norm over tp", lambda axis, group: squares(stand_in(axis))),
+    ("sum of squares for the norm over pp", lambda axis, group: squares(stand_in(pipeline=group))),
     ("sum of the evaluation's loss over dp and cp", lambda axis, group: step.evaluate(stand_in(data=group), [])),
     ("sum of the evaluation's loss over pp", lambda axis, group: step.evaluate(stand_in(pipeline=group), [])),
     ("sum of a stage's gradients over dp and cp", lambda axis, group: versions(group, in_order=False)),

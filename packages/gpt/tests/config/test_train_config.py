@@ -132,6 +132,7 @@ profile_steps = []
 straggler_every = 100
 straggler_factor = 2.0
 timeline_steps = []
+digest_every = 0
 
 [run]
 device = "auto"

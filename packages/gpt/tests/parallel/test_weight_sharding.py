@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from sixfold.gpt.config.train_config import GPTConfig
 from sixfold.gpt.model.initial_weights import fill_elements
-from sixfold.gpt.parallel.weight_sharding import Cuts, replicated, runs, whole_shape
+from sixfold.gpt.parallel.weight_sharding import Cuts, Stretch, replicated, runs, stretches, whole_shape
 
 CONFIG = GPTConfig(num_layers=2, hidden_size=64, num_attention_heads=8, ffn_hidden_size=96, vocab_size=250)
 SHAPES = {
@@ -50,7 +50,7 @@ def test_a_part_is_drawn_as_the_part_of_the_whole(name: str, tp: int, ep: int) -
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_runs_are_the_elements_of_the_part(data: st.DataObject) -> None:
+def test_runs_and_stretches_are_the_elements_of_the_part(data: st.DataObject) -> None:
     parts = data.draw(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 3)), min_size=1, max_size=3))
     cut = {d: (data.draw(st.integers(0, n - 1)), n) for d, (_, n) in enumerate(parts) if data.draw(st.booleans())}
     local = [size for size, _ in parts]
@@ -63,6 +63,18 @@ def test_runs_are_the_elements_of_the_part(data: st.DataObject) -> None:
         assert at == start + len(found), "runs follow one another"
         found += range(first, first + length)
     assert found == flat[start:stop].tolist(), f"{local}, {cut}, [{start}, {stop})"
+    again = []
+    for s in stretches(cut, local, start, stop):
+        assert s.at == start + len(again), "stretches follow one another"
+        for row in range(s.count):
+            again += range(s.whole_at + row * s.stride, s.whole_at + row * s.stride + s.length)
+    assert again == found
+
+
+def test_columns_of_a_matrix_are_three_stretches_at_most_whatever_its_rows() -> None:
+    found = stretches({1: (1, 2)}, (1000, 8), 3, 7990)
+    assert [(s.length, s.count) for s in found] == [(5, 1), (8, 997), (6, 1)]
+    assert found[1] == Stretch(at=8, whole_at=24, length=8, count=997, stride=16)
 
 
 def test_norms_and_routers_alone_are_whole_on_every_tensor_parallel_rank() -> None:

@@ -1,10 +1,10 @@
 """The command ``sixfold``: verbs, exit status, and one line for an error.
 
-    argv --> cli (this file) --> train | demo | prepare | plot | timeline | sample | export | import
+    argv --> cli (this file) --> train | demo | prepare | plot | timeline | sample | export | import | verify-run
 
-Exit status: 0 done, 1 the run failed, 2 configuration or usage, 143 asked to stop and saved, 137 ended at once by a
-second signal, not saved. A verb imports what it needs when it runs; a wrong configuration is refused before torch is
-imported, a rank started or a folder made.
+Exit status: 0 done, 1 the run failed (or two runs differ), 2 configuration or usage, 143 asked to stop and saved, 137
+ended at once by a second signal, not saved. A verb imports what it needs when it runs; a wrong configuration is refused
+before torch is imported, a rank started or a folder made.
 """
 
 from __future__ import annotations
@@ -169,6 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     timeline.set_defaults(run=_timeline)
     _huggingface_verbs(verbs)
+    _verify_run_verb(verbs)
     add_verbs(verbs)
     return parser
 
@@ -202,6 +203,17 @@ def _huggingface_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser
     bring.add_argument("hf_dir", metavar="HF_DIR", help="folder with config.json and safetensors")
     bring.add_argument("run_dir", metavar="RUN_DIR", help="a folder that does not exist or is empty")
     bring.set_defaults(run=_import)
+
+
+def _verify_run_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verb = verbs.add_parser(
+        "verify-run", help="compare two runs bit by bit: the step, and the tensor or number, in which they first differ"
+    )
+    verb.add_argument("a", type=Path, metavar="A", help="folder of a run")
+    verb.add_argument("b", type=Path, metavar="B", help="folder of another run")
+    verb.add_argument("--no-checkpoints", action="store_true", help="compare metrics and digests alone")
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    verb.set_defaults(run=_verify_run)
 
 
 def _demo(args: argparse.Namespace) -> int:
@@ -256,6 +268,14 @@ def _timeline(args: argparse.Namespace) -> int:
     said = show(args.run_dir, args.out, step=args.step)
     print(f"{args.out}: {said}")
     return 0
+
+
+def _verify_run(args: argparse.Namespace) -> int:
+    from sixfold.gpt.commands.verify_run import as_text, verify_run
+
+    found = verify_run(args.a, args.b, checkpoints=not args.no_checkpoints)
+    print(json.dumps(found) if args.json else as_text(found))
+    return 0 if found["equal"] else 1
 
 
 def _export(args: argparse.Namespace) -> int:

@@ -110,6 +110,7 @@ def check_versions(config: "TrainConfig") -> None:
         ("train.compile", config.train.compile, False, "a compiled layer keeps the weights it first saw"),
         ("log.timeline_steps", list(config.log.timeline_steps), [],
          "a step has parts of several batches, which no program on paper has; log.profile_steps traces it"),
+        ("log.digest_every", config.log.digest_every, 0, "where a step ends, stages have weights of different batches"),
     ]  # fmt: skip
     if config.train.precision == "fp8":
         needs.append(("train.precision", "fp8", "bf16", "weights are quantised where they are sharded"))

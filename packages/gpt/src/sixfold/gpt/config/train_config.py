@@ -297,6 +297,7 @@ class LogConfig(Table):
     straggler_every: Count = 100  # steps between reports of each rank's times; 0 = none
     straggler_factor: Annotated[float, AtLeast(1)] = 2.0  # a rank is named that takes so many times as long
     timeline_steps: tuple[Positive, ...] = ()  # updates whose pipeline is timed, for `sixfold timeline`
+    digest_every: Count = 0  # steps between digests of the weights, for `sixfold verify-run`; 0 = none
 
 
 @dataclass(frozen=True, kw_only=True)

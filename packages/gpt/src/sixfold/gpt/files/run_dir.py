@@ -31,7 +31,7 @@ TABLES = (
     "model", "data", "parallel", "pipeline", "fsdp", "train", "optimizer", "schedule", "checkpoint", "eval", "log",
     "run",
 )  # fmt: skip
-FOLDERS, FILES = ("checkpoints",), ("config.toml", "metrics.jsonl")
+FOLDERS, FILES = ("checkpoints",), ("config.toml", "metrics.jsonl", "digests.jsonl")
 
 
 def check_run_dir(directory: str) -> None:
@@ -57,17 +57,18 @@ def check_run_dir(directory: str) -> None:
 
 
 def _refuse_foreign(path: Path) -> None:
-    """Refuse a folder whose config.toml or metrics.jsonl no run wrote: a run writes over the one, behind the other.
+    """Refuse a folder whose files no run wrote: a run writes over config.toml, and behind the lines of the others.
 
     Raises:
         ConfigError: naming the file.
     """
     metrics, config = path / "metrics.jsonl", path / "config.toml"
-    if metrics.is_file() and not _is_of_a_run(metrics):
-        raise ConfigError(
-            f"run.dir is {str(path)!r} and no run wrote the {metrics.name} there; choose another run.dir, or move the "
-            f"file"
-        )
+    for lines in (metrics, path / "digests.jsonl"):
+        if lines.is_file() and not _is_of_a_run(lines):
+            raise ConfigError(
+                f"run.dir is {str(path)!r} and no run wrote the {lines.name} there; choose another run.dir, or move "
+                f"the file"
+            )
     # A run that ended before its first line, and an import, have no metrics.jsonl.
     if config.is_file() and not metrics.exists() and not (path / "checkpoints").exists():
         try:

@@ -1,4 +1,5 @@
-"""What a run writes and shows of itself: metrics.jsonl, plots, timelines, slow ranks, TensorBoard.
+"""What a run writes and shows of itself: metrics.jsonl, digests, plots, timelines, slow ranks, TensorBoard.
 
-From outside: loss_plot, metrics, profiler, software_versions, straggler, tensorboard, timeline.
+From outside: digest_file, loss_plot, metrics, profiler, run_comparison, run_record, software_versions, straggler,
+tensor_digest, tensorboard, timeline.
 """

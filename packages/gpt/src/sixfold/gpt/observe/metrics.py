@@ -20,7 +20,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TextIO
+from typing import Any, Self, TextIO
 
 from sixfold.gpt.errors import ConfigError, FinalError, TrainError
 from sixfold.gpt.files.run_dir import hold
@@ -49,6 +49,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "timeline": ("step", "trace", "seconds", "bubble", "bubble_on_paper"),
     "eval": ("step", "loss", "tokens"),
+    "digest": ("step", "digest", "seconds"),
     "save": ("step", "checkpoint", "blocked_seconds", "seconds"),
     "straggler": ("step", "steps", "factor", "parts", "slow"),
     "nonfinite": ("step", "rank", "where", "what"),
@@ -67,8 +68,8 @@ def _finite(value: Any) -> Any:
     return value
 
 
-class MetricsWriter:
-    """Appends to one metrics.jsonl; opened by one rank of a run, and held: a second writer is refused (ConfigError)."""
+class LineWriter:
+    """Appends to one file of lines; opened by one rank of a run, and held: a second writer is refused (ConfigError)."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -82,20 +83,12 @@ class MetricsWriter:
         if _is_cut(self.path):
             os.write(self._file, b"\n")
 
-    def write(self, kind: str, **fields: Any) -> dict[str, Any]:
-        """Append one line.
+    def append(self, record: Mapping[str, Any]) -> None:
+        """One line.
 
-        Args:
-            kind: a key of FIELDS.
-            fields: exactly the fields of that kind; numbers may be NaN and become null.
-        Returns:
-            The record as it was written.
         Raises:
             FinalError: the line does not fit on the disk. TrainError: the system refused it otherwise.
         """
-        wanted = FIELDS[kind]
-        assert set(fields) == set(wanted), f"a {kind} line has fields {wanted}, not {tuple(fields)}"
-        record = {"kind": kind, "time": time.time()} | {name: _finite(fields[name]) for name in wanted}
         # One write call per line: a kill cuts a line at most, it never mixes two.
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
         try:
@@ -105,7 +98,6 @@ class MetricsWriter:
         if written < len(line):
             said = f"{self.path}: {written} of the {len(line)} bytes of a line were written: {why}"
             raise FinalError(said) if full else TrainError(said)
-        return record
 
     def close(self) -> None:
         """Close the file; further writes are errors."""
@@ -113,13 +105,34 @@ class MetricsWriter:
             os.close(self._file)
             self._file = -1
 
-    def __enter__(self) -> MetricsWriter:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
         self.close()
+
+
+class MetricsWriter(LineWriter):
+    """Appends to one metrics.jsonl."""
+
+    def write(self, kind: str, **fields: Any) -> dict[str, Any]:
+        """Append one line.
+
+        Args:
+            kind: a key of FIELDS.
+            fields: exactly the fields of that kind; numbers may be NaN and become null.
+        Returns:
+            The record as it was written.
+        Raises:
+            FinalError, TrainError: as ``append``.
+        """
+        wanted = FIELDS[kind]
+        assert set(fields) == set(wanted), f"a {kind} line has fields {wanted}, not {tuple(fields)}"
+        record = {"kind": kind, "time": time.time()} | {name: _finite(fields[name]) for name in wanted}
+        self.append(record)
+        return record
 
 
 def _is_cut(path: Path) -> bool:
@@ -149,7 +162,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Args:
         path: a metrics.jsonl or the run folder that holds it.
     Returns:
-        Records in the order in which they were written; ``step`` and ``eval`` lines that were repeated are left out.
+        Records in the order in which they were written; ``step``, ``eval`` and ``digest`` lines that were repeated are
+        left out.
     Raises:
         FileNotFoundError: there is none.
     """
@@ -165,11 +179,11 @@ def read_all(path: str | Path) -> list[dict[str, Any]]:
 
 
 def last_of_each_step(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``records`` without ``step`` and ``eval`` lines that do not count.
+    """``records`` without ``step``, ``eval`` and ``digest`` lines that do not count.
 
     A later line of the same step replaces them; and a start or a resume takes back what was done behind its step.
     """
-    repeatable = {"step", "eval"}
+    repeatable = {"step", "eval", "digest"}
     found: list[dict[str, Any]] = []
     for record in records:
         if record["kind"] in ("start", "resume"):

@@ -1,6 +1,7 @@
 """Which part of a canonical tensor a tensor- and expert-parallel rank holds.
 
     canonical name, Cuts --> runs, whole_shape (this file) --> initial_weights.py draws it, training_state.py saves it
+                         |-> stretches (this file) --> engine/weight_digests.py
                          `-> replicated (this file) --> norm, sums over tp
 
 Integers only: no torch. Checkpoints hold canonical tensors whole, so nothing in them depends on the layout.
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 Cut = Mapping[int, tuple[int, int]]  # dimension -> (which part, of how many equal ones)
@@ -97,6 +98,31 @@ def runs(cut: Cut, local: Sequence[int], start: int, stop: int) -> Iterator[tupl
         here = min(length - offset, stop - at)
         yield at, _begin(cut, local, whole, inner, index) + offset, here
         at += here
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stretch:
+    """``count`` runs of ``length`` elements, one behind the other in the part, and ``stride`` apart in the whole."""
+
+    at: int  # first element in the part
+    whole_at: int  # and in the whole
+    length: int
+    count: int
+    stride: int
+
+
+def stretches(cut: Cut, local: Sequence[int], start: int, stop: int) -> list[Stretch]:
+    """``runs`` with those that repeat evenly as one: the columns of a matrix are a few stretches, whatever its rows."""
+    found: list[Stretch] = []
+    for at, whole_at, length in runs(cut, local, start, stop):
+        last = found[-1] if found else None
+        if last is not None and last.length == length:
+            gap = whole_at - (last.whole_at + (last.count - 1) * last.stride)
+            if last.count == 1 or gap == last.stride:
+                found[-1] = replace(last, count=last.count + 1, stride=gap)
+                continue
+        found.append(Stretch(at=at, whole_at=whole_at, length=length, count=1, stride=0))
+    return found
 
 
 def _begin(cut: Cut, local: Sequence[int], whole: Sequence[int], inner: int, index: int) -> int:

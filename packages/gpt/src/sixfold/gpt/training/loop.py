@@ -35,12 +35,13 @@ from sixfold.gpt.engine.nonfinite import blamed
 from sixfold.gpt.engine.rank_model import ModelProvider, RankModel, build_rank, check_compiler, check_provider
 from sixfold.gpt.engine.searched_schedule import plan_run
 from sixfold.gpt.engine.step import Asks, NonFinite, StepOutcome, evaluate, train_step
+from sixfold.gpt.engine.weight_digests import WeightDigests
 from sixfold.gpt.engine.weight_versions import NotFiniteError
 from sixfold.gpt.errors import ConfigError, FinalError, NoTargetsError, TrainError
 from sixfold.gpt.launch import rendezvous
 from sixfold.gpt.launch.stop_signals import Interrupted, StopFlag
 from sixfold.gpt.machine.devices import peak_flops_of
-from sixfold.gpt.observe import timeline
+from sixfold.gpt.observe import digest_file, timeline
 from sixfold.gpt.observe.metrics import MetricsWriter, read_all
 from sixfold.gpt.observe.profiler import profiled
 from sixfold.gpt.observe.software_versions import software_versions
@@ -98,6 +99,8 @@ class Run:
         self.versions = software_versions()
         self.root = Path(config.run.dir) / "checkpoints"
         self.board: TensorBoardWriter | None = None  # on rank 0, where the config wants one
+        self.digests: digest_file.DigestWriter | None = None  # on rank 0, where the config wants them
+        self._weight_digests = WeightDigests(rank)
         self._stragglers = StragglerReport(rank, config.log)
         self._timelines = timeline.TimelineWriter(config.run.dir)
         self._prefetch: tuple[int, Prefetch[list[Microbatch]]] | None = None
@@ -278,10 +281,21 @@ class Run:
                 expert_load=outcome.expert_load,
             )
             self._told_at = now, self.progress.tokens
+        if log.digest_every and (number % log.digest_every == 0 or number == self.config.train.steps):
+            self.digest()
         if self.progress.step in log.timeline_steps:
             self._keep_timeline(outcome)
         self._stragglers.after_step(self.progress.step, outcome.ran, self.note)
         return outcome
+
+    def digest(self) -> None:
+        """The digests of the weights as they are now, into digests.jsonl and one line of metrics.jsonl."""
+        began = time.monotonic()
+        with world_collective(f"digests of step {self.progress.step}"), self.rank.clock.part("compute"):
+            found = self._weight_digests.take()
+        if found is not None and self.digests is not None:
+            self.digests.write(self.progress.step, found.whole, found.tensors)
+            self.note("digest", step=self.progress.step, digest=found.whole, seconds=time.monotonic() - began)
 
     def _keep_timeline(self, outcome: StepOutcome) -> None:
         """The step as rank 0's pipeline ran it, for `sixfold timeline`."""
@@ -380,9 +394,15 @@ def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
     flag, mesh, fresh = StopFlag(), run.rank.mesh, start.newest is None
     if run.config.log.tensorboard and mesh.rank == 0:
         run.board = TensorBoardWriter(run.config.run.dir, step_of(start.newest))
+    if run.config.log.digest_every:
+        path = Path(run.config.run.dir) / digest_file.NAME
+        own = mesh.rank == 0
+        run.digests = all_or_raise(mesh.control, mesh.size, lambda: digest_file.DigestWriter(path) if own else None)
     try:
         start_line(run, mesh, step_of(start.newest))
         restore(run, start, source)
+        if run.config.log.digest_every:
+            run.digest()  # of the weights that it begins with: those of the checkpoint, or the initial ones
         if run.config.parallel.schedule == PLAN:
             plan_run(run)
         if run.config.checkpoint.save_initial and fresh:
@@ -404,6 +424,8 @@ def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
         run.close()
         if run.board is not None:
             run.board.close()
+        if run.digests is not None:
+            run.digests.close()
     if reason == "sigterm" and flag.interrupted:
         raise Interrupted(f"stopped by Ctrl-C after step {run.progress.step}, which is saved in {run.root}")
     return reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from run_helpers import lines, run, run_all
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import retention
 from sixfold.gpt import ConfigError
+from sixfold.gpt.commands.cli import main
 from sixfold.gpt.config.train_config import RunConfig
 from sixfold.gpt.observe.digest_file import read_digests
 from sixfold.gpt.observe.tensor_digest import DigestSums, run_digest, tensor_digest
@@ -75,6 +77,35 @@ def test_initial_weights_have_one_digest_at_every_layout(runs):
     experts = {name for name in LAYOUTS if EXPERTS[0] in LAYOUTS[name][1]}
     assert len({first[name] for name in experts}) == 1
     assert len({first[name] for name in LAYOUTS.keys() - experts}) == 1
+
+
+TREES = {
+    "dp1": (1, ()),
+    "dp2": (2, ("parallel.sharding=optim_grads",)),
+    "dp4": (4, ("parallel.dp=4", "parallel.dp_replicate=2")),
+    "pp2": (2, ("parallel.pp=2",)),
+}
+
+
+@pytest.mark.parametrize("grad_sum", ["tree", "fsdp's default"])
+@pytest.mark.slow
+def test_with_a_tree_all_layouts_have_the_digests_of_one_rank_and_by_default_they_have_not(tmp_path, grad_sum, capsys):
+    runs, tree = {}, grad_sum == "tree"
+    for name, (ranks, overrides) in TREES.items():
+        sums = ("parallel.grad_sum=tree",) if tree else ("fsdp.grad_sum=backend",)
+        config = tiny_config(
+            tmp_path, "train.steps=3", "train.micro_batch_size=1", "log.digest_every=1", *sums, *overrides
+        )
+        runs[name] = ranks, replace(config, run=RunConfig(dir=str(tmp_path / name), device="cpu"))
+    run_all(runs.values())
+    told = {name: [line["digest"] for line in lines(config, "digest")] for name, (_, config) in runs.items()}
+    assert (told["dp2"] == told["dp1"], told["dp4"] == told["dp1"]) == (tree, tree)
+    assert not tree or told["pp2"] == told["dp1"]
+    status = main(["verify-run", str(tmp_path / "dp1"), str(tmp_path / "dp4"), "--json"])
+    found = json.loads(capsys.readouterr().out)
+    weights = [one["step"] for one in found["firsts"] if one["what"] == "weights"]
+    assert weights == ([] if tree else [1]), found["verdict"]
+    assert tree or (status == 1 and "in another order" in found["verdict"])
 
 
 @pytest.mark.slow

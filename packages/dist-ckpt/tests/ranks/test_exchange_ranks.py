@@ -56,7 +56,7 @@ def speak(rank, ranks, folder):
         lambda found: [(number, bytes(one.rows) == bytes([number]) * 5000, one.names) for number, one in found],
     )
     told, sent[:] = list(sent), []
-    own = everyone.reduce_scatter(lambda: (None, rank), lambda found: ("all", [bytes([n]) * 5000 for n in found]))
+    own = everyone.reduce_scatter(lambda: (None, rank), lambda found: ("all", [bytes([n]) * 50000 for n in found]))
     parts, sent[:] = (own[1], own[2], sum(nbytes for peer, nbytes in sent if peer > rank)), []
 
     def fail():
@@ -78,15 +78,48 @@ def test_reports_come_in_rank_order_through_a_tree_and_errors_are_the_same_every
     expected = [(rank, True, b"names" * 1000) for rank in range(5)]
     for rank, (seen, told, parts, error, values, hole) in enumerate(results):
         assert seen == expected
-        assert parts[:2] == ("all", bytes([rank]) * 5000), "each rank's own part of a decision"
-        assert 0 <= parts[2] - 5000 * DOWN[rank] < 1000, "and nobody's but of those whom a rank hands it on to"
+        assert parts[:2] == ("all", bytes([rank]) * 50000), "each rank's own part of a decision"
+        assert 0 <= parts[2] - 50000 * DOWN[rank] < 1000, "and nobody's but of those whom a rank hands it on to"
         assert {peer for peer, _ in told} == PEERS[rank]
         assert error == ("CheckpointError", "rank 4: ValueError: my own bug")
         assert values == [float(rank)] * 3
         assert hole == results[0][5] and "w[12:15]" in hole[1]
     up = [(peer, nbytes) for peer, nbytes in results[3][1] if peer == 0]
-    assert len(up) == 2, "a length and the reports of two ranks"
+    assert len(up) == 2, "the head and the rest of the reports of two ranks"
     assert sum(nbytes for _, nbytes in up) < 10000 * 2 + 1000
+
+
+def count_messages(rank, ranks, folder):
+    """The messages that this rank sends in a load of a model, and how many it had asked for when it sent the first."""
+    model, sent, asked = torch.nn.Linear(3, 3), [], []
+    optimizer = torch.optim.AdamW(model.parameters())
+    dist_ckpt.save({"model": model, "optimizer": optimizer}, folder / "c")
+    plain_send, plain_receive = dist.isend, dist.irecv
+
+    def counted(tensor, **options):
+        sent.append((tensor.numel(), len(asked)))
+        return plain_send(tensor, **options)
+
+    def heard(tensor, **options):
+        asked.append(tensor.numel())
+        return plain_receive(tensor, **options)
+
+    dist.isend, dist.irecv = counted, heard
+    try:
+        dist_ckpt.load({"model": model, "optimizer": optimizer}, folder / "c")
+        loads, sent[:] = list(sent), []
+        dist_ckpt.load({"w": torch.zeros(3)}, folder / "c", strict="ignore_all")
+    finally:
+        dist.isend, dist.irecv = plain_send, plain_receive
+    return loads, len(sent)
+
+
+def test_a_load_of_a_small_model_is_three_messages_up_and_three_down_and_without_objects_two(tmp_path):
+    for rank, (loads, without) in enumerate(run_ranks(count_messages, 3, tmp_path)):
+        peers = 1 if rank else 2  # of rank 0, who hears from both and tells both
+        assert [nbytes for nbytes, _ in loads] == [exchange._HEAD_BYTES] * 3 * peers, "what is small has one part"
+        assert loads[0][1] == peers, "a decision is asked for before the report, and all reports at once"
+        assert without == 2 * peers
 
 
 def lose_one(rank, ranks, dies):

@@ -15,6 +15,11 @@ and 63 small messages cost some 3 ms. A rank that waits for the first rank of a 
 one does for its own. A rank that dies is named to all. Of a rank that is late, only the first rank of its run says
 who it is. The others say that they have lost that one, because past a deadline gloo closes the connections.
 
+[Note: a message has a head] On two busy cores a message costs as much as loading a small model, whatever its size. So
+one of up to ``_HEAD_BYTES`` less eight is one message and not a length and a text. A longer one is followed by its
+rest. gloo lets a message go when the other side has asked for it. So a rank asks for the decision before it reports,
+and for all reports before it waits for the first one.
+
 [Note: how long a hung rank is waited for] Reports are received one after the other, and each wait is ``timeout_s``
 from the one before. So a rank that hangs in its ``work`` is reported ``timeout_s`` after the reports of the ranks
 before it are in. That is so even if another rank knows sooner, as behind a mirror, whose ranks see who fetches no
@@ -25,6 +30,7 @@ wait back. Whoever skipped it would get it in place of the next report.
 from __future__ import annotations
 
 import pickle
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -45,6 +51,8 @@ Group = dist.ProcessGroup | Literal["world"] | None
 
 STAR_RANKS = 64  # see [Note: star and tree]
 _LONGEST_S = 1e8  # three years stand for infinity, which gloo's clock does not know
+_HEAD_BYTES = 1 << 13  # of a message: see [Note: a message has a head]
+_LENGTH = struct.Struct("=q")
 _TAG, _SWAP_TAG = 0x5C4B, 0x5C4C  # keep these messages apart from a trainer's own on the same group
 _cpu_groups: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
@@ -172,8 +180,9 @@ class Exchange:
     def _reported(self, above: int, heard: list[bytes]) -> tuple[Outcome, list[bytes]]:
         """Send what this rank and those below have to say; the decision, and the parts of this rank and of those."""
         try:
+            asked = self._ask(above)
             self._send(above, heard)
-            decision, *parts = self._receive(above)
+            decision, *parts = self._receive(asked)
             return _heard(decision, 0), parts
         except LostPeerError:
             for outcome in (_heard(data, rank) for rank, data in enumerate(heard, self.rank)):
@@ -202,34 +211,50 @@ class Exchange:
     def _collected(self, peers: list[int]) -> list[bytes]:
         """What the ranks below have sent, in rank order; for one that is lost or not to be read, that it is."""
         found: list[bytes] = []
-        for peer in peers:
+        for asked in [self._ask(peer) for peer in peers]:
             # The first rank waits longer for one that waits for others itself.
-            waits = self.rank == 0 and peer >= self._run
+            waits = self.rank == 0 and asked.peer >= self._run
             try:
-                found += self._receive(peer, min(5.0, self.timeout_s / 4) if waits else 0.0)
+                found += self._receive(asked, min(5.0, self.timeout_s / 4) if waits else 0.0)
             except CheckpointError as error:
                 # The others are still heard, so that they all get this error and none waits in vain.
                 found.append(Outcome(error=error, is_lost=isinstance(error, LostPeerError)).encode())
         return found
 
     def _send(self, peer: int, texts: list[bytes], *, best_effort: bool = False) -> None:
-        data = torch.frombuffer(bytearray(pickle.dumps(texts)), dtype=torch.uint8)
+        text = pickle.dumps(texts)
+        memory = bytearray(max(_HEAD_BYTES, _LENGTH.size + len(text)))
+        memory[: _LENGTH.size + len(text)] = _LENGTH.pack(len(text)) + text
+        parts = [part for part in torch.frombuffer(memory, dtype=torch.uint8).tensor_split([_HEAD_BYTES]) if len(part)]
         try:
-            for tensor in (torch.tensor([len(data)], device="cpu"), data):
-                self._wait(dist.isend(tensor, group=self.channel, group_dst=peer, tag=_TAG), peer)
+            for work in [dist.isend(part, group=self.channel, group_dst=peer, tag=_TAG) for part in parts]:
+                self._wait(work, peer)
         except RuntimeError as error:
             if not best_effort:
                 raise self._lost(peer, error) from error
 
-    def _receive(self, peer: int, slack_s: float = 0.0) -> list[bytes]:
-        header = torch.zeros(1, dtype=torch.int64, device="cpu")
+    def _ask(self, peer: int) -> _Asked:
+        """Say that the next message of a peer will be read, which lets it go; errors are those of ``_receive``."""
+        head = torch.empty(_HEAD_BYTES, dtype=torch.uint8, device="cpu")
         try:
-            self._wait(dist.irecv(header, group=self.channel, group_src=peer, tag=_TAG), peer, slack_s)
-            data = torch.empty(int(header), dtype=torch.uint8, device="cpu")
-            self._wait(dist.irecv(data, group=self.channel, group_src=peer, tag=_TAG), peer)
+            return _Asked(peer, head, dist.irecv(head, group=self.channel, group_src=peer, tag=_TAG))
+        except RuntimeError as error:
+            return _Asked(peer, head, None, error)
+
+    def _receive(self, asked: _Asked, slack_s: float = 0.0) -> list[bytes]:
+        peer, head, work, failed = asked
+        try:
+            if failed is not None:
+                raise failed
+            self._wait(work, peer, slack_s)
+            (nbytes,) = _LENGTH.unpack_from(tensor_bytes(head))
+            data = torch.empty(_LENGTH.size + nbytes, dtype=torch.uint8, device="cpu")
+            data[:_HEAD_BYTES] = head[: len(data)]
+            if len(data) > _HEAD_BYTES:
+                self._wait(dist.irecv(data[_HEAD_BYTES:], group=self.channel, group_src=peer, tag=_TAG), peer)
         except RuntimeError as error:
             raise self._lost(peer, error) from error
-        texts: list[bytes] = _unpickled(tensor_bytes(data), f"rank {peer} of {self.ranks}")
+        texts: list[bytes] = _unpickled(tensor_bytes(data)[_LENGTH.size :], f"rank {peer} of {self.ranks}")
         return texts
 
     def _wait(self, work: dist.Work | None, peer: int, slack_s: float = 0.0) -> None:
@@ -268,6 +293,15 @@ def errors_to_all(group: Group, timeout_s: float) -> Iterator[None]:
             if isinstance(known, CheckpointError):
                 raise
         raise
+
+
+class _Asked(NamedTuple):
+    """The first ``_HEAD_BYTES`` of a peer's next message, asked for; ``failed``: they could not be."""
+
+    peer: int
+    head: torch.Tensor
+    work: dist.Work | None
+    failed: RuntimeError | None = None
 
 
 class Outcome(NamedTuple):

@@ -23,11 +23,12 @@ from typing import NamedTuple
 import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError
-from sixfold.dist_ckpt.geometry.box import Box, Ints, describe, holes, overlaps
+from sixfold.dist_ckpt.geometry.box import Box, Ints, cover_weight, describe, holes, overlaps, whole
 from sixfold.dist_ckpt.state.records import Piece, ShardedObject, ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 
 _AT_ONCE = 1 << 18  # rows that stay in the cache
+_FEW_ROWS = 1 << 6  # of which Python is through before a dozen operations on arrays have begun
 
 
 class Kind(NamedTuple):
@@ -200,6 +201,18 @@ def covered_once(table: Table) -> torch.Tensor:
     return inside_K & (total_K == _weights(torch.zeros_like(shapes_KD), shapes_KD))
 
 
+def _few_covered_once(table: Table) -> list[bool]:
+    """``covered_once`` of few rows."""
+    left = [cover_weight(whole(kind.shape)) for kind in table.kinds]
+    fine = [True] * len(left)
+    for number, main, *numbers in table.rows_NW.tolist():
+        shape = table.kinds[number].shape
+        box = Box(tuple(numbers[: len(shape)]), tuple(numbers[table.dims : table.dims + len(shape)]))
+        fine[number] &= box.within(shape)
+        left[number] -= cover_weight(box) if main else 0
+    return [inside and not rest for inside, rest in zip(fine, left, strict=True)]
+
+
 def _weights(offsets_ND: torch.Tensor, sizes_ND: torch.Tensor) -> torch.Tensor:
     weights_N = torch.ones(len(offsets_ND), dtype=torch.int64, device="cpu")
     for axis in range(offsets_ND.shape[1]):
@@ -229,7 +242,7 @@ def table_problems(table: Table, verb: str, *, copies: bool = False, is_load: bo
     ``is_load``: a replica that asks for the whole tensor leaves no hole, as a plain tensor that one rank alone loads.
     Cost: linear in the rows, a few array operations; only keys that fail are looked at box by box.
     """
-    fine = covered_once(table).tolist()
+    fine = _few_covered_once(table) if len(table.rows_NW) <= _FEW_ROWS else covered_once(table).tolist()
     keys = Counter(kind.key for kind in table.kinds)
     bad = {kind.key for kind, ok in zip(table.kinds, fine, strict=True) if not ok or keys[kind.key] > 1}
     found: dict[str, list[Row]] = {kind.key: [] for kind in table.kinds if kind.key in bad}

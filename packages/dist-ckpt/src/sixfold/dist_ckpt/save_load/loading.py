@@ -2,6 +2,9 @@
 
 state dicts + folder --> describe --> agree --> verify and read --> assemble (this file) --> result
 path --> common data, listings (this file) --> serialization.py, strategies
+
+[Note: no rank merges alone] The ``merge_fn`` of a factory is a user's and may wait for other ranks. So none is called
+before all have read. Without factories a rank assembles its result with the read, and one exchange is spared.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ if TYPE_CHECKING:
     from sixfold.dist_ckpt.collectives.relay import Relay
 
 Values = dict[tree.KeyPath, Any]  # what was loaded, by place
+Result = tuple[Any, list[tuple[Any, Any]]]  # of a load, and what its Stateful objects are to get
 
 _log = logging.getLogger("sixfold.dist_ckpt")
 _DOUBTFUL_BYTES = 1 << 26  # before as much is allocated, the claimed shape is compared with what is stored
@@ -93,6 +97,7 @@ class _Report(NamedTuple):
     identity: tuple[str | None, str]  # save id and digest of the keys of the checkpoint
     checkpoint: Checkpoint | None  # of the first rank only, which sends it nowhere
     has_stateful: bool
+    has_factories: bool
     room: tuple[str, int] | None  # where a mirror lies, and the bytes that are free there
     owners: frozenset[str]  # see requested_keys.py
     local: frozenset[str]
@@ -104,12 +109,13 @@ class _Report(NamedTuple):
 
 class _Decision(NamedTuple):
     """What the first rank decides, besides which blocks each rank hashes: the key sets, with how many threads they
-    hash; whether any rank has Stateful objects."""
+    hash; whether any rank has Stateful objects, or factories."""
 
     missing: set[str]
     unexpected: set[str]
     threads: int
     has_stateful: bool
+    has_factories: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,18 +160,21 @@ class Load:
             rank_load, decision, shares = exchange.reduce_scatter(
                 lambda: self._requested(view), lambda reports: _agree(reports, asked, view)
             )
-            values, casts = exchange.all_reduce(
-                lambda: self._read(rank_load, decision.threads, shares), lambda casts: _of_one_save(view, casts)
-            )
+
+            def read() -> tuple[tuple[Values, Result | None], set[str]]:
+                values, casts = self._read(rank_load, decision.threads, shares)
+                return (values, None if decision.has_factories else _assembled(rank_load, values, mode)), casts
+
+            (values, done), casts = exchange.all_reduce(read, lambda casts: _of_one_save(view, casts))
         if casts and asked.dtype_policy == "cast":
             warnings.warn(f"values were converted to another dtype in {', '.join(casts)}", stacklevel=2)
         if exchange.rank == 0 and not mode.logs:
             _warn_of_stateful(rank_load, decision)
+        if done is None:  # see [Note: no rank merges alone]
+            done = exchange.run_on_all(lambda: _assembled(rank_load, values, mode))
+        result, found = done
         if decision.has_stateful:  # they get their values when no rank has an error left to raise
-            result, found = exchange.run_on_all(lambda: _assembled(rank_load, values, mode))
             exchange.run_on_all(lambda: _hand_over(found))
-        else:
-            result, _ = _assembled(rank_load, values, mode)
         in_place.fill_plain(asked.state, rank_load.asked, result, exchange.rank == 0)
         missing = decision.missing if mode.minds_missing else set()
         if mode.logs:
@@ -366,6 +375,7 @@ class Load:
             checkpoint.content,
             checkpoint if self.exchange.rank == 0 else None,
             any(step.owner is not None for step in wanted.merges),
+            any(step.is_factory for step in wanted.merges),
             rank_load.view.room(),
             # Weights alone, of Hugging Face say, are asked for in part as a rule.
             requested_keys.owners(self.asked.state, wanted.merges, wanted.parts, wanted.common)
@@ -462,10 +472,11 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
         problems = table_problems(table, "asked for", copies=copies, is_load=True)
         problems += object_problems(objects, "asked for")
         raise_problems(problems, "asked for", ShardingError)
-    threads, has_stateful = threads_of([r.cpus for r in reports]), any(r.has_stateful for r in reports)
+    threads = threads_of([report.cpus for report in reports])
+    has = any(report.has_stateful for report in reports), any(report.has_factories for report in reports)
     shares = view.shares([report.touched for report in reports])
     view.check_room(shares, [report.room for report in reports], checkpoint.block_bytes)
-    return _Decision(missing, unexpected, threads, has_stateful), view.parts(shares)
+    return _Decision(missing, unexpected, threads, *has), view.parts(shares)
 
 
 def threads_of(cpus: Sequence[tuple[str, int]]) -> int:
@@ -504,7 +515,7 @@ def _check_have_memory(
     merges: Sequence[factory.Merge], expanded: Any, common: Any, stored: Mapping[str, Stored]
 ) -> None:
     """A copy into a tensor on the meta device changes nothing: torch warns of it, and the module has no values."""
-    for path, _, owner in merges:
+    for path, _, owner, _ in merges:
         if not isinstance(owner, torch.nn.Module):
             continue
         for below, leaf in tree.leaves(tree.get(expanded, path), path):
@@ -514,8 +525,7 @@ def _check_have_memory(
                 check_readable(tree.key_text(below[len(path) :]), leaf)
 
 
-def _assembled(rank_load: RankLoad, values: Values, strict: StrictHandling) -> tuple[Any, list[tuple[Any, Any]]]:
-    """The result of a load, and what its Stateful objects are to get."""
+def _assembled(rank_load: RankLoad, values: Values, strict: StrictHandling) -> Result:
     common, parts = rank_load.common, rank_load.parts
     if rank_load.extra:
         replicated_tensors.fill(common, rank_load.extra)
@@ -561,7 +571,8 @@ def common_data(checkpoint: Checkpoint, safe_globals: Sequence[Any], *, copies: 
         if checkpoint.common is not None:
             raise CorruptError(f"{path} is missing; every checkpoint with a metadata.json has one")
         return {}
-    common = weights_only.load(data, str(path), safe_globals)
+    is_checked = checkpoint.integrity is not None and checkpoint.verify != "off"
+    common = weights_only.load(data, str(path), safe_globals, trusted_bytes=is_checked)
     if not isinstance(common, dict):
         raise CorruptError(f"{path} holds a {type(common).__name__}, not a dict")
     names = () if copies or checkpoint.integrity is None else checkpoint.integrity.in_common

@@ -92,6 +92,7 @@ class Merge(NamedTuple):
     path: tree.KeyPath
     merge_fn: Callable[..., Any]
     owner: Any = None
+    is_factory: bool = False
 
 
 def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None) -> tuple[Any, list[Merge]]:
@@ -116,7 +117,7 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
         if isinstance(leaf, ShardedTensor):
             return leaf
         if isinstance(leaf, ShardedTensorFactory):
-            built, merge = changed(path, leaf.build()), Merge(path, leaf.merge_fn)
+            built, merge = changed(path, leaf.build()), Merge(path, leaf.merge_fn, is_factory=True)
         elif (own := per_rank.of(leaf)) is not None:
             if saved is None:
                 return per_rank.to_save(own, path, rank, ranks)
@@ -184,7 +185,7 @@ def merge(result: Any, merges: Sequence[Merge], left_out: Collection[tree.KeyPat
     them is left out as a record is. A Stateful object stands in the result as itself.
     """
     found: list[tuple[Any, Any]] = []
-    for path, merge_fn, owner in merges:
+    for path, merge_fn, owner, _ in merges:
         sub_dict = tree.get(result, path)
         if sub_dict is tree.GONE:
             continue
@@ -221,7 +222,7 @@ def keep_own(
 
 def fit_modules(result: Any, merges: Sequence[Merge], expanded: Any) -> None:
     """Give modules of which ``strict`` leaves something out what their own state dict has: torch refuses all else."""
-    for path, _, owner in merges:
+    for path, _, owner, _ in merges:
         asked, found = tree.get(expanded, path), tree.get(result, path)
         if not isinstance(owner, torch.nn.Module) or not tree.is_dict(asked) or not tree.is_dict(found):
             continue
@@ -236,7 +237,7 @@ def _of_owners(
     merges: Sequence[Merge], parts: tree.Split, common: Any
 ) -> Iterator[tuple[tree.KeyPath, list[tuple[tree.KeyPath, ShardedBase]], bool]]:
     """Where each Stateful object stands, its records, and whether common data is saved for it."""
-    for path, _, owner in merges:
+    for path, _, owner, _ in merges:
         if owner is not None:
             below = [(at, record) for at, record in parts.records if at[: len(path)] == path]
             yield path, below, tree.get(common, path) is not tree.GONE

@@ -1,13 +1,14 @@
 """The arena: places, growth, and the pinned kind of memory by a stand-in for CUDA."""
 
 import contextlib
+import os
 
 import pytest
 import torch
 
 from sixfold.dist_ckpt import StorageError
 from sixfold.dist_ckpt.background import arena
-from sixfold.dist_ckpt.background.arena import Arena, MappedArena, Pinned
+from sixfold.dist_ckpt.background.arena import Arena, MappedArena, Pinned, ProgressCounter
 
 
 @pytest.fixture
@@ -33,6 +34,7 @@ def test_the_worker_sees_the_values_at_the_call(made, seed):
     places = made.take(tensors)
     for tensor in tensors:
         tensor.zero_()
+    made.settle()
     seen = MappedArena(made.fd).tensors(places)
     assert all(torch.equal(a, b) and a.dtype == b.dtype for a, b in zip(seen, expected, strict=True))
 
@@ -50,15 +52,18 @@ def test_places_do_not_overlap_and_large_tensors_start_on_pages():
 
 def test_memory_is_kept_and_grows_only_when_it_must(made):
     made.take([torch.ones(10)])
+    made.settle()
     size = made.nbytes
     address = made._bytes.data_ptr()
     made.take([torch.ones(1000), torch.ones(20)])
     assert (made.nbytes, made._bytes.data_ptr()) == (size, address)
     places = made.take([torch.full((size,), 2.0)])
+    made.settle()
     assert made.nbytes >= 4 * size
     mapped = MappedArena(made.fd)
     assert bool((mapped.tensors(places)[0] == 2).all())
     places = made.take([torch.full((2 * size,), 3.0)])
+    made.settle()
     assert bool((mapped.tensors(places)[0] == 3).all()), "mapped again after it has grown"
 
 
@@ -67,17 +72,46 @@ def test_large_tensors_are_copied_in_slices_by_several_threads(made, monkeypatch
     monkeypatch.setattr(arena, "_SLICE_BYTES", 1000)
     tensors = [torch.randn(3_000), torch.randn(7), torch.randn(501, 3), torch.randn(40, 30).t()]
     places = made.take(tensors)
+    made.settle()
     seen = MappedArena(made.fd).tensors(places)
     assert all(torch.equal(a, b) for a, b in zip(seen, tensors, strict=True))
 
 
 def test_no_memory_is_told_with_the_bytes_it_needs(made, monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.posix_fallocate", refuse)
-    with pytest.raises(StorageError, match=r"shared memory of 2097152 bytes .*\(No space left.* save synchronously"):
+    told = r"shared memory of 2097152 bytes .*\(No space left.* save synchronously"
+    with pytest.raises(StorageError, match=told):
+        made.reserve([torch.ones(5)])
+    made.take([torch.ones(5)])
+    with pytest.raises(StorageError, match=told):
+        made.settle()
+    assert os.fstat(made.fd).st_size == 4096, "what it had got is given back"
+    monkeypatch.setattr("mmap.mmap", refuse)
+    with pytest.raises(StorageError, match="no memory of 4116 bytes for the copy"):
         made.take([torch.ones(5)])
+
+
+def test_a_copy_that_does_not_fit_asks_for_no_shared_memory_and_is_moved_piece_by_piece(made, monkeypatch):
+    """Fresh shared memory takes as long as ten copies: the call does not wait for it."""
+    monkeypatch.setattr(arena, "_PIECE_BYTES", 1 << 20)
+    counter, tensors, moves = ProgressCounter(made.fd), [torch.randn(300_000), torch.randn(700_001)], []
+    counter.add(7)
+    with monkeypatch.context() as without:
+        without.setattr("os.posix_fallocate", lambda *_: pytest.fail("shared memory in the call"))
+        places = made.take(tensors)
+    expected = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    waiting = made._waiting
+    made.settle(lambda: moves.append(int((waiting != 0).sum())))
+    assert all(map(torch.equal, MappedArena(made.fd).tensors(places), expected))
+    assert len(moves) == made.nbytes >> 20 and moves == sorted(moves, reverse=True) and moves[-1] == 0, "given back"
+    assert (counter.written, made._waiting) == (7, None), "the counter's page is no part of a copy"
+    made.take(tensors)
+    assert made._waiting is None, "what fits is copied where it is written from"
 
 
 class FakeCuda:
@@ -166,7 +200,9 @@ def test_tensors_are_copied_while_the_interpreter_ends(made, monkeypatch):
     """From a thread that is none of a daemon's: Python has stopped all pools."""
     large = torch.randn(1 << 19)
     monkeypatch.setattr("concurrent.futures.thread._shutdown", True)
-    assert torch.equal(MappedArena(made.fd).tensors(made.take([large]))[0], large)
+    places = made.take([large])
+    made.settle()
+    assert torch.equal(MappedArena(made.fd).tensors(places)[0], large)
 
 
 def test_memory_that_was_reserved_is_that_which_is_taken(made):

@@ -96,6 +96,7 @@ def measured(rank, ranks, folder):
         peaks["load", name] = peak_growth_mib(lambda s=state: dist_ckpt.load(s, saved))
     peaks["plain tensors"] = peak_growth_mib(lambda: dist_ckpt.load_plain_tensors(saved))
     state, arena = [KINDS["transposed"]() for _ in range(COUNT)], Arena()
+    arena.reserve(state)
     peaks["arena"] = peak_growth_mib(lambda: arena.take(state))
     arena.close()
     batches.BATCH_BYTES, tools._COMPARED_ELEMENTS = BATCH_MIB << 20, 1 << 14

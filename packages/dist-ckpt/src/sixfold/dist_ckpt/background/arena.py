@@ -7,6 +7,11 @@ The memory is a memfd that the trainer and its worker both map: no name that cou
 ``/dev/shm``. It is kept: a copy runs at 20 GB/s into memory that was touched before and at 1 into fresh
 shared memory. Once tensors were on a CUDA device the trainer registers it as pinned; the worker never
 touches CUDA.
+
+[Note: fresh shared memory] The kernel gives shared memory in pages of 4 KiB, and takes as long for them as for ten
+copies. Private memory it gives in pages of 2 MiB where it can, almost for nothing. So a call whose tensors have no room
+in the arena copies them into private memory. ``settle``, in the thread of the handle, moves them into the arena piece
+by piece and gives each piece back. So there is one copy at any time, and one piece twice.
 """
 
 from __future__ import annotations
@@ -14,8 +19,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from threading import Lock
 from typing import Any, NamedTuple
 
@@ -30,6 +36,8 @@ from sixfold.dist_ckpt.storage.frame_file import libc
 
 COPY_THREADS = 2
 _MADV_POPULATE_WRITE = 23
+_YIELD_S = 1e-3  # in which the call that began this thread returns, also where threads are not preempted
+_PIECE_BYTES = 2**25  # that the arena grows by at a time
 _GRAIN_BYTES = 2**21  # the arena grows in whole huge pages
 _SMALL_BYTES = 2**20  # up to here a tensor is copied by the caller: a thread costs more
 _SLICE_BYTES = 64 * 2**20  # a larger tensor is copied in slices, so that the threads end together
@@ -132,6 +140,7 @@ class Arena:
         os.truncate(self.fd, mmap.PAGESIZE)  # the counter's
         self.nbytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._waiting: torch.Tensor | None = None  # see [Note: fresh shared memory]
         self._pinned: Pinned | None = None
 
     def reserve(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
@@ -141,27 +150,37 @@ class Arena:
             StorageError: there is none, or it cannot be pinned.
         """
         places, needed = layout(tensors)
-        pinned = self._pinned or pinned_for(tensors)
+        self._reserved(needed, self._pinned or pinned_for(tensors))
+        return places
+
+    def _reserved(self, needed: int, pinned: Pinned | None) -> torch.Tensor:
         if needed > self.nbytes or pinned is not self._pinned:
             self._unpin()
             self._grow(needed)
             if pinned is not None and self.nbytes:
                 pinned.register(self._bytes.data_ptr(), self.nbytes)
                 self._pinned = pinned
-        return places
+        return self._bytes
 
     def take(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
-        """Copy tensors in; their values are safe when it returns. What was in the arena before is gone.
+        """Copy tensors; their values are safe when it returns, and in the arena after ``settle``.
+
+        What was in the arena before is gone.
 
         Raises: as ``reserve``.
         """
-        places = self.reserve(tensors)
-        base, pairs, spans = self._bytes.data_ptr(), [], []
+        places, needed = layout(tensors)
+        pinned = self._pinned or pinned_for(tensors)
+        if needed > self.nbytes and pinned is None:
+            memory = self._waiting = _private(needed)
+        else:
+            memory, self._waiting = self._reserved(needed, pinned), None
+        base, pairs, spans = memory.data_ptr(), [], []
         for place, tensor in zip(places, tensors, strict=True):
             if not place.nbytes:
                 continue
             if not (tensor.is_cpu and is_plain(tensor)):
-                pairs.append((_view(self._bytes, place), tensor.detach()))
+                pairs.append((_view(memory, place), tensor.detach()))
             elif place.nbytes <= _SMALL_BYTES:
                 ctypes.memmove(base + place.offset, tensor.data_ptr(), place.nbytes)
             else:
@@ -178,6 +197,16 @@ class Arena:
             list(moved)
         return places
 
+    def settle(self, moved: Callable[[], object] = lambda: None) -> None:
+        """Move what waits in private memory into the arena; ``moved`` is called after each piece.
+
+        Raises: as ``reserve``. What was taken is lost then.
+        """
+        waiting, self._waiting = self._waiting, None
+        if waiting is not None:
+            time.sleep(_YIELD_S)
+            self._grow(len(waiting), waiting, moved)
+
     def freed(self) -> None:
         """What was taken is needed no more: the worker has ended its job."""
         recycled(self._bytes[mmap.PAGESIZE :])
@@ -186,33 +215,63 @@ class Arena:
         """Give the memory back; the worker's mapping keeps it until the worker ends."""
         self._unpin()
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self.nbytes = 0
+        self._waiting, self.nbytes = None, 0
         os.close(self.fd)
 
-    def _grow(self, needed: int) -> None:
+    def _grow(
+        self, needed: int, waiting: torch.Tensor | None = None, moved: Callable[[], object] = lambda: None
+    ) -> None:
         if needed <= self.nbytes:
             return
-        size = -(-needed // _GRAIN_BYTES) * _GRAIN_BYTES
+        size, advise = -(-needed // _GRAIN_BYTES) * _GRAIN_BYTES, libc("madvise")
         try:
-            # Allocates every page: without it a machine without memory would answer a copy with SIGBUS.
-            os.posix_fallocate(self.fd, 0, size)
-            mapped = mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED)
+            os.truncate(self.fd, size)
+            mapped = torch.frombuffer(mmap.mmap(self.fd, size, flags=mmap.MAP_SHARED), dtype=torch.uint8)
+            for at in range(0, size, _PIECE_BYTES):
+                # Allocates every page: without it a machine without memory would answer a copy with SIGBUS.
+                os.posix_fallocate(self.fd, at, min(_PIECE_BYTES, size - at))
+                # No fault per page later. (With MAP_POPULATE no other thread of Python would run meanwhile.) Linux
+                # before 5.14 says that it cannot.
+                if advise is not None:
+                    _advise(advise, mapped[at : at + _PIECE_BYTES], _MADV_POPULATE_WRITE)
+                if waiting is not None:
+                    piece = waiting[max(at, mmap.PAGESIZE) : at + _PIECE_BYTES]  # behind the counter
+                    ctypes.memmove(mapped.data_ptr() + max(at, mmap.PAGESIZE), piece.data_ptr(), len(piece))
+                    if advise is not None:
+                        _advise(advise, waiting[at : at + _PIECE_BYTES], mmap.MADV_DONTNEED)
+                moved()
         except OSError as error:
+            os.truncate(self.fd, max(self.nbytes, mmap.PAGESIZE))
             raise StorageError(
                 f"no shared memory of {size} bytes for the copy of a background save ({error.strerror}); free memory "
                 "or save synchronously",
                 error.errno,
             ) from error
-        self._bytes, self.nbytes = torch.frombuffer(mapped, dtype=torch.uint8), size
-        # No fault per page later. (With MAP_POPULATE no other thread of Python would run meanwhile.) Linux before 5.14
-        # says that it cannot.
-        if (advise := libc("madvise")) is not None:
-            advise(ctypes.c_void_p(self._bytes.data_ptr()), ctypes.c_size_t(size), _MADV_POPULATE_WRITE)
+        self._bytes, self.nbytes = mapped, size
 
     def _unpin(self) -> None:
         if self._pinned is not None:
             self._pinned.unregister(self._bytes.data_ptr())
         self._pinned = None
+
+
+def _private(nbytes: int) -> torch.Tensor:
+    """Memory of this process, in huge pages where the kernel has them."""
+    try:
+        mapped = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise StorageError(
+            f"no memory of {nbytes} bytes for the copy of a background save ({error.strerror}); free memory or save "
+            "synchronously",
+            error.errno,
+        ) from error
+    with suppress(OSError):  # of a kernel without huge pages
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapped, dtype=torch.uint8)
+
+
+def _advise(madvise: Callable[..., int], memory: torch.Tensor, advice: int) -> None:
+    madvise(ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(len(memory)), advice)
 
 
 def layout(tensors: Sequence[torch.Tensor]) -> tuple[list[Place], int]:

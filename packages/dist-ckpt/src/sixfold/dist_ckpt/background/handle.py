@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from sixfold.dist_ckpt.background.lost_ranks import Job
@@ -41,11 +42,12 @@ class AsyncSave:
         heartbeat: Heartbeat | None,
         progress: Progress | None,
         started: float,
+        settle: Callable[[Callable[[], object]], object],
     ) -> None:
         self.checkpoint_dir: Path | str = job.content.store.local_folder or job.ticket.save.target
         self.worker_pid = worker.process.pid
         self._saver: object | None = saver
-        self._worker, self._watch = worker, WorkerWatch(worker, job, heartbeat, progress)
+        self._worker, self._watch = worker, WorkerWatch(worker, job, heartbeat, progress, settle)
         self._started, self._pid = started, os.getpid()
         self.blocked_s = time.monotonic() - started
         self._ended = threading.Event()

@@ -138,7 +138,7 @@ class AsyncSaver:
             undo.callback(agreed.abandon)
             self._save_id = agreed.ticket.save.save_id
             job, heartbeat = self._hand_over(agreed, request, undo)
-            flight = AsyncSave(self, worker, job, heartbeat, request.progress, start)
+            flight = AsyncSave(self, worker, job, heartbeat, request.progress, start, self._arena.settle)
             try:
                 self._flight = flight
                 typed(flight._thread.start)

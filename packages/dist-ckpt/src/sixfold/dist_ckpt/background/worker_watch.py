@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import pickle
 import time
+from collections.abc import Callable
 
 from sixfold.dist_ckpt.background import lost_ranks
 from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.background.status_and_heartbeats import Heartbeat, StallTimer
 from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Outcome
-from sixfold.dist_ckpt.errors import CheckpointError
+from sixfold.dist_ckpt.errors import CheckpointError, StorageError
 from sixfold.dist_ckpt.progress import Meter, Progress
 
 _GLANCE_S = 1.0  # between two looks at the counter, which cost nothing
@@ -26,8 +27,21 @@ _GLANCE_S = 1.0  # between two looks at the counter, which cost nothing
 class WorkerWatch:
     """One rank's worker and its job, from the hand-over to the outcome."""
 
-    def __init__(self, worker: Worker, job: Job, heartbeat: Heartbeat | None, progress: Progress | None) -> None:
-        self._worker, self._job, self._heartbeat, self._progress = worker, job, heartbeat, progress
+    def __init__(
+        self,
+        worker: Worker,
+        job: Job,
+        heartbeat: Heartbeat | None,
+        progress: Progress | None,
+        settle: Callable[[Callable[[], object]], object],
+    ) -> None:
+        self._settle, self._worker, self._job, self._heartbeat, self._progress = (
+            settle,
+            worker,
+            job,
+            heartbeat,
+            progress,
+        )
         self._meter, self._file_bytes = Meter(None), 0  # made in the thread
         self._counter, self._stall, self._beat_at = worker.counter, StallTimer(), 0.0
         self._counter.reset()
@@ -46,6 +60,8 @@ class WorkerWatch:
             self._file_bytes = self._job.content.file_bytes
             # Pickled here, where the trainer does not wait for it.
             job = pickle.dumps(self._job, protocol=5)
+            self._settle(self._settled_more)
+            self._idle_moves = self._counter.moves
             worker.hand_over(job)
             while not worker.connection.poll(self._look_s):
                 if not self._moves_on():
@@ -61,10 +77,16 @@ class WorkerWatch:
         except BaseException as error:  # of the caller's progress, or else this thread's own
             worker.kill()
             known = error_of_thread(error)
-            outcome = lost_ranks.report_dead_worker(self._job, f"rank {rank}: {known}", self._counter, CheckpointError)
+            kind = StorageError if isinstance(known, StorageError) else CheckpointError
+            outcome = lost_ranks.report_dead_worker(self._job, f"rank {rank}: {known}", self._counter, kind)
             return Outcome(error=outcome.error or CheckpointError(f"{known}. The checkpoint is committed all the same"))
         ending = worker.kill()
         return lost_ranks.report_dead_worker(self._job, f"the worker of rank {rank} {reason} ({ending})", self._counter)
+
+    def _settled_more(self) -> None:
+        """A piece is in the arena: this rank is not standing still."""
+        self._counter.add(0)
+        self._moves_on()
 
     def _moves_on(self) -> bool:
         """Whether the worker has moved lately; shows its count, and that this rank lives, to the other ranks."""

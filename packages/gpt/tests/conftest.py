@@ -8,6 +8,7 @@ nox -s "ranks(gpt)" -- --memory-matrix
 nox -s "ranks(gpt)" -- --compiled-ranks
 nox -s "ranks(gpt)" -- --expert-layouts
 nox -s "ranks(gpt)" -- --context-matrix
+nox -s "ranks(gpt)" -- --same-bits-matrix
 """
 
 import signal
@@ -32,4 +33,5 @@ def pytest_addoption(parser):
     parser.addoption("--all-meshes", action="store_true", help="groups of every rank of every mesh of 4 and 8 ranks")
     parser.addoption("--random-layouts", type=int, default=0, help="random models at random layouts (0)")
     parser.addoption("--context-matrix", action="store_true", help="attention and models cut over up to four ranks")
+    parser.addoption("--same-bits-matrix", action="store_true", help="parallel.grad_sum = tree at every layout")
     parser.addoption("--expert-layouts", action="store_true", help="runs with experts at further layouts")

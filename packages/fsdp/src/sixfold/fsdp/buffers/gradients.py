@@ -24,7 +24,7 @@ added. Who writes is seen by the version of their memory, which a write through 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -407,10 +407,10 @@ class Gradients:
     def _had_before(self, at: int, taken: Taken) -> bool:
         return self._tree.had[at] if self._tree is not None else bool(taken.adds and taken.adds[at])
 
-    def show(self, closed: int, divisor: Tensor | None) -> None:
+    def show(self, closed: int, divisor: Tensor | None, gather: Callable[[Tensor], None] | None = None) -> None:
         """Main gradients become the sum of what landed, divided once; ``closed``: so many microbatches are over.
 
-        [Note: sums of a tree]
+        ``gather`` brings the parts that landed on other ranks. [Note: sums of a tree]
         """
         tree = self._tree
         if tree is None or not len(tree) or tree.shown != -1:
@@ -426,6 +426,8 @@ class Gradients:
                 if place is not None:
                     tree.base[slice(*place)].copy_(home[slice(*place)])
         total = tree.total(closed, home if direct else torch.empty_like(home, dtype=self.dtype))
+        if gather is not None:
+            gather(total)
         if divisor is not None:
             total.div_(divisor)
         for at, place in enumerate(() if direct and not any(tree.based) else self._here):

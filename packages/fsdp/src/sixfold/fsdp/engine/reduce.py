@@ -464,7 +464,8 @@ class Reduction:
         if self.tree:
             for unit in self._by_name.values():
                 for flat_buffer in unit.trained:
-                    flat_buffer.gradients.show(over, self._divisor)
+                    gather = self.paths.gatherer(flat_buffer, self._waits[unit.name])
+                    flat_buffer.gradients.show(over, self._divisor, gather)
 
     # ---- reductions
 
@@ -573,14 +574,14 @@ class Reduction:
         if result is None:
             assert memory is not None, f"{owner}: a result has no place"
             result = sent.view(ranks.shard.size, -1)[ranks.shard.rank] if self._reduce_is_main else memory.result
-        received, from_replicas = (
-            (self._nothing, self._nothing) if memory is None else (memory.received, memory.from_replicas)
-        )
-        shard_sum = self.paths.sums[ranks.shard]
-        start_sum = shard_sum.all_reduce if flat_buffer.all_reduced else shard_sum.reduce_scatter
-        finish = start_sum(ranks.shard, sent, result, received, self.wide)
+        scratch = (self._nothing, self._nothing) if memory is None else (memory.received, memory.from_replicas)
+        landing, shard_sum = self.paths.landing(flat_buffer, start, stop), self.paths.sums[ranks.shard]
+        result = result[: stop - start][landing[0] - start : landing[1] - start]
+        whole = flat_buffer.all_reduced and landing == piece
+        start_sum = shard_sum.all_reduce if whole else shard_sum.reduce_scatter
+        finish = start_sum(ranks.shard, sent, result, scratch[0], self.wide)
         holder = None if path.kind is State.SLOT else owner
-        return _Piece(flat_buffer, taken, start, stop, finish, from_replicas, holder)
+        return _Piece(flat_buffer, taken, *landing, finish, scratch[1], holder)
 
     def _land(self, piece: _Piece) -> None:
         """Finish its sum, and make it main gradients. [Note: order of a sum]"""

@@ -9,7 +9,7 @@ Decided once, when the model is wrapped. A slot of the pool holds what one reduc
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.reduction_sizes import ReductionPath, ReductionSizes, State, largest_repeated, pool_slots
 from sixfold.fsdp.buffers.temporary_memory import TemporaryBucketAllocator
 from sixfold.fsdp.buffers.unit import Unit
-from sixfold.fsdp.collectives.gradient_sums import grad_sum_of
+from sixfold.fsdp.collectives.gradient_sums import Wait, grad_sum_of
 from sixfold.fsdp.config import MixedPrecision
 
 
@@ -63,6 +63,12 @@ class ReductionPaths:
                 for path in [sizes.own(), *([sizes.fused(alone=alone)] if shards_grads else [])]:
                     self.of[flat_buffer, path.kind] = path
                     self.as_made[flat_buffer] = path.kind
+        self._in_parts = {one for one, _ in self.of if precision.grad_sum == "tree" and self._divides(one)}
+
+    def _divides(self, flat_buffer: ParamAndGradBuffer) -> bool:
+        ranks, pieces = flat_buffer.ranks, self.of[flat_buffer, State.OWN].pieces
+        even = all((stop - start) % ranks.shard.size == 0 for start, stop in pieces)
+        return flat_buffer.all_reduced and ranks.shard.size > 1 and ranks.outer.size == 1 and even
 
     def make_pool(self, slots: int, device: torch.device, *, fill: bool = False) -> TemporaryBucketAllocator:
         """At most ``slots`` slots, each large enough for any piece; ``fill``: with NaN when given back."""
@@ -71,6 +77,30 @@ class ReductionPaths:
             paths.setdefault(flat_buffer, []).append(path)
         count, nbytes = pool_slots(paths.values(), slots)
         return TemporaryBucketAllocator([nbytes] * count, device, fill=fill)
+
+    def landing(self, flat_buffer: ParamAndGradBuffer, start: int, stop: int) -> tuple[int, int]:
+        """Which of the columns ``[start, stop)`` of a sum land on this rank: all of its part.
+
+        Of a sum that every rank needs whole, a tree lands a part on each: what a batch adds up to is gathered once.
+        """
+        if flat_buffer not in self._in_parts:
+            return start, stop
+        ranks = flat_buffer.ranks.shard
+        part = (stop - start) // ranks.size
+        return start + ranks.rank * part, start + (ranks.rank + 1) * part
+
+    def gatherer(self, flat_buffer: ParamAndGradBuffer, wait: Wait) -> Callable[[Tensor], None] | None:
+        """What gathers a sum that landed in parts; None: it is all here."""
+        if flat_buffer not in self._in_parts:
+            return None
+        ranks, pieces = flat_buffer.ranks.shard, self.of[flat_buffer, State.OWN].pieces
+
+        def gather(total: Tensor) -> None:
+            for start, stop in pieces:
+                low, high = self.landing(flat_buffer, start, stop)
+                wait(ranks.spread(total[start:stop], total[low:high]))
+
+        return gather
 
     def sections(
         self, path: ReductionPath, flat_buffer: ParamAndGradBuffer, start: int, stop: int, memory: Tensor

@@ -267,6 +267,22 @@ def test_a_part_that_is_replaced_behind_the_cut_is_refused_by_the_next_step_unti
     torch.testing.assert_close(found, model(ids(), use_cache=False).logits.detach())
 
 
+@pytest.mark.parametrize("base", [False, True])
+@pytest.mark.parametrize("verb", ["step", "evaluate"])
+def test_a_forward_that_is_set_behind_the_cut_is_refused_until_it_is_removed(base, verb):
+    model = llama()
+    runner = runner_of(stages_of_causal_lm(model, 2))
+    call = getattr(runner, verb)
+    call(ids(), ids())
+    held, forward = (model.model if base else model), (model.model if base else model).forward
+    held.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+    for _ in range(2):
+        with pytest.raises(ScheduleError, match="a LlamaForCausalLM, and a forward was set on it after"):
+            call(ids(), ids())
+    del held.forward
+    call(ids(), ids())
+
+
 def test_what_is_set_on_the_model_and_its_base_behind_the_cut_holds_in_its_stages():
     model = transformers.Gemma2ForCausalLM(
         transformers.Gemma2Config(**SIZES, sliding_window=3, final_logit_softcapping=2.0)

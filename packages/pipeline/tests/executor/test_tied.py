@@ -108,8 +108,14 @@ def test_what_cannot_be_tied_is_refused():
     with pytest.raises(ScheduleError, match="stage 0 has tied parameters, whose gradients are summed after"):
         PipelineRunner(optimizer_step(gpipe(2, 2)), stages, loss_fn=square_loss)
     module = two[0].module
+    stage = Stage(module, 0, tied={"factor": module.factor}, data_parallel=object())  # type: ignore[arg-type]
     with pytest.raises(ScheduleError, match="stage 0 has tied parameters and data_parallel, which owns"):
-        Stage(module, 0, tied={"factor": module.factor}, data_parallel=object())  # type: ignore[arg-type]
+        PipelineRunner(gpipe(2, 2), [stage, two[1]], loss_fn=square_loss)
+    single = Stage(module, 0, tied={"factr": module.factor})
+    for other in (Stage(nn.Linear(8, 8), 1), stages_of(2, (0, 1))[1]):
+        with pytest.raises(ScheduleError, match=r"tied\['fact.*r'\] is on stage . alone, and nothing is tied to it"):
+            PipelineRunner(gpipe(2, 2), [single, other], loss_fn=square_loss)
+    PipelineRunner(gpipe(1, 2), single, loss_fn=square_loss).step(*batch(4))  # a cut into one stage names it too
 
 
 def test_a_step_that_fails_leaves_the_gradients_of_tied_parameters_as_they_were():

@@ -61,6 +61,29 @@ def test_an_argument_that_is_wrong_on_the_last_rank_alone_is_told_to_all_at_once
         assert words in text
 
 
+def make_two(rank: int, ranks: int, options: list[dict[str, Any]]) -> Report:
+    """A runner and a step, whose options differ between ranks."""
+    stage = Stage(layers(ranks)[rank], rank)
+    given: dict[str, Any] = {"timeout_s": DEADLINE_S, "loss_fn": square_loss, **options[rank]}
+    return report(lambda: PipelineRunner(one_f_one_b(ranks, 4), stage, dist.group.WORLD, **given).step(*batch(8)))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([{"edges": "one"}, {"edges": "groups"}], "edges='one'"),
+        ([{}, {"edges": "one"}], "edges='one'"),
+        ([{"edges": "one"}, {"loss_fn": 3}], "loss_fn is 3"),
+        ([{"dynamic_shapes": "announced"}, {}], "dynamic_shapes='announced'"),
+        ([{"dynamic_shapes": True}, {}], "dynamic_shapes=True"),
+    ],
+)
+@pytest.mark.slow
+def test_options_of_messages_that_differ_are_named_on_all_ranks_at_once(options, words):
+    for text in told(run_ranks(make_two, 2, options)):
+        assert words in text, text
+
+
 # ---- A rank that is lost
 
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
+from fault_helpers import Report, report
 from pipeline_helpers import Shared, batch, equal_bits, layers, square_loss
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 from ranktest import run_ranks
-from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, zb_v
+from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, one_f_one_b, zb_v
 
 TIED = (0, 2, 5)  # on ranks 0, 2 and 0 of the V
 
@@ -59,6 +64,85 @@ def differ(rank: int, ranks: int) -> str:
     except ScheduleError as error:
         return str(error)
     return "made"
+
+
+class Embeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mixes = nn.Embedding(11, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.mixes(self.table(x)))
+
+
+def tied_model() -> tuple[Embeds, nn.Sequential]:
+    torch.manual_seed(0)
+    first, last = Embeds(), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 11, bias=False))
+    last[2].weight.data.copy_(first.table.weight.data)
+    return first, last
+
+
+def tokens(replica: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(replica)
+    return torch.randint(0, 11, (8, 5), generator=generator), torch.randint(0, 11, (8, 5), generator=generator)
+
+
+def token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def tied_replicas(rank: int, ranks: int) -> None:
+    """A tied table on two stages, each replicated: gradients of two steps, beside plain torch over all rows."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    first, last = tied_model()
+    module, table = ((first, first.table.weight), (last, last[2].weight))[pp]
+    stage = Stage(DistributedDataParallel(module, process_group=mesh["dp"].get_group()), pp, tied={"table": table})
+    runner = PipelineRunner(one_f_one_b(2, 4), stage, mesh["pp"].get_group(), token_loss, timeout_s=30)
+    x, targets = tokens(dp)
+    whole = tied_model()
+    whole[1][2].weight = whole[0].table.weight
+    for _ in range(2):
+        runner.step(x if pp == 0 else None, targets if pp == 1 else None)
+        for replica in range(2):
+            inputs, wanted = tokens(replica)
+            (token_loss(whole[1](whole[0](inputs)), wanted) / 2).backward()
+    for found, expected in zip(module.parameters(), whole[pp].parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+@pytest.mark.slow
+def test_tied_copies_on_replicated_stages_have_the_gradient_of_the_whole_model():
+    run_ranks(tied_replicas, 4)
+
+
+def alone(rank: int, ranks: int, names: tuple[str | None, ...], data_parallel: bool) -> Report:
+    """A runner whose tied stages do not fit each other, or one of which has an object that owns its gradients."""
+    module, name = nn.Linear(8, 8, bias=False), names[rank]
+    owner: Any = object() if data_parallel and rank else None
+    return report(
+        lambda: PipelineRunner(
+            gpipe(2, 1),
+            Stage(module, rank, tied=None if name is None else {name: module.weight}, data_parallel=owner),
+            dist.group.WORLD,
+            square_loss,
+            timeout_s=60.0,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("names", "data_parallel", "words"),
+    [
+        (("words", "word"), False, "tied['word'] is on stage 1 alone"),
+        ((None, "words"), False, "tied['words'] is on stage 1 alone"),
+        (("words", "words"), True, "stage 1 has tied parameters and data_parallel"),
+    ],
+)
+@pytest.mark.slow
+def test_what_cannot_be_tied_on_one_rank_is_told_to_all_at_once(names, data_parallel, words):
+    for kind, text, took in run_ranks(alone, 2, names, data_parallel):
+        assert kind == "ScheduleError" and words in text and took < 10.0, (kind, text, took)
 
 
 def test_copies_of_two_shapes_are_refused_on_every_rank():

@@ -161,7 +161,7 @@ class TokenCount:
         for stage in self._stages:
             check_reduced(self._runs[stage].stage)
             if (handle := self._replicas(stage)) is not None:
-                handle.check_synced()
+                handle.check_synced("scale='token' divides each step by the tokens of all replicas")
         self._divided.clear()
         taken: set[int] = set()
         for stage in reversed(self._stages):

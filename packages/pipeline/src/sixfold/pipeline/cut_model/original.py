@@ -54,6 +54,12 @@ class Origin:
         base: Any = base_of(model)
         check_layers(model, base)
         for holder, held in zip((model, base), self._parts, strict=True):
+            if "forward" in vars(holder):
+                raise ScheduleError(
+                    f"the model is a {type(model).__name__}, and a forward was set on it after stages_of_causal_lm, "
+                    "which its stages would not run; remove it (del model.forward), and do in loss_fn or in a hook of "
+                    "a layer what it adds"
+                )
             modules = holder._modules
             for name, part in held.items():
                 now = modules.get(name)

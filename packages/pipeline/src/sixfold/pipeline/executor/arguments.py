@@ -81,6 +81,11 @@ def check_loss(loss_fn: Callable[[Any, Any], Any] | None, scale: str, stages: Se
     if scale not in ("mean", "sum", "token"):
         raise ScheduleError(f"scale is {scale!r}; it is 'mean', 'sum' or 'token'")
     owned = [stage.index for stage in stages if not isinstance(stage.data_parallel, Replicas | None)]
+    if tied := [stage.index for stage in stages if stage.tied and stage.index in owned]:
+        raise ScheduleError(
+            f"stage {tied[0]} has tied parameters and data_parallel, which owns their gradients; give the stage as a "
+            "DistributedDataParallel or under fully_shard, or add them in its reduce_grad"
+        )
     if scale == "token" and owned:
         raise ScheduleError(
             f"scale='token' divides .grad, which data_parallel owns on stage {owned[0]}; use 'sum', and divide the "

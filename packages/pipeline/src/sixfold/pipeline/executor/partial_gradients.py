@@ -24,9 +24,14 @@ _PARTIAL = "_sixfold_pipeline_partial"  # in the __dict__ of a gradient: its ver
 
 
 class StepGradients:
-    """Gradients of the stages of one process, as the step that runs found them."""
+    """Gradients of the stages of one process, as the step that runs found them.
 
-    def __init__(self) -> None:
+    Args:
+        others: whether other processes have stages too: a step that is refused then ends the runners of all.
+    """
+
+    def __init__(self, *, others: bool) -> None:
+        self._others = others
         self._none: list[Tensor] = []
         self._there: list[tuple[Tensor, Tensor, int]] = []
 
@@ -46,9 +51,12 @@ class StepGradients:
                         continue
                     if gradient.__dict__.get(_PARTIAL) == gradient._version:
                         self.end()
+                        remedy = "on its optimizer, then repeat all steps of this sum"
+                        if self._others:
+                            remedy = "and make a new runner on all ranks, then repeat all steps of this sum there"
                         raise ScheduleError(
                             f"a gradient of stage {stage.index} holds a part of a step that failed; call zero_grad() "
-                            "on its optimizer, then repeat all steps of this sum"
+                            f"{remedy}"
                         )
                     self._there.append((parameter, gradient, gradient._version))
 

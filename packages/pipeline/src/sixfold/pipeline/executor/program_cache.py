@@ -29,6 +29,8 @@ from sixfold.pipeline.transport.protocol import Links
 __all__ = ["ProgramCache", "one_process"]
 
 _REMEMBERED = 64  # program objects looked up by identity
+_EDGES = (None, "groups", "one", "host", "a function")  # what options may be, to send them as numbers
+_SHAPES = (False, True, "announced")
 
 
 class ProgramCache:
@@ -118,6 +120,30 @@ class ProgramCache:
             return CompiledEndless(found, self._stages, links, versions, goal, number=number, **self._options)
         whole = complete(program) if found is None else found.forward
         return CompiledBatch(whole, self._stages, links, goal, number=number, stores=self._store, **self._options)
+
+    def agree_on_options(self, edges: Any) -> None:
+        """All ranks have the options that say how messages go between them; asked before the first edge is made.
+
+        Raises:
+            ScheduleError: a rank has others.
+            PeerLost: one did not come before the deadline.
+        """
+        if self._here is None:
+            return
+        shapes = self._options["dynamic_shapes"]
+        mine = _EDGES.index(edges if edges in _EDGES else "a function"), _SHAPES.index(shapes)
+        known = (("edges", _EDGES), ("dynamic_shapes", _SHAPES))
+        control = self._links[self._here].control
+        for rank, number in enumerate(control.gather(mine[0] * len(_SHAPES) + mine[1])):
+            theirs = divmod(number, len(_SHAPES))
+            for (name, words), here, there in zip(known, mine, theirs, strict=True):
+                if here != there:
+                    all_know(control)
+                    raise ScheduleError(
+                        f"rank {self._here} made its runner with {name}={words[here]!r}, rank {rank} with "
+                        f"{name}={words[there]!r}; give all ranks the same",
+                        rank=self._here,
+                    )
 
     def meet(self, what: str) -> None:
         """All ranks are about to make the call ``what``, which is not one of a program.

@@ -140,7 +140,7 @@ class PipelineRunner:
         self._ran: Compiled | None = None
         self._failure = FailureReport(self._rank, len(program.ranks))
         self._ties: Ties | None = None
-        self._gradients = StepGradients()
+        self._gradients = StepGradients(others=group is not None)
         self.deferred: dict[int, float] = {}
         self._told = False  # of a W with little to do
         self._stepped = False  # the optimizers, in the last step
@@ -170,11 +170,12 @@ class PipelineRunner:
         try:  # behind the join, so that the others are told what is wrong here, and do not wait
             if len(self._stages) != len(stages):
                 check_stages(program, stages, self._here)
+            self._programs.agree_on_options(edges)
             self._programs.check(program)
             self._programs.prepare(program)
             links = self._links or one_process(program)
             shard_again(stages)
-            self._ties = tie(stages, program.placement.__getitem__, links, self._rank)
+            self._ties = tie(stages, program.placement, links, self._rank)
         except BaseException as error:
             self._fail(error)
 

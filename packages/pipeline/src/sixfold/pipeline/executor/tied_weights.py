@@ -10,7 +10,7 @@ They show that a copy, or a row of it, was loaded or changed alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from sixfold.pipeline.compiler.token_scaling import SetAside
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.failures.deadlines import PeerLost
 from sixfold.pipeline.program.action import Action, Kind
+from sixfold.pipeline.stage.distributed_data_parallel import Replicas
 from sixfold.pipeline.stage.side_effects import differs, part_of
 from sixfold.pipeline.stage.stage import Stage
 from sixfold.pipeline.transport.agreement import all_know
@@ -40,23 +41,23 @@ class _Holder:
     form: str  # shape and dtype
 
 
-def tie(stages: Iterable[Stage], rank_of: Callable[[int], int], links: Mapping[int, Links], here: int) -> Ties | None:
+def tie(stages: Iterable[Stage], placement: Sequence[int], links: Mapping[int, Links], here: int) -> Ties | None:
     """Find out who holds what, and give every holder the value of the lowest stage; None if nobody ties anything.
 
     All ranks call it together.
 
     Args:
-        rank_of: rank of a stage.
+        placement: rank of each stage.
         links: of each rank that is here.
         here: this rank; where several are here, any of them.
     Raises:
-        ScheduleError: holders of a name differ in shape or dtype.
+        ScheduleError: holders of a name differ in shape or dtype, or one of several stages alone has it.
         PeerLost: a rank did not take part before the deadline.
     """
     mine: dict[tuple[str, int], Stage] = {}  # by name and stage
     for stage in sorted(stages, key=lambda stage: stage.index):
         mine.update(((name, stage.index), stage) for name in stage.tied)
-    told: Told = [[name, at, rank_of(at), _form(stage.tied[name])] for (name, at), stage in mine.items()]
+    told: Told = [[name, at, placement[at], _form(stage.tied[name])] for (name, at), stage in mine.items()]
     if len(links) == 1:
         told = _all_told(told, links[here].control, here, links[here].ranks)
     holders: dict[str, list[_Holder]] = {}
@@ -68,6 +69,12 @@ def tie(stages: Iterable[Stage], rank_of: Callable[[int], int], links: Mapping[i
             raise ScheduleError(
                 f"tied[{name!r}] is {found[0].form} on stage {found[0].stage} and {other.form} on stage {other.stage}; "
                 "tied parameters have one shape and dtype"
+            )
+        if len(found) == 1 and len(placement) > 1:
+            known = ", ".join(map(repr, sorted(holders)))
+            raise ScheduleError(
+                f"tied[{name!r}] is on stage {found[0].stage} alone, and nothing is tied to it (names here: {known}); "
+                "give it one name on every stage that holds a copy"
             )
         if len(found) > 1:
             chains.setdefault(tuple((holder.stage, holder.rank) for holder in found), []).append(name)
@@ -218,6 +225,8 @@ class _Chain:
     def parameters(self) -> Iterable[nn.Parameter]:
         """Those that are here."""
         for at, stage in self._stages.items():
+            if isinstance(stage.data_parallel, Replicas):
+                stage.data_parallel.check_synced("the averages of its tied parameters are summed over stages")
             for name, parameter, form in zip(self._names, self._of(at), self._forms, strict=True):
                 if _form(parameter) != form:
                     rule = f"was {form} and is {_form(parameter)}; make the runner anew"

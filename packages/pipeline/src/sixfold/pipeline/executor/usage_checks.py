@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.stage.distributed_data_parallel import Replicas, check_reducers
 from sixfold.pipeline.stage.stage import Stage, check_made
 
 __all__ = ["BufferGuard", "ModuleCheck", "OptimizerCheck", "warn_of_empty_w"]
@@ -75,19 +76,22 @@ class BufferGuard:
 
 
 class ModuleCheck:
-    """The stages' modules are those that the runner was made with: its calls are bound to them."""
+    """The stages' modules are what the runner was made with: its calls are bound to them."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._made = [(stage, stage.module) for stage in stages]
 
     def look(self) -> None:
-        """Raises ScheduleError: one is another."""
+        """Raises ScheduleError: one is another, or has what a stage is refused with, such as a hook of its DDP."""
         for stage, module in self._made:
             if stage.module is not module:
                 raise ScheduleError(
                     f"the module of stage {stage.index} was replaced, and this runner would run the one it was made "
                     "with; make a new runner on all ranks, or replace layers inside of the module"
                 )
+            check_reducers(module, stage.index)
+            if isinstance(stage.data_parallel, Replicas):
+                stage.data_parallel.check()
 
 
 class OptimizerCheck:

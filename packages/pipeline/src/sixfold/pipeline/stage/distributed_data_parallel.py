@@ -12,6 +12,7 @@ count of tokens, and the broadcast of the buffers, each with ``timeout_s`` as it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any
@@ -23,7 +24,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
 
-__all__ = ["Replicas", "replicas"]
+__all__ = ["Replicas", "check_reducers", "replicas"]
+
+_CALLED = ("__call__", "forward", "_run_ddp_forward", "_pre_forward", "_post_forward")  # what calling a DDP runs
+_HOOKS = {
+    "_forward_hooks": "a forward hook",
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_backward_hooks": "a backward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+}
 
 
 def replicas(ddp: DistributedDataParallel, index: int) -> Replicas:
@@ -42,16 +51,10 @@ class Replicas:
         group: DDP's process group.
         timeout_s: deadline of every wait; None: that of the process group.
     Raises:
-        ScheduleError: ``ddp`` reduces in a way of its own: communication hooks, mixed precision, sparse gradients,
-            optimizers that step in the backward, parameters it reduces apart.
+        ScheduleError: see ``check``.
     """
 
     def __init__(self, ddp: DistributedDataParallel, index: int) -> None:
-        if (why := _way_of_its_own(ddp)) is not None:
-            raise ScheduleError(
-                f"stage {index} is a {type(ddp).__name__} with {why}, which a pipeline does not run; give the stage "
-                "the module inside it, and give the object that reduces its gradients as data_parallel"
-            )
         self.timeout_s: float | None = None
         self._index = index
         self._ddp = ddp
@@ -59,6 +62,32 @@ class Replicas:
         self.group: dist.ProcessGroup = ddp.process_group
         self._ignored = set(ddp.parameters_to_ignore)
         self._step_begins = True
+        self.check()
+
+    def check(self) -> None:
+        """The stage's gradients and outputs are those of the DDP: looked at when the stage is made and in each step.
+
+        Raises:
+            ScheduleError: the DDP reduces in a way of its own: communication hooks, mixed precision, sparse gradients,
+                optimizers that step in the backward, parameters it reduces apart. Or something lies on the DDP itself,
+                and the module inside would run without it: hooks, a forward, a compiled call. Or it has another module.
+        """
+        what = f"stage {self._index} is a {type(self._ddp).__name__}"
+        if self._ddp.module is not self._module:
+            raise ScheduleError(
+                f"{what} whose module was replaced, and its stage would run the one it was made with; make the stage "
+                "and a new runner on all ranks"
+            )
+        if (why := _on_the_wrapper(self._ddp)) is not None:
+            raise ScheduleError(
+                f"{what} with {why} of its own, which does not run: a pipeline runs the module inside; put it on that "
+                "module"
+            )
+        if (why := _way_of_its_own(self._ddp)) is not None:
+            raise ScheduleError(
+                f"{what} with {why}, which a pipeline does not run; give the stage the module inside it, and give the "
+                "object that reduces its gradients as data_parallel"
+            )
 
     @property
     def buffers(self) -> list[Tensor]:
@@ -94,16 +123,16 @@ class Replicas:
             self._wait(work, "all-reduce its gradients")
             _put_back(bucket, flat)
 
-    def check_synced(self) -> None:
-        """A step that is divided by the tokens of all replicas reduces its gradients.
+    def check_synced(self, why: str) -> None:
+        """A step whose gradients are used before the next one reduces them.
 
         Raises:
-            ScheduleError: within ``no_sync()`` it does not.
+            ScheduleError: within ``no_sync()`` it does not; ``why`` says what uses them.
         """
         if not self._ddp.require_backward_grad_sync:
             raise ScheduleError(
-                f"stage {self._index} is within no_sync(), and scale='token' divides each step by the tokens of all "
-                "replicas; call step outside of no_sync(): gradients of several steps add up there too"
+                f"stage {self._index} is within no_sync(), and {why}; call step outside of no_sync(): gradients of "
+                "several steps add up there too"
             )
 
     def mean(self, number: float) -> float:
@@ -199,6 +228,29 @@ def _put_back(bucket: Sequence[nn.Parameter], flat: Tensor) -> None:
         parameter.grad.copy_(part.view(parameter.shape))
 
 
+def check_reducers(module: nn.Module | None, index: int) -> None:
+    """Nothing inside the module of stage ``index`` reduces gradients by itself. Raises ScheduleError."""
+    composable = getattr(sys.modules.get("torch.distributed._composable.replicate"), "DDP", None)
+    for part in module.modules() if module is not None else ():
+        made = ", made by replicate()" if composable is not None and isinstance(part, composable) else ""
+        if made or isinstance(part, DistributedDataParallel):
+            raise ScheduleError(
+                f"stage {index} holds a {type(part).__name__}{made}, which reduces in every backward or not at all; "
+                "wrap the whole stage in a DistributedDataParallel, or give what reduces its gradients as data_parallel"
+            )
+
+
+def _on_the_wrapper(ddp: DistributedDataParallel) -> str | None:
+    """What calling ``ddp`` does and calling its module does not, in words."""
+    for held, what in _HOOKS.items():
+        if getattr(ddp, held):
+            return what
+    for name in _CALLED:
+        if name in vars(ddp) or getattr(type(ddp), name, None) is not getattr(DistributedDataParallel, name, None):
+            return "a forward"
+    return "a compile()" if ddp._compiled_call_impl is not None else None
+
+
 def _way_of_its_own(ddp: DistributedDataParallel) -> str | None:
     """What of ``ddp`` this file does not do, in words."""
     if ddp._comm_hooks or ddp._get_ddp_logging_data().get("comm_hook"):  # type: ignore[no-untyped-call]
@@ -210,8 +262,6 @@ def _way_of_its_own(ddp: DistributedDataParallel) -> str | None:
     if getattr(ddp, "buffer_hook", None) is not None:
         return "a buffer hook"
     for name, part in ddp.module.named_modules():
-        if isinstance(part, DistributedDataParallel):
-            return f"a {type(part).__name__} inside ({name})"
         if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
             return f"sparse gradients ({name})"
     for name, parameter in ddp.module.named_parameters():

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint as checkpointed_call
 
 from sixfold.pipeline.errors import ScheduleError, whole
-from sixfold.pipeline.stage.distributed_data_parallel import replicas
+from sixfold.pipeline.stage.distributed_data_parallel import check_reducers, replicas
 
 __all__ = ["DataParallel", "Stage", "check_made"]
 
@@ -65,7 +65,8 @@ class Stage:
             module takes only tensors and has no hooks and no branch on values. Each microbatch keeps its activations.
     Raises:
         ScheduleError: the module is no nn.Module, or an argument has another type. Or a DistributedDataParallel stands
-            deeper inside, or reduces in another way (communication hooks, mixed precision, sparse gradients).
+            deeper inside, or reduces in another way (communication hooks, mixed precision, sparse gradients), or has
+            hooks or a forward of its own.
     """
 
     def __init__(
@@ -89,12 +90,7 @@ class Stage:
                 )
             data_parallel = replicas(module, index)
             module = module.module
-        for part in module.modules() if module is not None else ():
-            if isinstance(part, DistributedDataParallel):
-                raise ScheduleError(
-                    f"stage {index} holds a {type(part).__name__}, which reduces in every backward or not at all; "
-                    "wrap the whole stage, or give what reduces its gradients as data_parallel"
-                )
+        check_reducers(module, index)
         if optimizer is not None and not callable(getattr(optimizer, "step", None)):
             raise ScheduleError(f"stage {index}: optimizer is a {type(optimizer).__name__}; it is a torch.optim one")
         if checkpoint not in (True, False):
@@ -111,10 +107,6 @@ class Stage:
         self._tied = _tied(index, tied, module)
         self.checkpoint = bool(checkpoint)
         self.data_parallel = data_parallel
-        if self._tied and data_parallel is not None:
-            raise ScheduleError(
-                f"stage {index} has tied parameters and data_parallel, which owns their gradients; add those there"
-            )
 
     @classmethod
     def from_torch(cls, stage: Any, **options: Any) -> Stage:

@@ -244,7 +244,8 @@ class GroupLinks:
         self._connected: set[Edge] = set()
         self._lanes: list[GroupLane] = []
         self._tags = 2  # 0 and 1 are of the control channel
-        self._batched = OneCommunicator(within(timeout_s, self._one)) if edges == "one" else None
+        self._one_for_all = edges == "one"
+        self._batched: OneCommunicator | None = None
         self._leave = finalize(self, _deliver, self._outgoing, self.control, timeout_s, os.getpid())
 
     def lane(
@@ -253,6 +254,9 @@ class GroupLinks:
         """See Links."""
         edges = set(forward_edges(placement))
         edges = {edge for edge in edges | {(b, a) for a, b in edges if backward} if self.rank in edge}
+        if self._one_for_all and self._batched is None:
+            # Not in join: a rank that was given other arguments does not come to it.
+            self._batched = OneCommunicator(self._made_together(self._one))
         self.connect(edges)
         for outgoing in (self._outgoing, self._shared_outgoing):
             for to, end in outgoing.items():
@@ -312,6 +316,12 @@ class GroupLinks:
         else:
             debug = self._debug
             self._incoming[peer] = Incoming(group, there, wait, self._device, peer, host=host, debug_memory=debug)
+
+    def _made_together(self, make: Callable[[], Any]) -> Any:
+        try:
+            return within(self._timeout_s, make)
+        except (RuntimeError, TimeoutError) as error:
+            raise PeerLost(None) from error
 
     def _link(self, name: str, sends: bool) -> socket | None:
         """A connection between the two ends of an edge that are on one host; both get one, or none."""

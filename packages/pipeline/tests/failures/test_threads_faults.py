@@ -214,7 +214,7 @@ def test_an_optimizer_that_raises_at_its_step():
         assert any("2STEP0" in str(each) for each in (result.error, *result.after)), (result.error, result.after)
 
 
-@pytest.mark.parametrize("method", ["call", "accumulate", "after_backward", "before_last_backward", "reduce_grad"])
+@pytest.mark.parametrize("method", ["call", "accumulate", "before_backward", "after_backward", "before_last_backward", "reduce_grad"])
 def test_what_shards_a_stage_raises(method):
     class Handle:
         def __init__(self, module: nn.Module) -> None:
@@ -242,7 +242,7 @@ def test_what_shards_a_stage_raises(method):
 def test_a_time_out_of_what_shards_a_stage_is_a_time_out_on_all_ranks():
     class Handle:
         def __getattr__(self, name: str) -> Any:
-            if name in ("call", "accumulate", "after_backward"):
+            if name in ("call", "accumulate", "before_backward", "after_backward"):
                 raise AttributeError(name)
             return late if name == "reduce_grad" else (lambda: None)
 

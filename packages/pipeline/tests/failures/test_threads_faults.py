@@ -214,7 +214,9 @@ def test_an_optimizer_that_raises_at_its_step():
         assert any("2STEP0" in str(each) for each in (result.error, *result.after)), (result.error, result.after)
 
 
-@pytest.mark.parametrize("method", ["call", "accumulate", "before_backward", "after_backward", "before_last_backward", "reduce_grad"])
+@pytest.mark.parametrize(
+    "method", ["call", "accumulate", "before_backward", "after_backward", "before_last_backward", "reduce_grad"]
+)
 def test_what_shards_a_stage_raises(method):
     class Handle:
         def __init__(self, module: nn.Module) -> None:

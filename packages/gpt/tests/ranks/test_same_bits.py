@@ -170,6 +170,12 @@ def oracle(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def first_digests():
+    """Of the first layout of a batch and an optimizer."""
+    return {}
+
+
+@pytest.fixture(scope="module")
 def found(tmp_path_factory, chosen):
     """The runs."""
     folder, runs = tmp_path_factory.mktemp("runs"), {}
@@ -199,8 +205,40 @@ def test_weights_losses_and_norms_have_the_bits_of_plain_torch_at_every_layout(o
     assert told(config, "loss") == losses
     assert told(config, "grad_norm") == pytest.approx(norms, rel=2**-40)
     assert min(norms) > config.train.clip_grad, "a norm that clips nothing would hide a wrong one"
+    assert digests(config) == first_digests.setdefault((batch, optimizer), digests(config))
     tensors = final_tensors(config)
     assert [name for name, value in weights.items() if not torch.equal(value, tensors[name])] == []
+
+
+EXPERTS = ("model.num_experts=4", "model.moe_ffn_hidden_size=32")
+SPLIT = {
+    "tp": [(2, ("parallel.tp=2",)), (4, ("parallel.tp=2",)), (4, ("parallel.tp=2", "parallel.pp=2"))],
+    "cp": [(2, ("parallel.cp=2",)), (4, ("parallel.cp=2",)), (4, ("parallel.cp=2", "parallel.sharding=no_shard"))],
+    "experts": [(1, EXPERTS), (2, EXPERTS), (4, EXPERTS), (2, (*EXPERTS, "parallel.pp=2"))],
+    "ep": [
+        (2, (*EXPERTS, "parallel.ep=2")),
+        (4, (*EXPERTS, "parallel.ep=2")),
+        (4, (*EXPERTS, "parallel.ep=2", "parallel.pp=2")),
+    ],
+    "fp8": [(1, ("train.precision=fp8",)), (4, ("train.precision=fp8", "parallel.pp=2"))],
+    "recompute": [(1, ()), (2, ("train.recompute=full",)), (2, ("train.recompute=selective", "parallel.pp=2"))],
+}
+
+
+@pytest.mark.parametrize("split", SPLIT)
+@pytest.mark.slow
+def test_at_fixed_tp_cp_and_ep_the_other_degrees_change_no_bit(tmp_path, split):
+    short = "train.steps=3", "model.num_layers=2"
+    configs = [
+        config_of(tmp_path, 8, "adamw", *more, *short, run=f"run{n}") for n, (_, more) in enumerate(SPLIT[split])
+    ]
+    run_all((ranks, config) for (ranks, _), config in zip(SPLIT[split], configs, strict=True))
+    first, *others = configs
+    for other in others:
+        for key in ("loss", "grad_norm"):
+            assert told(other, key) == told(first, key), (key, other.parallel)
+        assert digests(other) == digests(first), other.parallel
+        assert_same_tensors(final_tensors(other), final_tensors(first))
 
 
 @pytest.mark.slow

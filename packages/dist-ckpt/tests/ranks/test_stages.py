@@ -4,12 +4,16 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as torch_dcp
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import ShardingError
+from sixfold.dist_ckpt import MismatchError, ShardingError
 
 LAYERS = 4
 
@@ -101,3 +105,138 @@ def test_two_tensors_of_one_name_that_not_all_ranks_have_are_an_error_on_all(tmp
 def test_what_is_no_tensor_and_the_first_rank_lacks_stays_an_error(tmp_path):
     texts = run_ranks(save_rank, 2, tmp_path / "c", [{"w": torch.zeros(2)}, {"w": torch.zeros(2), "n": 1}])
     assert all("n: ranks [1] hold it, ranks [0] do not have it" in text for text in texts)
+
+
+def test_a_module_that_lost_a_layer_is_an_error_before_its_weights_change_however_it_is_sharded(tmp_path):
+    texts = run_ranks(load_with_fewer_layers, 2, tmp_path)
+    assert texts[0] == texts[1]
+    assert len({*texts[0]}) == 1
+    assert "model.3.bias, model.3.weight: in the checkpoint, asked for by no rank" in texts[0][0]
+
+
+def load_with_fewer_layers(rank, ranks, folder):
+    """The errors of plain and sharded modules; the remedy of each loads the rest."""
+    texts = []
+    for wrap in (lambda module: module, sharded):
+        dist_ckpt.save({"model": wrap(model())}, folder / wrap.__name__)
+        fewer = wrap(zeroed(model()[: LAYERS - 1]))
+        with pytest.raises(MismatchError) as raised:
+            dist_ckpt.load({"model": fewer}, folder / wrap.__name__)
+        texts.append(str(raised.value))
+        assert not any(whole(value).any() for value in fewer.state_dict().values())
+        assert "strict='raise_unexpected'" in texts[-1]
+        dist_ckpt.load({"model": fewer}, folder / wrap.__name__, strict="raise_unexpected")
+        assert_layers(fewer)
+    return texts
+
+
+def sharded(module):
+    return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def sharded_alone(module):
+    """A stage of its own: other ranks hold other layers."""
+    return fully_shard(
+        module, mesh=init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("pp", "dp"))["dp"]
+    )
+
+
+def zeroed(module):
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    return module
+
+
+def whole(value):
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_layers(module):
+    expected = model().state_dict()
+    assert all(torch.equal(whole(value), expected[name]) for name, value in module.state_dict().items())
+
+
+class Extra(nn.Linear):
+    """A layer with state that is no tensor."""
+
+    scale = 0
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+
+def stage_module(layers, size=6):
+    """A module with some layers of the whole model, under their names in it."""
+    torch.manual_seed(0)
+    every, found = [nn.Linear(size, size) for _ in range(LAYERS)], nn.Module()
+    for at in layers:
+        found.add_module(str(at), every[at])
+    return found
+
+
+@pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_unexpected", "raise_all", "log_all"])
+@pytest.mark.parametrize("size", [6, 200])  # its weights are small tensors of common.pt, or are not
+def test_modules_of_stages_load_into_other_stages_sharded_or_not(size, strict, tmp_path):
+    assert all(run_ranks(load_stage_modules, 2, tmp_path, size, strict))
+
+
+def load_stage_modules(rank, ranks, folder, size, strict):
+    wraps = {"plain": lambda module: module, "sharded": sharded_alone}
+    same, other = ([0, 1], [2, 3])[rank], ([0], [1, 2, 3])[rank]
+    expected = {name: value.clone() for name, value in stage_module(range(LAYERS), size).state_dict().items()}
+    for before, wrap in wraps.items():
+        dist_ckpt.save({"model": wrap(stage_module(same, size)), "step": 7}, folder / before)
+        for after in wraps.values():
+            for layers in (same, other):
+                found = after(zeroed(stage_module(layers, size)))
+                loaded = dist_ckpt.load({"model": found}, folder / before, strict=strict)
+                assert loaded["step"] == 7
+                assert len(found.state_dict()) == 2 * len(layers)
+                for name, value in found.state_dict().items():
+                    assert torch.equal(whole(value), expected[name]), name
+    return True
+
+
+def test_extra_state_of_a_layer_that_is_gone_is_an_error_and_a_lacking_one_too(tmp_path):
+    with_extra, without = nn.Sequential(nn.Linear(2, 2), Extra(2, 2)), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    dist_ckpt.save({"model": with_extra}, tmp_path / "with")
+    dist_ckpt.save({"model": without}, tmp_path / "without")
+    with pytest.raises(MismatchError, match=r"model\.1\._extra_state: in the checkpoint, asked for by no rank"):
+        dist_ckpt.load({"model": without}, tmp_path / "with")
+    with pytest.raises(MismatchError, match=r"model\.1\._extra_state: asked for, not in the checkpoint"):
+        dist_ckpt.load({"model": with_extra}, tmp_path / "without")
+    dist_ckpt.load({"model": without}, tmp_path / "with", strict="raise_unexpected")
+    assert torch.equal(without[1].weight, with_extra[1].weight)
+
+
+class History:
+    """Keeps a list of losses, of any length."""
+
+    def __init__(self, count):
+        self.losses = torch.arange(float(count))
+
+    def state_dict(self):
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state):
+        self.losses = state["losses"]
+
+
+def load_histories(rank, ranks, folder):
+    beside = {"alone": dict, "fsdp2": lambda: {"model": sharded(model())}, "plain": lambda: {"model": model()}}
+    for name, others in beside.items():
+        for saved, own in ((50, 1), (2, 50), (50_000, 3), (3, 50_000)):
+            place = folder / f"{name}-{saved}"
+            dist_ckpt.save(others() | {"history": History(saved)}, place)
+            found = History(own)
+            dist_ckpt.load(others() | {"history": found}, place)
+            assert found.losses.tolist() == list(range(saved)), (name, saved, own)
+    return True
+
+
+def test_an_object_gets_its_tensors_in_the_shape_that_was_saved_on_all_ranks(tmp_path):
+    assert all(run_ranks(load_histories, 2, tmp_path))

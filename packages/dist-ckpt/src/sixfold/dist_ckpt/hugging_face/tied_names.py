@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sixfold.dist_ckpt.collectives.exchange import Exchange
-from sixfold.dist_ckpt.state import stateful, tree
+from sixfold.dist_ckpt.state import module_names, stateful, tree
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import has_values, memory_of
 
@@ -23,9 +23,9 @@ Ties = dict[str, str]  # a name --> the first name of the same tensor, in the or
 
 
 def state_of(model: Any) -> Any:
-    """The state dict of a module, of the one inside if DDP or torch.compile wraps it; anything else as it is."""
-    inner = stateful.inside(model, (), None)
-    return inner.state_dict() if isinstance(inner, torch.nn.Module) else model
+    """The state dict of a module, under names without the prefixes of wrappers; anything else as it is."""
+    inner = module_names.inside(model)
+    return stateful.named_state_of(inner, "", None)[0] if isinstance(inner, torch.nn.Module) else model
 
 
 def tied(exchange: Exchange, make: Callable[[], Any]) -> tuple[Any, Ties]:

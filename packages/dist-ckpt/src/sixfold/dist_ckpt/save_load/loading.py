@@ -105,6 +105,8 @@ class _Report(NamedTuple):
     other_wrappers: Mapping[str, str]
     has_slices: bool  # see collectives/mesh_slices.py
     plain: frozenset[str]  # keys whose values are common data, asked for or not
+    asked_plain: frozenset[str]  # such keys that are asked for: below modules, and all if missing ones count
+    not_of_modules: frozenset[str]  # and those that this rank's modules have not
 
 
 class _Decision(NamedTuple):
@@ -163,7 +165,7 @@ class Load:
 
             def read() -> tuple[tuple[Values, Result | None], set[str]]:
                 values, casts = self._read(rank_load, decision.threads, shares)
-                return (values, None if decision.has_factories else _assembled(rank_load, values, mode)), casts
+                return (values, None if decision.has_factories else _assembled(rank_load, values)), casts
 
             (values, done), casts = exchange.all_reduce(read, lambda casts: _of_one_save(view, casts))
         if casts and asked.dtype_policy == "cast":
@@ -171,7 +173,7 @@ class Load:
         if exchange.rank == 0 and not mode.logs:
             _warn_of_stateful(rank_load, decision)
         if done is None:  # see [Note: no rank merges alone]
-            done = exchange.run_on_all(lambda: _assembled(rank_load, values, mode))
+            done = exchange.run_on_all(lambda: _assembled(rank_load, values))
         result, found = done
         if decision.has_stateful:  # they get their values when no rank has an error left to raise
             exchange.run_on_all(lambda: _hand_over(found))
@@ -351,11 +353,14 @@ class Load:
         strict, with_common = self.asked.strict, self.engine.with_common
         mismatches, unknown = _object_mismatches(objects, manifest, strict)
         plain_missing, plain_unexpected = set[str](), set[str]()
+        asked_plain, not_asked, not_stored = factory.names_in_common(wanted.merges, wanted.expanded, wanted.common)
         if strict.minds_missing and with_common:
             plain_missing, plain_unexpected = requested_keys.plain_keys(wanted.expanded, wanted.leaves, wanted.common)
+            asked_plain |= {*tree.names_of_tensors(wanted.common)} - plain_missing
         elif with_common:
             plain_unexpected = requested_keys.tensors_not_stored(wanted.leaves, wanted.common)
         unexpected = {wanted.tensors[index].key for index in wanted.reads.unexpected} | unknown
+        plain_unexpected |= not_stored
         empty = factory.owners_without_values(wanted.merges, wanted.parts, wanted.common)
         below = tuple(f"{name}." for name in empty)
         unexpected |= empty | {name for name in plain_unexpected if not name.startswith(below)}
@@ -386,6 +391,8 @@ class Load:
             others,
             any(record.is_on_slice for record in wanted.tensors),
             frozenset(tree.names_of_tensors(wanted.common)),
+            frozenset(asked_plain),
+            frozenset(not_asked),
         )
 
 
@@ -453,7 +460,8 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
     unexpected = set[str]().union(*(report.unexpected for report in reports))
     owners = set[str]().union(*(report.owners for report in reports))
     local = set[str]().union(*(report.local for report in reports))
-    plain_missing = set[str]().union(*(report.plain_missing for report in reports))
+    asked = table.keys.union(*(report.asked_plain for report in reports))
+    plain_missing = set[str]().union(*(report.plain_missing for report in reports)) - asked
     wrappers = {key: other for report in reports for key, other in report.other_wrappers.items()}
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
     missing = set[str]()
@@ -461,12 +469,13 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
         missing = {*checkpoint.manifest.tensors, *checkpoint.manifest.objects}
         missing -= table.keys | {cell.unique_key for cells in objects for cell in cells}
         missing = missing.difference(*(report.plain for report in reports))
+        missing |= set[str]().union(*(r.not_of_modules for r in reports)) - asked
     requested_keys.check_wrappers(wrappers)
     requested_keys.check_keys(strict, missing | plain_missing, unexpected)
+    raise_problems(mismatches, "asked for", MismatchError)
     if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
         requested_keys.check_whole(missing, owners, local)
     missing |= plain_missing
-    raise_problems(mismatches, "asked for", MismatchError)
     if request.validate_access_integrity:
         copies = any(report.has_slices for report in reports)  # each rank is filled, whoever else holds a copy
         problems = table_problems(table, "asked for", copies=copies, is_load=True)
@@ -515,7 +524,7 @@ def _check_have_memory(
     merges: Sequence[factory.Merge], expanded: Any, common: Any, stored: Mapping[str, Stored]
 ) -> None:
     """A copy into a tensor on the meta device changes nothing: torch warns of it, and the module has no values."""
-    for path, _, owner, _ in merges:
+    for path, _, owner, _, _ in merges:
         if not isinstance(owner, torch.nn.Module):
             continue
         for below, leaf in tree.leaves(tree.get(expanded, path), path):
@@ -525,13 +534,13 @@ def _check_have_memory(
                 check_readable(tree.key_text(below[len(path) :]), leaf)
 
 
-def _assembled(rank_load: RankLoad, values: Values, strict: StrictHandling) -> Result:
+def _assembled(rank_load: RankLoad, values: Values) -> Result:
     common, parts = rank_load.common, rank_load.parts
     if rank_load.extra:
         replicated_tensors.fill(common, rank_load.extra)
     values = factory.keep_own(values, rank_load.merges, parts, common)
     result = tree.assemble(common, rank_load.expanded, values)
-    if strict is not StrictHandling.ASSUME_OK_UNEXPECTED and result is not tree.GONE:
+    if result is not tree.GONE:
         factory.fit_modules(result, rank_load.merges, rank_load.expanded)
     wanted = [path for path, _ in (*parts.records, *parts.local)]
     found = factory.merge(result, rank_load.merges, [path for path in wanted if path not in values])

@@ -36,6 +36,7 @@ from sixfold.dist_ckpt.state.factory import Merge
 from sixfold.dist_ckpt.state.in_place import Leaves
 from sixfold.dist_ckpt.state.placeholders import Placeholder, in_common, is_placeholder, placeholder, with_kind
 from sixfold.dist_ckpt.state.records import ShardedBase, ShardedTensor
+from sixfold.dist_ckpt.state.stateful import is_extra_state
 
 SMALL_BYTES = 1 << 16
 CONTENT_METADATA = "content_metadata"  # is read before any tensor, and stays in common data with all that it holds
@@ -144,7 +145,8 @@ def not_asked_for(
         own: leaves of the state dict of the load, with the caller's own records alone.
         records: all that is asked for.
         small: names of tensors that are in ``common.pt`` too; they come back beside shards, as megatron-core expects.
-        merges: an optimizer, and an object that has no shards, gets all that is stored of it, beside shards too.
+        merges: an optimizer, and an object that has no shards, gets all that is stored of it, beside shards too. A
+            module gets what its own state dict has, but for extra state: see [Note: state that grows].
     Raises:
         CorruptError: nothing is stored under the name of a placeholder.
     """
@@ -156,17 +158,19 @@ def not_asked_for(
     asked, keys = {path for path, _ in records}, {record.key for _, record in records}
     shards = [path for path, leaf in own if isinstance(leaf, ShardedBase)]
     sharded, whole = {path[:1] for path in shards}, _get_all(merges, shards)
+    modules = [step.path for step in merges if isinstance(step.owner, torch.nn.Module)]
     return {
         path: dcp_names.whole(name, stored[name])
         for path in places
         if path not in asked
         and (name := tree.key_text(path)) not in keys
         and (path[:1] not in sharded or name in small or any(path[: len(at)] == at for at in whole))
+        and (is_extra_state(path) or not any(path[: len(at)] == at for at in modules))
     }
 
 
 def _get_all(merges: Sequence[Merge], shards: Sequence[tree.KeyPath]) -> list[tree.KeyPath]:
-    """Places of objects that get all that is stored of them. A module gets what its own state dict has."""
+    """Places of objects that get all that is stored of them."""
     places = [(step.path, step.owner) for step in merges if step.owner is not None]
     return [
         path

@@ -20,10 +20,15 @@ from sixfold.dist_ckpt.plans.shard_table import listed
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.factory import Merge
 from sixfold.dist_ckpt.state.in_place import Leaves
+from sixfold.dist_ckpt.state.module_names import unwrapped
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
 
 _MOST_SHOWN = 4
-_WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_MAKE_STATE = (
+    "An optimizer that has made no step has no state to load into: pass the optimizer itself in place of its state "
+    "dict, or make its state first by get_optimizer_state_dict(model, optimizer) of "
+    "torch.distributed.checkpoint.state_dict. "
+)
 
 
 class StrictHandling(Enum):
@@ -87,13 +92,8 @@ def check_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Itera
 
 def other_wrappers(unexpected: Iterable[str], stored: Iterable[str]) -> dict[str, str]:
     """Keys that are asked for, with the stored ones from which they differ by the prefix of a wrapper alone."""
-    inner = {_unwrapped(key): key for key in stored}
-    return {key: inner[_unwrapped(key)] for key in sorted(unexpected) if _unwrapped(key) in inner}
-
-
-def _unwrapped(key: str) -> str:
-    """The key without what DDP, FSDP, torch.compile and checkpointing put before the names of the model inside."""
-    return ".".join(part for part in key.split(".") if part not in _WRAPPERS)
+    inner = {unwrapped(key): key for key in stored}
+    return {key: inner[unwrapped(key)] for key in sorted(unexpected) if unwrapped(key) in inner}
 
 
 def check_wrappers(others: Mapping[str, str]) -> None:
@@ -148,12 +148,11 @@ def check_whole(missing: Iterable[str], owners: Iterable[str], local: Iterable[s
         return
     name = max((name for start, name in below.items() if lost[0].startswith(start)), key=len)
     more = f" and {len(lost) - _MOST_SHOWN} more" if len(lost) > _MOST_SHOWN else ""
+    is_optimizer = any(key.startswith(f"{name}.state.") for key in lost)
+    remedy = _MAKE_STATE if is_optimizer else "Ask for them too; a model has the layers that it had when it was saved. "
     raise MismatchError(
         f"{', '.join(lost[:_MOST_SHOWN])}{more}: in the checkpoint, asked for by no rank, while other state of "
-        f"{name!r} is. An optimizer that has made no step has no state to load into: pass the optimizer itself in "
-        "place of its state dict, or make its state first by get_optimizer_state_dict(model, optimizer) of "
-        "torch.distributed.checkpoint.state_dict. "
-        "strict='raise_unexpected' loads the rest without them"
+        f"{name!r} is. {remedy}strict='raise_unexpected' loads the rest without them"
     )
 
 

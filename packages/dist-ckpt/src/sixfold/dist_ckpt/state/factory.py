@@ -15,7 +15,7 @@ import torch
 from sixfold.dist_ckpt.dict_utils import dict_list_map_inplace
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.integers import ReplicaId
-from sixfold.dist_ckpt.state import per_rank, plain_types, stateful, tree
+from sixfold.dist_ckpt.state import module_names, per_rank, plain_types, stateful, tree
 from sixfold.dist_ckpt.state.per_rank import PerRank
 from sixfold.dist_ckpt.state.records import (
     LocalNonpersistentObject,
@@ -93,6 +93,7 @@ class Merge(NamedTuple):
     merge_fn: Callable[..., Any]
     owner: Any = None
     is_factory: bool = False
+    own_names: Mapping[str, str] = {}  # of a module: by those of the checkpoint, if a wrapper's prefix tells them apart
 
 
 def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None) -> tuple[Any, list[Merge]]:
@@ -124,9 +125,13 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
             built, merge_fn, owner = per_rank.to_load(own, path, rank, ranks, saved.objects)
             merge = Merge(path, merge_fn, owner)
         elif is_stateful(leaf):
-            owner = stateful.inside(leaf, path, names)
-            built = changed(path, stateful.state_of(owner, path, saved))
-            merge = Merge(path, lambda _: leaf, owner)
+            owner, own_names = module_names.inside(leaf), dict[str, str]()
+            if isinstance(owner, torch.nn.Module):
+                own, own_names = stateful.named_state_of(owner, tree.key_text(path), names)
+            else:
+                own = owner.state_dict()
+            built = changed(path, stateful.state_of(owner, own, path, saved))
+            merge = Merge(path, lambda _: leaf, owner, own_names=own_names)
         elif is_dtensor(leaf):  # a load gives the DTensor back, with the same memory
             records = ShardedTensor.all_of_dtensor(tree.key_text(path), leaf)
             whole = leaf.detach() if leaf.requires_grad else leaf  # each operation on a DTensor takes long
@@ -152,7 +157,7 @@ def check_leaf(leaf: Any, path: tree.KeyPath) -> None:
     if isinstance(leaf, ShardedBase | LocalNonpersistentObject | type):
         return
     where = tree.path_text(path)
-    if type(leaf).__name__ == "ShardedTensor" and hasattr(leaf, "local_shards"):
+    if type(leaf).__name__ == "ShardedTensor" and hasattr(type(leaf), "local_shards"):
         raise ShardingError(
             f"{where} is torch's own ShardedTensor, which torch has deprecated; save DTensors (FSDP2's fully_shard, or "
             "FSDP with a device_mesh), or describe the local tensor by sixfold's ShardedTensor"
@@ -172,7 +177,7 @@ def _hidden(node: Any) -> Any:
             continue
         is_record = isinstance(part, ShardedBase | LocalNonpersistentObject | PerRank)
         is_record = is_record or is_dtensor(part) or is_stateful(part)
-        found = part if is_record or hasattr(part, "local_shards") else _hidden(part)
+        found = part if is_record or hasattr(type(part), "local_shards") else _hidden(part)
         if found is not None:
             return found
     return None
@@ -185,13 +190,13 @@ def merge(result: Any, merges: Sequence[Merge], left_out: Collection[tree.KeyPat
     them is left out as a record is. A Stateful object stands in the result as itself.
     """
     found: list[tuple[Any, Any]] = []
-    for path, merge_fn, owner, _ in merges:
+    for path, merge_fn, owner, _, own_names in merges:
         sub_dict = tree.get(result, path)
         if sub_dict is tree.GONE:
             continue
         if not any(lost[: len(path)] == path for lost in left_out):
             if owner is not None:
-                found.append((owner, sub_dict))
+                found.append((owner, module_names.renamed(sub_dict, own_names)))
             tree.put(result, path, merge_fn(sub_dict))
         elif isinstance(sub_dict, dict | list) and not sub_dict:
             tree.drop(result, path)
@@ -220,12 +225,22 @@ def keep_own(
     return kept
 
 
+def names_in_common(merges: Sequence[Merge], expanded: Any, common: Any) -> tuple[set[str], set[str], set[str]]:
+    """Names directly below modules whose values are common data, such as extra state: those that are stored and asked
+    for, those that are stored alone, those that are asked for alone.
+    """
+    both, stored_alone, asked_alone = set[str](), set[str](), set[str]()
+    for path, asked, found in _of_modules(merges, expanded, common):
+        both |= {tree.key_text((*path, name)) for name in asked.keys() & found.keys()}
+        stored_alone |= {tree.key_text((*path, name)) for name in found.keys() - asked.keys()}
+        lacking = [name for name in asked.keys() - found.keys() if not tree.holds_record(asked[name])]
+        asked_alone |= {tree.key_text((*path, name)) for name in lacking}
+    return both, stored_alone, asked_alone
+
+
 def fit_modules(result: Any, merges: Sequence[Merge], expanded: Any) -> None:
-    """Give modules of which ``strict`` leaves something out what their own state dict has: torch refuses all else."""
-    for path, _, owner, _ in merges:
-        asked, found = tree.get(expanded, path), tree.get(result, path)
-        if not isinstance(owner, torch.nn.Module) or not tree.is_dict(asked) or not tree.is_dict(found):
-            continue
+    """Give modules what their own state dict has, and nothing that other ranks have: torch refuses all else."""
+    for _, asked, found in _of_modules(merges, expanded, result):
         for name in found.keys() - asked.keys():
             del found[name]
         for name in asked.keys() - found.keys():
@@ -233,11 +248,21 @@ def fit_modules(result: Any, merges: Sequence[Merge], expanded: Any) -> None:
                 found[name] = asked[name].detach()
 
 
+def _of_modules(
+    merges: Sequence[Merge], expanded: Any, other: Any
+) -> Iterator[tuple[tree.KeyPath, dict[Any, Any], dict[Any, Any]]]:
+    """Where each module stands, its own state dict, and what another state dict has there."""
+    for path, _, owner, _, _ in merges:
+        asked, found = tree.get(expanded, path), tree.get(other, path)
+        if isinstance(owner, torch.nn.Module) and tree.is_dict(asked):
+            yield path, asked, found if tree.is_dict(found) else {}
+
+
 def _of_owners(
     merges: Sequence[Merge], parts: tree.Split, common: Any
 ) -> Iterator[tuple[tree.KeyPath, list[tuple[tree.KeyPath, ShardedBase]], bool]]:
     """Where each Stateful object stands, its records, and whether common data is saved for it."""
-    for path, _, owner, _ in merges:
+    for path, _, owner, _, _ in merges:
         if owner is not None:
             below = [(at, record) for at, record in parts.records if at[: len(path)] == path]
             yield path, below, tree.get(common, path) is not tree.GONE

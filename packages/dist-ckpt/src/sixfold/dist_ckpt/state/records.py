@@ -323,7 +323,9 @@ class ShardedTensor(ShardedBase):
 
     def without_data(self) -> ShardedTensor:
         """A copy with ``data=None``: what travels, and what stays when tensors must be freed."""
-        return replace(self, data=None)
+        bare = replace(self, data=None)
+        bare.is_on_slice = self.is_on_slice
+        return bare
 
     def global_slice(self) -> tuple[int | slice, ...]:
         """Index of the box in the global tensor: an int per prepended axis, a slice per own axis."""

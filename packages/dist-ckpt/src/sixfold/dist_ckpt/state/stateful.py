@@ -2,10 +2,6 @@
 
     object --> state_of (this file) --> its state dict, which factory.py expands
 
-[Note: wrappers] DistributedDataParallel and torch.compile put a prefix before each name of the model inside. The model
-inside is saved, so that a checkpoint does not depend on them. One that an older version saved with the prefix is asked
-for with it.
-
 [Note: an optimizer without state] An optimizer that has made no step has no moments, and its state dict asks for none.
 So each stored one is asked for: laid out like its parameter if it has the parameter's shape, else whole.
 ``load_state_dict`` then gets them. Moments that it has and the checkpoint has not are not asked for: after the load it
@@ -25,7 +21,7 @@ import torch
 
 from sixfold.dist_ckpt.errors import MismatchError
 from sixfold.dist_ckpt.geometry.manifest import Stored
-from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state import module_names, tree
 from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_dtensor, local_of, memory_of
 
 
@@ -44,43 +40,33 @@ def is_stateful(leaf: Any) -> bool:
     """
     if isinstance(leaf, type | dict | list | torch.Tensor):
         return False
-    return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))
+    try:
+        return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))
+    except Exception:  # of a user's __getattr__, which takes any name
+        return False
 
 
-def inside(leaf: Any, path: tree.KeyPath, names: Collection[str] | None) -> Any:
-    """The object whose state dict is saved or loaded. See [Note: wrappers].
+def named_state_of(module: torch.nn.Module, key: str, names: Collection[str] | None) -> tuple[Any, dict[str, str]]:
+    """The state dict of a module under the names that a checkpoint has, and by them the names that the module has.
 
-    ``names``: of the tensors of a checkpoint that is loaded; None at a save.
+    See [Note: wrappers]. ``names``: of the tensors of a checkpoint that is loaded; None at a save.
     """
-    while isinstance(leaf, torch.nn.Module):
-        prefix = _prefix(leaf)
-        if prefix is None or (names is not None and _has_prefix(leaf, prefix, tree.key_text(path), names)):
-            break
-        leaf = getattr(leaf, prefix)
-    return leaf
+    own = module.state_dict()
+    if not tree.is_dict(own) or not all(isinstance(name, str) for name in own):
+        return own, {}
+    plain = module_names.plain_names(module, own)
+    state = module_names.renamed(own, plain)
+    asked = {} if names is None else module_names.asked_names(state, key, names)
+    back = {plain_name: name for name, plain_name in plain.items()}
+    found = {asked.get(name, name): back.get(name, name) for name in state} if plain or asked else {}
+    return module_names.renamed(state, asked), found
 
 
-def _has_prefix(wrapper: torch.nn.Module, prefix: str, key: str, names: Collection[str]) -> bool:
-    """Whether names were saved with the prefix of the wrapper; the model inside may have a child of that name."""
-    own = [name for name, _ in (*wrapper.named_parameters(), *wrapper.named_buffers())]
-    return any(f"{key}.{name}" in names for name in own) and not any(
-        f"{key}.{name.removeprefix(f'{prefix}.')}" in names for name in own
-    )
-
-
-def _prefix(module: torch.nn.Module) -> str | None:
-    """What a wrapper puts before the names of the model inside."""
-    if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
-        return "module"
-    return "_orig_mod" if [*module._modules] == ["_orig_mod"] else None  # of torch.compile, whose class loads much
-
-
-def state_of(owner: Any, path: tree.KeyPath, saved: Saved | None) -> Any:
+def state_of(owner: Any, own: Any, path: tree.KeyPath, saved: Saved | None) -> Any:
     """The state dict of an object; at a load with what is stored and not made yet, and without what is not stored.
 
     See [Note: an optimizer without state] and [Note: state that grows]. ``saved``: None at a save.
     """
-    own = owner.state_dict()
     if saved is None:
         return own
     if not isinstance(owner, torch.optim.Optimizer):
@@ -172,7 +158,7 @@ def _without_grown(own: Any, path: tree.KeyPath, saved: Saved, *, is_module: boo
     """The state of an object with None, which a load fills with what was saved, in place of tensors that do not fit."""
 
     def change(at: tree.KeyPath, leaf: Any) -> Any:
-        if type(leaf) not in PLAIN_TENSORS or (is_module and not _is_extra_state(at)):
+        if type(leaf) not in PLAIN_TENSORS or (is_module and not is_extra_state(at)):
             return leaf
         stored = saved.tensors.get(tree.key_text(at))
         if stored is not None:
@@ -183,7 +169,8 @@ def _without_grown(own: Any, path: tree.KeyPath, saved: Saved, *, is_module: boo
     return tree.mapped(own, change, path, same=tree.BRANCHES)
 
 
-def _is_extra_state(path: tree.KeyPath) -> bool:
+def is_extra_state(path: tree.KeyPath) -> bool:
+    """Whether a place is within what a module has beside its tensors."""
     return any(isinstance(name, str) and name.endswith("_extra_state") for name in path)
 
 

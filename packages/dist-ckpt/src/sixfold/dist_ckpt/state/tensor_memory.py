@@ -29,7 +29,8 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def is_dtensor(leaf: object) -> bool:
     """Whether a leaf is a DTensor; never imports torch.distributed.tensor."""
-    return hasattr(leaf, "_local_tensor") and hasattr(leaf, "placements") and hasattr(leaf, "device_mesh")
+    kind = type(leaf)  # an object of a user may answer to any name
+    return hasattr(kind, "_local_tensor") and hasattr(kind, "placements") and hasattr(kind, "device_mesh")
 
 
 def local_of(dtensor: DTensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Blocks of a model that are compiled or checkpointed one by one: saved, loaded and exported as if nothing wrapped them."""
+"""Blocks that are compiled or checkpointed one by one: saved, loaded and exported as if nothing wrapped them."""
 
 import pytest
 import torch

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from ranktest import run_ranks
+from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, CheckpointManager
 
 
@@ -91,6 +92,14 @@ def differs(rank, ranks, folder, what):
         elif what == "background":
             other = CheckpointManager(folder, background=bool(rank), timeout_s=20)
             other.save(2, {"weight": torch.ones(2)})
+        elif what == "force":
+            CheckpointManager(folder, every=5, timeout_s=20).save(3, {"weight": torch.ones(2)}, force=not rank)
+        elif what == "every":
+            CheckpointManager(folder, every=2 + rank, timeout_s=20).save(3, {"weight": torch.ones(2)})
+        elif what == "another call":
+            manager.restore({"weight": torch.ones(2)}) if not rank else dist_ckpt.load(
+                {}, folder / "step-00000001", timeout_s=20
+            )
         else:
             manager.restore({"weight": torch.ones(2)}, step=9)
     dist.barrier()
@@ -109,6 +118,9 @@ def differs(rank, ranks, folder, what):
         ("no step on one", "step is 1.5; it is an integer >= 0"),
         ("call", "call: discard_after on rank 0 and restore on rank 1"),
         ("end of a save", "a save that failed on rank 1"),
+        ("force", "call: save on rank 0 and no save on rank 1"),
+        ("every", "call: no save on rank 0 and save on rank 1"),
+        ("another call", "on rank 0 and None on rank 1"),
         ("background", "background: False on rank 0 and True on rank 1"),
     ],
 )

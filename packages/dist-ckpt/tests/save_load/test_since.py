@@ -374,3 +374,19 @@ def test_since_goes_with_folders_and_torch_dist(tmp_path):
         saved({"a": one("a", torch.zeros(3))}, tmp_path / "1", since=older, sharded_strategy=("zarr", 1))
     with pytest.raises(CheckpointError, match=r"incremental is set, but 'memory://x/run' is no local folder"):
         CheckpointManager("memory://x/run", incremental=True, group=None)
+
+
+@pytest.mark.parametrize("again", ["async_save", "AsyncSaver", "save", "save over it"])
+def test_a_save_since_one_that_this_process_still_writes_waits_for_it(again, tmp_path):
+    state = {"weight": torch.arange(3_000_000.0)}
+    first = dist_ckpt.async_save(state, tmp_path / "1", group=None)
+    options = {"since": tmp_path / "1"}
+    if again == "async_save":
+        dist_ckpt.async_save(state, tmp_path / "2", group=None, **options).wait()
+    elif again == "AsyncSaver":
+        with AsyncSaver(None) as saver:
+            saver.save(state, tmp_path / "2", **options).wait()
+    else:
+        dist_ckpt.save(state, tmp_path / ("1" if again == "save over it" else "2"), group=None, **options)
+    first.wait()
+    assert_holds(tmp_path / ("1" if again == "save over it" else "2"), state)

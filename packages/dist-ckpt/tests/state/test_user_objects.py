@@ -209,3 +209,33 @@ def beside_shards(rank, ranks, folder):
 
 def test_objects_get_all_that_is_stored_of_them_beside_shards_too(tmp_path):
     run_ranks(beside_shards, 1, tmp_path / "c")
+
+
+class Missing(dict):
+    """Answers None to any name, as ``dotdict`` of many recipes does."""
+
+    __getattr__ = dict.get
+
+
+class Raises(dict):
+    """Raises KeyError for any name that it has not."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Anything:
+    """No dict, with names of its own."""
+
+    def __getattr__(self, name):
+        raise KeyError(name)
+
+
+@pytest.mark.parametrize("kind", [Missing, Raises, Anything])
+@pytest.mark.parametrize("wrap", [lambda node: node, lambda node: (node,), lambda node: [{"inside": node}]])
+def test_an_object_that_answers_to_any_name_is_refused_with_its_path(kind, wrap, tmp_path):
+    for save in (dist_ckpt.save, lambda *given: dist_ckpt.async_save(*given).wait()):
+        with pytest.raises(ShardingError, match=rf"config.* is a .*\.{kind.__name__}"):
+            save({"config": wrap(kind()), "weight": torch.ones(2)}, tmp_path / "c")
+    dist_ckpt.save({"weight": torch.ones(2)}, tmp_path / "d")
+    loaded = dist_ckpt.load({"config": wrap(kind()), "weight": torch.zeros(2)}, tmp_path / "d")
+    assert loaded["weight"].tolist() == [1, 1]

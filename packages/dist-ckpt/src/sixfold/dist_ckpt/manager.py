@@ -126,6 +126,7 @@ class CheckpointManager:
         if not force and self._every is not None and step % self._every:
             if not self._is_prepared:  # the state has its size now: after a step an optimizer has its moments
                 self._is_prepared = True
+                self._together("no save", {"step": step}, lambda: None)
                 prepare_async_save(state, group=self._group, timeout_s=self._timeout_s)
             return False
         self.wait()

@@ -74,7 +74,7 @@ def save(
 
     Collective over ``group``. The folder appears complete or not at all, and replaces an older checkpoint in one
     step. It keeps the mode, group and extended attributes of the folder that it replaces. The call waits for a
-    background save of this process to the same folder. The state dict is not changed.
+    background save of this process to the same folder, or to that of ``since``. The state dict is not changed.
 
     Args:
         sharded_state_dict: nested dicts and lists of records and DTensors. A plain tensor is the same on all ranks,
@@ -114,9 +114,11 @@ def save(
     """
     arguments = dict(locals())
     del arguments["async_sharded_save"]
+    if _SAVER in sys.modules:  # else this process has begun no background save
+        sys.modules[_SAVER].await_save_of(since)
     request = SaveRequest(**arguments)
     if not async_sharded_save:
-        if _SAVER in sys.modules:  # else this process has begun no background save
+        if _SAVER in sys.modules:
             sys.modules[_SAVER].await_saves_to(request.store)
         (user_strategies if request.engine is None else saving).save(request)
         return None

@@ -54,6 +54,7 @@ from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.state import factory, tree
 from sixfold.dist_ckpt.state.records import ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer, ChildStore
+from sixfold.dist_ckpt.storage.local import store_at
 from sixfold.dist_ckpt.storage.range_reads import begun as in_thread
 from sixfold.dist_ckpt.storage.store import Store
 
@@ -90,6 +91,7 @@ class AsyncSaver:
     ) -> AsyncSave:
         """``async_save`` on this saver's group: with its arguments, but ``group`` and ``timeout_s``."""
         group, timeout_s = self._group, self._timeout_s
+        await_save_of(options.get("since"))
         return self._begun(
             SaveRequest(sharded_state_dict, checkpoint_dir, *arguments, group=group, timeout_s=timeout_s, **options)
         )
@@ -316,6 +318,7 @@ def async_save(
     Raises:
         CheckpointError: what ``save`` raises before it writes, on every rank.
     """
+    await_save_of(since)
     return start(SaveRequest(**locals()))
 
 
@@ -384,6 +387,13 @@ def await_saves_to(store: Store) -> None:
         flight = saver._flight
         if flight is not None and str(flight.checkpoint_dir) == store.name:
             flight._ended.wait()
+
+
+def await_save_of(since: Any) -> None:
+    """The same for the folder of which a next save links files: it is there when its own save has ended."""
+    if isinstance(since, str | Path):
+        with suppress(CheckpointError):  # of the request, which says what is wrong with it on all ranks
+            await_saves_to(store_at(since))
 
 
 def saves_of_this_process() -> set[str]:

@@ -137,7 +137,8 @@ class Exchange:
         """
 
         def decide(by_rank: Sequence[dict[str, Any]]) -> Decision:
-            for rank, other in enumerate(by_rank):
+            for rank, found in enumerate(by_rank):
+                other = found if isinstance(found, dict) else {}  # of another call of this package
                 for name, value in by_rank[0].items():
                     if repr(other.get(name)) != repr(value):
                         raise MismatchError(

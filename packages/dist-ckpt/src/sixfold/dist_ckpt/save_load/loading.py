@@ -180,11 +180,15 @@ class Load:
         in_place.fill_plain(asked.state, rank_load.asked, result, exchange.rank == 0)
         missing = decision.missing if mode.minds_missing else set()
         if mode.logs:
-            _warn_of_keys(missing, decision.unexpected)
+            requested_keys.warn_of_keys(missing, decision.unexpected)
         if not mode.returns:
             return result
         stored = rank_load.checkpoint.manifest
-        return result, _given_keys(missing, stored), _given_keys(decision.unexpected, stored)
+        return (
+            result,
+            requested_keys.given_keys(missing, stored),
+            requested_keys.given_keys(decision.unexpected, stored),
+        )
 
     def opened(self, view: HostView) -> tuple[Checkpoint, dict[Any, Any], bool]:
         """The checkpoint, its common data, and whether each value was stored under its own name: by DCP, or its way."""
@@ -353,7 +357,9 @@ class Load:
         strict, with_common = self.asked.strict, self.engine.with_common
         mismatches, unknown = _object_mismatches(objects, manifest, strict)
         plain_missing, plain_unexpected = set[str](), set[str]()
-        asked_plain, not_asked, not_stored = factory.names_in_common(wanted.merges, wanted.expanded, wanted.common)
+        asked_plain, not_asked, not_stored = set[str](), set[str](), set[str]()
+        if wanted.merges:
+            asked_plain, not_asked, not_stored = factory.names_in_common(wanted.merges, wanted.expanded, wanted.common)
         if strict.minds_missing and with_common:
             plain_missing, plain_unexpected = requested_keys.plain_keys(wanted.expanded, wanted.leaves, wanted.common)
             asked_plain |= {*tree.names_of_tensors(wanted.common)} - plain_missing
@@ -460,16 +466,18 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
     unexpected = set[str]().union(*(report.unexpected for report in reports))
     owners = set[str]().union(*(report.owners for report in reports))
     local = set[str]().union(*(report.local for report in reports))
-    asked = table.keys.union(*(report.asked_plain for report in reports))
-    plain_missing = set[str]().union(*(report.plain_missing for report in reports)) - asked
+    asked_plain = set[str]().union(*(report.asked_plain for report in reports))
+    plain_missing = set[str]().union(*(report.plain_missing for report in reports)) - asked_plain
     wrappers = {key: other for report in reports for key, other in report.other_wrappers.items()}
     mismatches = list(dict.fromkeys(line for report in reports for line in report.mismatches))
     missing = set[str]()
     if owners or strict.minds_missing:  # all keys are looked at only if they are asked about
         missing = {*checkpoint.manifest.tensors, *checkpoint.manifest.objects}
-        missing -= table.keys | {cell.unique_key for cells in objects for cell in cells}
+        keys = table.keys
+        plain_missing -= keys
+        missing -= keys | {cell.unique_key for cells in objects for cell in cells}
         missing = missing.difference(*(report.plain for report in reports))
-        missing |= set[str]().union(*(r.not_of_modules for r in reports)) - asked
+        missing |= set[str]().union(*(r.not_of_modules for r in reports)) - asked_plain
     requested_keys.check_wrappers(wrappers)
     requested_keys.check_keys(strict, missing | plain_missing, unexpected)
     raise_problems(mismatches, "asked for", MismatchError)
@@ -540,7 +548,7 @@ def _assembled(rank_load: RankLoad, values: Values) -> Result:
         replicated_tensors.fill(common, rank_load.extra)
     values = factory.keep_own(values, rank_load.merges, parts, common)
     result = tree.assemble(common, rank_load.expanded, values)
-    if result is not tree.GONE:
+    if rank_load.merges and result is not tree.GONE:
         factory.fit_modules(result, rank_load.merges, rank_load.expanded)
     wanted = [path for path, _ in (*parts.records, *parts.local)]
     found = factory.merge(result, rank_load.merges, [path for path in wanted if path not in values])
@@ -552,19 +560,6 @@ def _warn_of_stateful(rank_load: RankLoad, decision: _Decision) -> None:
     owners = tuple(f"{tree.key_text(step.path)}." for step in rank_load.merges if step.owner is not None)
     if lost := sorted(key for key in decision.missing if owners and key.startswith(owners)):
         _log.warning("Not in the state dicts of the objects that load, and so not loaded: %s", ", ".join(lost))
-
-
-def _given_keys(names: set[str], stored: Manifest) -> set[str]:
-    """Keys as users give them to records: of a cell of objects its grid's key, as megatron-core returns them."""
-    return {name if name in stored.tensors else dcp_names.record_of(name).key for name in names}
-
-
-def _warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
-    """One line on the logger ``sixfold.dist_ckpt`` for each kind of keys; a warning would be shown only once."""
-    if unexpected:
-        _log.warning("Unexpected keys (asked for, not found in the checkpoint): %s", ", ".join(sorted(unexpected)))
-    if missing:
-        _log.warning("Missing keys (in the checkpoint, asked for by no rank): %s", ", ".join(sorted(missing)))
 
 
 def common_data(checkpoint: Checkpoint, safe_globals: Sequence[Any], *, copies: bool = False) -> dict[Any, Any]:

@@ -9,6 +9,7 @@ if no rank asks for the rest that is stored there. Another ``strict`` than the d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -16,14 +17,16 @@ from typing import Any
 import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
+from sixfold.dist_ckpt.geometry.manifest import Manifest
 from sixfold.dist_ckpt.plans.shard_table import listed
-from sixfold.dist_ckpt.state import tree
+from sixfold.dist_ckpt.state import dcp_names, tree
 from sixfold.dist_ckpt.state.factory import Merge
 from sixfold.dist_ckpt.state.in_place import Leaves
 from sixfold.dist_ckpt.state.module_names import unwrapped
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
 
 _MOST_SHOWN = 4
+_log = logging.getLogger("sixfold.dist_ckpt")
 _MAKE_STATE = (
     "An optimizer that has made no step has no state to load into: pass the optimizer itself in place of its state "
     "dict, or make its state first by get_optimizer_state_dict(model, optimizer) of "
@@ -88,6 +91,19 @@ def check_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Itera
         what = "1 key does not match" if len(lines) == 1 else f"{len(lines)} keys do not match"
         remedy = "correct them, or leave them out by strict='log_unexpected'" if wrong else "ask for them too"
         raise MismatchError(listed(f"{', '.join(kinds)}: {what} (strict={strict.value!r}); {remedy}", lines))
+
+
+def warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
+    """One line on the logger ``sixfold.dist_ckpt`` for each kind of keys; a warning would be shown only once."""
+    if unexpected:
+        _log.warning("Unexpected keys (asked for, not found in the checkpoint): %s", ", ".join(sorted(unexpected)))
+    if missing:
+        _log.warning("Missing keys (in the checkpoint, asked for by no rank): %s", ", ".join(sorted(missing)))
+
+
+def given_keys(names: set[str], stored: Manifest) -> set[str]:
+    """Keys as users give them to records: of a cell of objects its grid's key, as megatron-core returns them."""
+    return {name if name in stored.tensors else dcp_names.record_of(name).key for name in names}
 
 
 def other_wrappers(unexpected: Iterable[str], stored: Iterable[str]) -> dict[str, str]:

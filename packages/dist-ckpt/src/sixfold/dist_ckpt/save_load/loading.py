@@ -176,7 +176,7 @@ class Load:
             done = exchange.run_on_all(lambda: _assembled(rank_load, values))
         result, found = done
         if decision.has_stateful:  # they get their values when no rank has an error left to raise
-            exchange.run_on_all(lambda: _hand_over(found))
+            exchange.run_on_all(lambda: [stateful.hand_over(owner, own) for owner, own in found])
         in_place.fill_plain(asked.state, rank_load.asked, result, exchange.rank == 0)
         missing = decision.missing if mode.minds_missing else set()
         if mode.logs:
@@ -473,14 +473,14 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
     missing = set[str]()
     if owners or strict.minds_missing:  # all keys are looked at only if they are asked about
         missing = {*checkpoint.manifest.tensors, *checkpoint.manifest.objects}
-        keys = table.keys
-        plain_missing -= keys
+        plain_missing -= (keys := table.keys)
         missing -= keys | {cell.unique_key for cells in objects for cell in cells}
         missing = missing.difference(*(report.plain for report in reports))
         missing |= set[str]().union(*(r.not_of_modules for r in reports)) - asked_plain
     requested_keys.check_wrappers(wrappers)
     requested_keys.check_keys(strict, missing | plain_missing, unexpected)
-    raise_problems(mismatches, "asked for", MismatchError)
+    if mismatches:
+        raise_problems(mismatches, "asked for", MismatchError)
     if strict is StrictHandling.ASSUME_OK_UNEXPECTED:
         requested_keys.check_whole(missing, owners, local)
     missing |= plain_missing
@@ -521,11 +521,6 @@ def _values(rank_load: RankLoad, reader: Reader, safe_globals: Sequence[Any]) ->
             frame = manifest.objects[record.unique_key]
             values[path] = reader.read_object(record.unique_key, frame, safe_globals)
     return values
-
-
-def _hand_over(found: Sequence[tuple[Any, Any]]) -> None:
-    for owner, own in found:
-        stateful.hand_over(owner, own)
 
 
 def _check_have_memory(

@@ -176,7 +176,7 @@ class Load:
             done = exchange.run_on_all(lambda: _assembled(rank_load, values))
         result, found = done
         if decision.has_stateful:  # they get their values when no rank has an error left to raise
-            exchange.run_on_all(lambda: [stateful.hand_over(owner, own) for owner, own in found])
+            exchange.run_on_all(lambda: stateful.hand_over_all(found))
         in_place.fill_plain(asked.state, rank_load.asked, result, exchange.rank == 0)
         missing = decision.missing if mode.minds_missing else set()
         if mode.logs:

@@ -13,7 +13,7 @@ less. Its tensors of another shape, and elements of a longer list, are not fille
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -117,6 +117,12 @@ def _check_is_same(owner: torch.optim.Optimizer, groups: list[Any], stored: Any,
             f"{name}: its parameters had another order: {other[0]} stands where {other[1]} stood, and state goes by "
             "place. Make the optimizer with its parameters in the order of then"
         )
+
+
+def hand_over_all(found: Iterable[tuple[Any, Any]]) -> None:
+    """Give each object its state."""
+    for owner, own in found:
+        hand_over(owner, own)
 
 
 def hand_over(owner: Any, own: Any) -> None:

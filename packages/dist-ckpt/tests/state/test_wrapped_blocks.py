@@ -73,6 +73,7 @@ def test_a_folder_of_torch_dcp_loads_under_either_names(names, after, tmp_path):
 
 @pytest.mark.parametrize("kind", WRAPPED)
 def test_a_model_of_hugging_face_has_the_names_of_its_layers(kind, tmp_path):
+    pytest.importorskip("safetensors", reason="needs the extra safetensors")
     other = model(kind, 1)
     hugging_face.export(model(kind, 0), tmp_path / "m")
     assert dist_ckpt.load_plain_tensors(tmp_path / "m").keys() == expected().keys()

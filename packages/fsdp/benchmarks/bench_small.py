@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from fsdp_bench_helpers import MERGED_BYTES, Block, Net, Step, Times, ratios
+from fsdp_bench_helpers import MERGED_BYTES, Block, Net, Step, Times, ratios, times_of
 from torch import nn
 
 from ranktest import run_ranks
@@ -49,18 +48,7 @@ def made(kind: str, width: int, layers: int) -> Step:
 
 
 def rank_times(rank: int, ranks: int, width: int, layers: int, turns: int) -> Times:
-    steps = {kind: made(kind, width, layers) for kind in (*KINDS, "ddp")}
-    times: Times = {kind: [] for kind in steps}
-    for turn in range(turns + 2):
-        for kind, step in steps.items():
-            dist.barrier()
-            began, worked = time.perf_counter(), time.process_time()
-            step()
-            wall = time.perf_counter() - began
-            dist.barrier()
-            if turn >= 2:
-                times[kind].append((wall, time.process_time() - worked))
-    return times
+    return times_of({kind: made(kind, width, layers) for kind in (*KINDS, "ddp")}, turns)
 
 
 @pytest.mark.parametrize("layers", [4, 16])

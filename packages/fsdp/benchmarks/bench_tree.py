@@ -5,13 +5,12 @@ CPU time of all ranks together, and wall time of rank 0: medians of ratios over 
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_bench_helpers import Block, Net, Step, Times, ratios
+from fsdp_bench_helpers import Block, Net, Step, Times, ratios, times_of
 
 from ranktest import run_ranks
 from sixfold.fsdp import FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
@@ -45,18 +44,9 @@ def made(strategy: str, grad_sum: str, width: int, layers: int, tokens: int) -> 
 
 
 def rank_times(rank: int, ranks: int, strategy: str, width: int, layers: int, tokens: int, turns: int) -> Times:
-    steps = {kind: made(strategy, kind, width, layers, tokens) for kind in ("tree", "backend")}
-    times: Times = {kind: [] for kind in steps}
-    for turn in range(turns + 1):
-        for kind, step in steps.items():
-            dist.barrier()
-            began, worked = time.perf_counter(), time.process_time()
-            step()
-            wall = time.perf_counter() - began
-            dist.barrier()
-            if turn >= 1:
-                times[kind].append((wall, time.process_time() - worked))
-    return times
+    return times_of(
+        {kind: made(strategy, kind, width, layers, tokens) for kind in ("tree", "backend")}, turns, warm_up=1
+    )
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])

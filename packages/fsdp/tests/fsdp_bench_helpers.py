@@ -145,16 +145,20 @@ Times = dict[str, list[tuple[float, float]]]  # by kind: wall and process CPU se
 def step_times(rank: int, ranks: int, width: int, layers: int, tokens: int, turns: int) -> Times:
     """Kinds take turns, all ranks start each step together; CPU time counts until all have ended it."""
     kinds = ("sixfold", "merged", "fsdp2", "ddp")
-    steps = {kind: make(kind, dist.group.WORLD, width, layers, tokens) for kind in kinds}
-    times: Times = {kind: [] for kind in kinds}
-    for turn in range(turns + 2):
+    return times_of({kind: make(kind, dist.group.WORLD, width, layers, tokens) for kind in kinds}, turns)
+
+
+def times_of(steps: dict[str, Step], turns: int, warm_up: int = 2) -> Times:
+    """The same of any steps; the first ``warm_up`` turns do not count."""
+    times: Times = {kind: [] for kind in steps}
+    for turn in range(turns + warm_up):
         for kind, step in steps.items():
             dist.barrier()
             began, worked = time.perf_counter(), time.process_time()
             step()
             wall = time.perf_counter() - began
             dist.barrier()
-            if turn >= 2:
+            if turn >= warm_up:
                 times[kind].append((wall, time.process_time() - worked))
     return times
 

@@ -220,6 +220,7 @@ SPLIT = {
         (4, (*EXPERTS, "parallel.ep=2")),
         (4, (*EXPERTS, "parallel.ep=2", "parallel.pp=2")),
     ],
+    "bf16": [(1, ("train.precision=bf16",)), (4, ("train.precision=bf16", "parallel.pp=2", "parallel.schedule=zb_h1"))],
     "fp8": [(1, ("train.precision=fp8",)), (4, ("train.precision=fp8", "parallel.pp=2"))],
     "recompute": [(1, ()), (2, ("train.recompute=full",)), (2, ("train.recompute=selective", "parallel.pp=2"))],
 }

@@ -35,13 +35,8 @@ class WorkerWatch:
         progress: Progress | None,
         settle: Callable[[Callable[[], object]], object],
     ) -> None:
-        self._settle, self._worker, self._job, self._heartbeat, self._progress = (
-            settle,
-            worker,
-            job,
-            heartbeat,
-            progress,
-        )
+        self._worker, self._job, self._heartbeat, self._progress = worker, job, heartbeat, progress
+        self._settle = settle
         self._meter, self._file_bytes = Meter(None), 0  # made in the thread
         self._counter, self._stall, self._beat_at = worker.counter, StallTimer(), 0.0
         self._counter.reset()

@@ -7,7 +7,7 @@ Reduction owns the pool of slots; buffers/gradients.py and reduction_paths.py sa
 
 [Note: order of a sum] Autograd's gradient is added to a local sum in main_dtype. The sum is cast to reduce_dtype and
 added over the shard ranks, then in main_dtype over the replicas. It is divided once, by a true division. Only then it
-is added to ``main.grad``.
+is added to ``main.grad``. With ``grad_sum="tree"`` the division comes behind all additions: [Note: sums of a tree].
 """
 
 from __future__ import annotations

@@ -248,7 +248,8 @@ def _explained(report: dict[str, Any]) -> list[str]:
         said.append(f"The runs compute other things: {_some(values)}.")
     if order:
         said.append(
-            f"The runs add in another order ({_some(order)}): rounding is expected. With grad_sum = 'tree' in both "
+            f"The runs add in another order ({_some(order)}): rounding is expected. With parallel.grad_sum = 'tree' "
+            "in both "
             "there is none."
         )
     if not all(report[side]["config"] for side in "ab"):

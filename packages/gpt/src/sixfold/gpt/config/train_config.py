@@ -137,7 +137,7 @@ class ParallelConfig(Table):
     stages_per_rank: Positive = 1
     layers_per_stage: tuple[Count, ...] = ()
     sharding: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = "optim_grads_params"
-    grad_sum: Literal["backend", "rank_order", "tree"] | None = None  # None is fsdp.grad_sum; "tree": see docs/do
+    grad_sum: Literal["backend", "rank_order", "tree"] | None = None  # None is fsdp.grad_sum; "tree": the same bits
 
     @property
     def stages(self) -> int:

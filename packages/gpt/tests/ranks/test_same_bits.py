@@ -199,7 +199,9 @@ def digests(config: TrainConfig) -> dict[int, list[str]]:
 
 
 @pytest.mark.slow
-def test_weights_losses_and_norms_have_the_bits_of_plain_torch_at_every_layout(oracle, found, batch, optimizer, layout):
+def test_weights_losses_and_norms_have_the_bits_of_plain_torch_at_every_layout(
+    oracle, found, first_digests, batch, optimizer, layout
+):
     weights, losses, norms = oracle(batch, optimizer)
     config = found[batch, optimizer, layout]
     assert told(config, "loss") == losses

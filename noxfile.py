@@ -48,6 +48,7 @@ from checks.places import (
     INTEGRATION,
     LANES,
     LOGS,
+    NAN_MODES,
     NO_TESTS_COLLECTED,
     ONCE,
     PACKAGES,
@@ -127,16 +128,18 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def full(session: nox.Session) -> None:
-    """The large matrices, every pair, resume and instant, and every case of the tests marked `sampled`. Hours."""
+    """The large matrices, every pair, resume and instant, every `sampled` case; tests with freed memory NaN. Hours."""
     environment, red = shared_environment(session), []
-    for name, options in FULL.items():
-        command = [*pytest_on(tests_of(name)), *options, "--every-case", f"--timeout={FULL_DEADLINE_S}"]
+    runs = [(name, name, (*options, "--every-case")) for name, options in FULL.items()]
+    runs += [(f"{name} {mode}", name, (mode,)) for name, mode in NAN_MODES.items()]
+    for label, name, options in runs:
+        command = [*pytest_on(tests_of(name)), *options, f"--timeout={FULL_DEADLINE_S}"]
         try:
             environment.run(session, *command, *environment.arguments, success_codes=(0, NO_TESTS_COLLECTED))
         except CommandFailed:  # the others are run all the same: hours are not to end at the first
-            red.append(name)
+            red.append(label)
     if red:
-        session.error(f"red: {', '.join(red)}; of {len(FULL)} runs of tests the others are green")
+        session.error(f"red: {', '.join(red)}; of {len(runs)} runs of tests the others are green")
 
 
 # ---- what is written: code, types, pages

@@ -32,6 +32,8 @@ FULL: dict[str, tuple[str, ...]] = dict.fromkeys(PACKAGES, ()) | {
     "ranktest": (),
     "tests-integration": ("--all-jobs",),
 }  # fmt: skip
+# What fills memory with NaN once it is given up or handed back; each package's tests pass with it.
+NAN_MODES = {"fsdp": "--fill-freed", "pipeline": "--debug-memory", "dist-ckpt": "--fill-recycled"}
 FULL_DEADLINE_S = 3600  # of one test: a whole matrix may be one
 # What the isolated venv of a package finds installed, besides pytest: installed once, seen through a .pth file.
 # tools/check_isolation.py asserts that the package's own metadata asks for all of it.

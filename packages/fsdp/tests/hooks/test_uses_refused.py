@@ -466,6 +466,11 @@ def test_a_parameter_that_is_no_plain_tensor_or_too_wide_is_refused_at_the_wrap(
         fully_shard(wide)
     with pytest.raises(FsdpError, match=r"weight has no shape yet.*one forward"):
         fully_shard(nn.LazyLinear(2))
+    turned = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(
+        FsdpError, match=r"weight is torch.complex64; parameters are floating, others are module buffers"
+    ):
+        fully_shard(turned)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 from pipeline_helpers import batch, equal_bits, gradients, layers, square_loss
 from torch import Tensor, nn
 
-from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, gpipe, one_f_one_b
+from sixfold.pipeline import PipelineRunner, Program, ScheduleError, Stage, gpipe, one_f_one_b, program_of
 from sixfold.pipeline.passes import lower
 
 
@@ -225,6 +225,24 @@ def test_an_embedding_of_integers_and_outputs_of_any_stride_have_the_bits_of_the
     for a, b in zip(x.tensor_split(3), y.tensor_split(3), strict=True):
         (square_loss(theirs[2](theirs[1](theirs[0](a))), b) / 3).backward()
     for mine, other in zip(ours, theirs, strict=True):
+        assert equal_bits(gradients(mine), gradients(other))
+
+
+def test_modules_and_the_name_of_a_schedule_are_told_what_makes_stages_and_a_program_of_them():
+    modules = layers(2)
+    refused(
+        r"stages\[0\] is a \w+; it is a Stage: Stage\(module, index\)",
+        lambda: PipelineRunner(one_f_one_b(2, 2), modules, loss_fn=square_loss),
+    )
+    stages = [Stage(module, index) for index, module in enumerate(modules)]
+    refused(
+        r"program is '1F1B'; it is a Program: program_of\('1F1B', ranks, microbatches\) makes one of a name",
+        lambda: PipelineRunner("1F1B", stages, loss_fn=square_loss),
+    )
+    PipelineRunner(program_of("1F1B", 2, 2), stages, loss_fn=square_loss).step(*batch(4))  # what both say
+    alike = layers(2)
+    runner_of(alike, one_f_one_b(2, 2)).step(*batch(4))
+    for mine, other in zip(modules, alike, strict=True):
         assert equal_bits(gradients(mine), gradients(other))
 
 

@@ -163,6 +163,15 @@ def test_hanayo_of_many_microbatches_holds_no_more_than_1f1b():
     assert max(program.peak_activations) <= 8
 
 
+@pytest.mark.parametrize(("memory_cap", "held", "bubble"), [(None, 16, 85), (24, 24, 60), (64, 64, 45)])
+@pytest.mark.slow
+def test_what_hanayos_bubble_on_sixteen_ranks_costs_in_memory(memory_cap, held, bubble):
+    """The docstring's three figures; ``bubble`` of 384 times a chunk's forward, 45 is the known (p - 1) / (2 m)."""
+    program = timed(hanayo(16, 64, memory_cap=memory_cap))
+    assert program.bubble_over_ideal == pytest.approx(bubble / 384)
+    assert max(program.peak_activations) == held
+
+
 @ranks
 def test_pipedream_keeps_a_version_per_microbatch_in_flight_and_2bw_keeps_two(p):
     stashed = pipedream(p, 3 * p)

@@ -222,7 +222,7 @@ class _Rows:
         return 2 * self.axes + 3
 
     def numbers(self, row: int, count: int) -> Ints:
-        """The first ``count`` of a row."""
+        """The first ``count`` of a row, and of those behind it."""
         at = self.start + 8 * row * self.width
         self.check(at, at + 8 * count)
         return struct.unpack_from(f"={count}q", self.data, at)
@@ -281,7 +281,8 @@ class _Stored:
 
     @property
     def chunks(self) -> Sequence[StoredChunk]:
-        return [self.chunk(row) for row in self.rows]
+        numbers, width = self.file.numbers(self.rows.start, len(self.rows) * self.file.width), self.file.width
+        return [self._chunk(numbers[at : at + width]) for at in range(0, len(numbers), width)]
 
     @property
     def chunk_count(self) -> int:
@@ -307,8 +308,10 @@ class _Stored:
 
     def chunk(self, row: int) -> StoredChunk:
         """One row, checked."""
+        return self._chunk(self.file.numbers(row, self.file.width))
+
+    def _chunk(self, numbers: Ints) -> StoredChunk:
         axes, dims = len(self.shape), self.file.axes
-        numbers = self.file.numbers(row, self.file.width)
         box = Box(numbers[:axes], numbers[dims : dims + axes])
         if not box.within(self.shape) or 0 in box.size:
             raise CorruptError(

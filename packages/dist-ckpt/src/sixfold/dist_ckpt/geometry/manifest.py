@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -132,6 +132,11 @@ class Manifest:
     decoder: ChunkDecoder | None = None
     files: tuple[str, ...] | None = None
     compressed: frozenset[str] = frozenset()
+
+    def in_memory(self) -> Manifest:
+        """The same with all chunks read."""
+        made = {key: StoredTensor(found.dtype, found.shape, tuple(found.chunks)) for key, found in self.tensors.items()}
+        return replace(self, tensors=made)
 
     def frames_by_key(self) -> Iterator[tuple[str, ByteRange]]:
         """Every frame with its key, which for an object is the stored one; tensors first."""

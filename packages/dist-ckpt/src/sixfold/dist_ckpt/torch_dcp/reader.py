@@ -247,6 +247,7 @@ class Reader(StorageReader):
             checkpoint = view.opened(self.verify)
             data = checkpoint.small_file(".metadata")
             trusted = checkpoint.integrity is not None and self.verify != "off"
+            checkpoint.manifest = checkpoint.manifest.in_memory()  # torch is told of each chunk
             found = at(
                 checkpoint.folder / ".metadata",
                 lambda: dcp_metadata.metadata_of(checkpoint.manifest, data, trusted_bytes=trusted),
@@ -421,11 +422,16 @@ def _seconds(goals: Iterable[tuple[ReadItem, torch.Tensor, ShardedTensor]]) -> d
     firsts, seconds = dict[Any, str](), dict[str, str]()
     for key, own in parts.items():
         starts = [(str(part.device), part.data_ptr()) for part in own]
-        ends = [part[(slice(-1, None),) * part.dim()].data_ptr() for part in own]
-        memory = min(starts), max(ends), sum(part.numel() for part in own), own[0].dtype
+        memory = min(starts), max(map(_last_address, own)), sum(part.numel() for part in own), own[0].dtype
         if (first := firsts.setdefault(memory, key)) != key:
             seconds[key] = first
     return seconds
+
+
+def _last_address(tensor: torch.Tensor) -> int:
+    """Where its last element lies."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return tensor.data_ptr() + tensor.itemsize * sum((count - 1) * stride for count, stride in steps)
 
 
 def _part_of(value: Any, item: ReadItem) -> torch.Tensor:

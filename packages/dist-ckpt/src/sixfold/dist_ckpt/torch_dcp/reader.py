@@ -419,19 +419,21 @@ def _seconds(goals: Iterable[tuple[ReadItem, torch.Tensor, ShardedTensor]]) -> d
     for _, tensor, record in goals:
         if tensor.numel():
             parts.setdefault(record.key, []).append(tensor)
-    firsts, seconds = dict[Any, str](), dict[str, str]()
+    firsts, seconds = dict[Any, list[str]](), dict[str, str]()
     for key, own in parts.items():
-        starts = [(str(part.device), part.data_ptr()) for part in own]
-        memory = min(starts), max(map(_last_address, own)), sum(part.numel() for part in own), own[0].dtype
-        if (first := firsts.setdefault(memory, key)) != key:
+        start = min((str(part.device), part.data_ptr()) for part in own)
+        same = firsts.setdefault((start, sum(part.numel() for part in own), own[0].dtype), [])
+        first = next((name for name in same if _end(parts[name]) == _end(own)), None)
+        if first is None:
+            same.append(key)
+        else:
             seconds[key] = first
     return seconds
 
 
-def _last_address(tensor: torch.Tensor) -> int:
-    """Where its last element lies."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    return tensor.data_ptr() + tensor.itemsize * sum((count - 1) * stride for count, stride in steps)
+def _end(parts: Sequence[torch.Tensor]) -> int:
+    """Where the last element of them lies."""
+    return max(part[(slice(-1, None),) * part.dim()].data_ptr() for part in parts)
 
 
 def _part_of(value: Any, item: ReadItem) -> torch.Tensor:

@@ -89,6 +89,11 @@ def _parser() -> argparse.ArgumentParser:
         help="restart all ranks from the newest checkpoint, at most N times (%(default)s), if a rank was killed or "
         "lost; not if the configuration, the data, a NaN or a full disk would end the run again",
     )
+    train.add_argument(
+        "--keep-alive",
+        action="store_true",
+        help="when a rank is killed, stopped or fails, put another process in its place and go on, see [elastic]",
+    )
     train.add_argument("--print-config", action="store_true", help="print the resolved TOML and end")
     train.set_defaults(run=run_train)
 

@@ -24,6 +24,8 @@ from sixfold.gpt.launch.stop_signals import STOPPED, Interrupted, early_signals
 
 if TYPE_CHECKING:
     from sixfold.gpt.config.train_config import TrainConfig
+    from sixfold.gpt.elastic.generation import Generation
+    from sixfold.gpt.elastic.heartbeat import Heartbeat
     from sixfold.gpt.launch.rendezvous import Rendezvous
 
 PROGRESS_S = 5.0  # for the progress line of rank 0 to end with its run
@@ -56,6 +58,12 @@ def run_train(args: argparse.Namespace) -> int:
                 f"--max-restarts is {args.max_restarts} and {rendezvous.launcher} started this rank; give the number "
                 f"to {_RESTARTS[rendezvous.launcher]}: a run that is started again goes on from its newest checkpoint"
             )
+        if rendezvous is not None and args.keep_alive:
+            raise ConfigError(
+                f"--keep-alive is given and {rendezvous.launcher} started this rank; it is for ranks that "
+                f"`sixfold train` starts on one machine. {_RESTARTS[rendezvous.launcher]} starts a run again, which "
+                f"then goes on from its newest checkpoint"
+            )
         ranks = rendezvous.size if rendezvous else args.ranks or default_ranks(config)
         _check_world(config, ranks)
         preflight(config)
@@ -65,7 +73,8 @@ def run_train(args: argparse.Namespace) -> int:
             if signal.getsignal(signal.SIGINT) is end_at_once:
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on the loop's
             return _be_a_rank(config, rendezvous)
-        return restarted(config, args.max_restarts, lambda one: run_ranks(one, ranks))
+        start = run_kept_alive if args.keep_alive else run_ranks
+        return restarted(config, args.max_restarts, lambda one: start(one, ranks))
 
 
 def train_rank(config: TrainConfig) -> int:
@@ -76,6 +85,31 @@ def train_rank(config: TrainConfig) -> int:
         return STOPPED if train(config).reason == "sigterm" else 0
     except Interrupted:  # of a rank that another launcher started: it had the terminal's Ctrl-C, too
         return STOPPED
+
+
+def train_generation(generation: Generation, heartbeat: Heartbeat, config: TrainConfig) -> int:
+    """Body of one rank of one generation of `run_kept_alive`; its exit status."""
+    from sixfold.gpt.launch import rendezvous
+    from sixfold.gpt.training.kept_alive import KeptAlive
+    from sixfold.gpt.training.loop import train_in
+
+    kept = KeptAlive.of(generation, heartbeat)
+    if generation.number > 1:  # whoever wrote "never" or "must" meant the first one
+        config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
+    if config.train.deterministic:
+        rendezvous.make_deterministic(os.environ)
+    place = rendezvous.Rendezvous(
+        launcher="sixfold",
+        rank=generation.rank,
+        size=generation.size,
+        local_rank=generation.rank,
+        url=f"file://{generation.store}",
+    )
+    world = rendezvous.join(place, device=config.run.device, timeout_s=config.run.timeout_seconds)
+    try:
+        return STOPPED if train_in(config, world, kept=kept).reason == "sigterm" else 0
+    finally:
+        rendezvous.leave(world)
 
 
 def restarted(config: TrainConfig, most: int, run: Callable[[TrainConfig], int]) -> int:
@@ -104,6 +138,27 @@ def run_ranks(config: TrainConfig, ranks: int) -> int:
     line = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps)
     try:
         return start_ranks(train_rank, ranks, (config,), watch=line.poll, tell=line.tell)
+    finally:
+        line.close()
+
+
+def run_kept_alive(config: TrainConfig, ranks: int) -> int:
+    """As `run_ranks`; when a rank is lost another process takes its place, and the others go on in theirs."""
+    from sixfold.gpt.elastic.supervisor import keep_alive
+    from sixfold.gpt.observe.metrics import ProgressLine
+
+    line, elastic = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps), config.elastic
+    try:
+        return keep_alive(
+            train_generation,
+            ranks,
+            (config,),
+            spares=elastic.spares,
+            attempts=elastic.attempts,
+            hung_after_s=elastic.hung_after_seconds,
+            watch=line.poll,
+            tell=line.tell,
+        )
     finally:
         line.close()
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sixfold.gpt.config.train_config import TrainConfig
 
 # A resumed run may change these; train.batch_ramp and data.changes only in their future.
-_FREE_TABLES = ("parallel", "pipeline", "fsdp", "checkpoint", "eval", "log", "run")
+_FREE_TABLES = ("parallel", "pipeline", "fsdp", "checkpoint", "eval", "log", "elastic", "run")
 # data.document_shuffle is compared with what the checkpoint says of each dataset: 0.1.0 had no such key.
 _FREE_KEYS = (
     "train.steps", "train.micro_batch_size", "train.recompute", "train.offload_activations", "data.cache_dir",

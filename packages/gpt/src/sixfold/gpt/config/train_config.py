@@ -21,9 +21,9 @@ from sixfold.pipeline.schedules import by_name, registered
 from sixfold.pipeline.schedules.registry import Schedule
 
 __all__ = [
-    "TABLES", "CheckpointConfig", "DataChange", "DataConfig", "EvalConfig", "FsdpConfig", "GPTConfig", "LogConfig",
-    "LoopConfig", "OptimizerConfig", "ParallelConfig", "PipelineConfig", "RunConfig", "ScheduleConfig", "TrainConfig",
-    "check_world", "resume_changes",
+    "TABLES", "CheckpointConfig", "DataChange", "DataConfig", "ElasticConfig", "EvalConfig", "FsdpConfig", "GPTConfig",
+    "LogConfig", "LoopConfig", "OptimizerConfig", "ParallelConfig", "PipelineConfig", "RunConfig", "ScheduleConfig",
+    "TrainConfig", "check_world", "resume_changes",
 ]  # fmt: skip
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -301,6 +301,17 @@ class LogConfig(Table):
 
 
 @dataclass(frozen=True, kw_only=True)
+class ElasticConfig(Table):
+    """[elastic]: what `sixfold train --keep-alive` does when a rank is lost; nothing of it counts elsewhere."""
+
+    TABLE: ClassVar[str] = "elastic"
+    spares: Count = 1  # processes that wait to take a lost rank's place
+    attempts: Positive = 3  # recoveries in a row without a new step, before the run ends with its error
+    # A process may be stopped for so long, and a step be late: it has four times as long as the longest one before.
+    hung_after_seconds: Rate = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunConfig(Table):
     """[run]: where the run lies and what it may wait for."""
 
@@ -334,6 +345,7 @@ class TrainConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    elastic: ElasticConfig = field(default_factory=ElasticConfig)
     run: RunConfig
 
     def __post_init__(self) -> None:
@@ -381,6 +393,6 @@ TABLES: Mapping[str, type[Table]] = {
     table.TABLE: table
     for table in (
         GPTConfig, DataConfig, ParallelConfig, PipelineConfig, FsdpConfig, LoopConfig, OptimizerConfig,
-        ScheduleConfig, CheckpointConfig, EvalConfig, LogConfig, RunConfig,
+        ScheduleConfig, CheckpointConfig, EvalConfig, LogConfig, ElasticConfig, RunConfig,
     )
 }  # fmt: skip

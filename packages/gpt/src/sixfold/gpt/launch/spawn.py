@@ -83,7 +83,7 @@ class _Rank:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Stop:
+class StopRequests:
     """Signals to the launcher that ask for a stop: the first is forwarded, a later one ends the ranks at once.
 
     As stop_signals.py says in [Note: what a signal does].
@@ -154,7 +154,7 @@ def start_ranks(
         RankError: the first failing rank's error; or that a rank was killed, with its number and signal; or, with
             exit_code 137, that a second signal ended the ranks without a save.
     """
-    with tempfile.TemporaryDirectory(prefix="sixfold-") as folder, _stop_signals() as stop:
+    with tempfile.TemporaryDirectory(prefix="sixfold-") as folder, stop_requests() as stop:
         stop.tell = tell or stop.tell
         warm_up()
         context = multiprocessing.get_context("forkserver")
@@ -168,19 +168,19 @@ def start_ranks(
                 there.close()
                 started.append(_Rank(rank=rank, process=process, channel=here))
             _wait_for_end(started, stop, watch)
-            stopped = [r.rank for r in started if r.result is None and r.failure is None and _is_stopped(r.process)]
+            stopped = [r.rank for r in started if r.result is None and r.failure is None and is_stopped(r.process)]
         finally:
             _end(started)
         return _outcome(started, stop, stopped)
 
 
 @contextmanager
-def _stop_signals() -> Iterator[_Stop]:
+def stop_requests() -> Iterator[StopRequests]:
     """Take what asks for a stop while ranks run; a hang-up that nohup ignores stays ignored.
 
     Python handles signals in the main thread only; elsewhere they are left.
     """
-    stop = _Stop()
+    stop = StopRequests()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
@@ -193,7 +193,7 @@ def _stop_signals() -> Iterator[_Stop]:
             signal.signal(number, handler)
 
 
-def _wait_for_end(ranks: list[_Rank], stop: _Stop, watch: Callable[[], None] | None) -> None:
+def _wait_for_end(ranks: list[_Rank], stop: StopRequests, watch: Callable[[], None] | None) -> None:
     """Return when all ranks have ended, or a moment after the first has failed."""
     give_up_at: float | None = None
     while (running := [r for r in ranks if r.result is None and r.failure is None]) and (
@@ -226,13 +226,13 @@ def _hear(rank: _Rank) -> None:
         rank.process.join(END_S)  # the pipe closes a moment before the process has ended
         ended = not rank.process.is_alive()
     if ended and rank.result is None:
-        rank.failure = _silent_end(rank.rank, rank.process.exitcode)
+        rank.failure = silent_end(rank.rank, rank.process.exitcode)
 
 
-def _silent_end(rank: int, exit_code: int | None) -> Failure:
+def silent_end(rank: int, exit_code: int | None) -> Failure:
     now = time.time()
     if exit_code == ENDED:  # it was signalled twice itself
-        return _ended_at_once(rank)
+        return ended_at_once(rank)
     if exit_code is not None and exit_code < 0:
         number = signal.Signals(-exit_code)
         text = f"rank {rank} was killed by {number.name}{_HINTS.get(number, '')}"
@@ -264,7 +264,7 @@ def _signal(ranks: list[_Rank], number: signal.Signals) -> None:
                 pass
 
 
-def _is_stopped(process: BaseProcess) -> bool:
+def is_stopped(process: BaseProcess) -> bool:
     """Whether a signal such as SIGSTOP holds the process, which then answers nobody."""
     try:
         return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "tT"
@@ -272,11 +272,11 @@ def _is_stopped(process: BaseProcess) -> bool:
         return False
 
 
-def _outcome(ranks: list[_Rank], stop: _Stop, stopped: list[int]) -> int:
+def _outcome(ranks: list[_Rank], stop: StopRequests, stopped: list[int]) -> int:
     failures = [r.failure for r in ranks if r.failure is not None]
     unfinished = [r for r in ranks if r.result is None]
     if stop.asked > 1 and unfinished:
-        raise RankError(_ended_at_once(unfinished[0].rank))
+        raise RankError(ended_at_once(unfinished[0].rank))
     # A rank takes SIGTERM over before its first step. One that it ends has done nothing, and took its peers with it.
     if any(f.killed_by == signal.SIGTERM for f in failures):
         return STOPPED
@@ -289,7 +289,7 @@ def _outcome(ranks: list[_Rank], stop: _Stop, stopped: list[int]) -> int:
     return max(r.result or 0 for r in ranks)
 
 
-def _ended_at_once(rank: int) -> Failure:
+def ended_at_once(rank: int) -> Failure:
     text = (
         "a second signal ended the run at once; the steps since the newest checkpoint are not saved. The same command "
         "resumes from it"
@@ -315,14 +315,8 @@ def _rank_main(
     rank: int, ranks: int, store: str, channel: Connection, target: Callable[..., int], args: tuple[Any, ...]
 ) -> None:
     """Body of a rank's process."""
-    _die_with_parent()
-    for number in ASK_TO_STOP - {signal.SIGTERM}:  # they reach the launcher too, which asks all ranks to stop
-        signal.signal(number, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
+    prepare_process(rank)
     os.environ.update({"SIXFOLD_RANK": str(rank), "SIXFOLD_RANKS": str(ranks), "SIXFOLD_STORE": store})
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and a host name may resolve to nothing
-    warnings.showwarning = partial(_show_warning, rank)
     try:
         report: Any = target(*args)
     except BaseException as error:  # SystemExit too: the launcher must hear of it
@@ -335,6 +329,22 @@ def _rank_main(
     if isinstance(report, Failure):
         # See rendezvous.py [Note: a failed rank keeps its connections]: the launcher ends this process.
         signal.pause()
+
+
+def prepare_process(rank: int) -> None:
+    """What every process that becomes a rank does first: signals, the end of its parent, warnings."""
+    _die_with_parent()
+    for number in ASK_TO_STOP - {signal.SIGTERM}:  # they reach the launcher too, which asks all ranks to stop
+        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and a host name may resolve to nothing
+    name_in_warnings(rank)
+
+
+def name_in_warnings(rank: int) -> None:
+    """Warnings of this process are told as those of ``rank``."""
+    warnings.showwarning = partial(_show_warning, rank)
 
 
 def _show_warning(rank: int, message: Warning | str, category: type[Warning], *where: Any, **options: Any) -> None:

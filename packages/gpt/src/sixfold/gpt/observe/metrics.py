@@ -29,6 +29,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "start": ("step", "world", "layout", "schedule", "sharding", "order", "epochs", "ranks", "parameters", "versions"),
     "resume": ("step", "checkpoint", "layout", "changed"),
     "damaged": ("step", "checkpoint", "why"),
+    "recovery": ("step", "generation", "lost", "source", "seconds"),
     "plan": ("step", "source", "microbatches", "bubble_over_ideal", "gap", "memory_cap", "peak_activations"),
     "step": (
         "step",
@@ -243,7 +244,7 @@ class ProgressLine:
                 if record["slow"]:
                     self._flush()
                     self._print(describe(record))
-            elif record["kind"] in ("start", "resume", "eval", "timeline", "nonfinite", "end"):
+            elif record["kind"] in ("start", "resume", "recovery", "eval", "timeline", "nonfinite", "end"):
                 self._flush()
                 self._print(describe(record))
         if self._pending and time.monotonic() - self._shown_at >= self._every_s:
@@ -310,6 +311,10 @@ def describe(record: Mapping[str, Any], steps: int | None = None, pace: float | 
     if kind == "resume":
         layout = " ".join(f"{axis}{size}" for axis, size in record["layout"].items() if size > 1) or "one process"
         return f"step {step}  resumed from {record['checkpoint']} as {layout}"
+    if kind == "recovery":
+        lost = "; ".join(one["why"] for one in record["lost"]) or "no rank was lost"
+        where = f"generation {record['generation']} goes on from {record['source']}"
+        return f"step {step}  {where}, {record['seconds']:.2f} s later ({lost})"
     if kind == "timeline":
         paper = record["bubble_on_paper"]
         bubbles = f"bubble {record['bubble']:.3f}, on paper {'unknown' if paper is None else f'{paper:.3f}'}"

@@ -22,7 +22,7 @@ _RANKS = {"lr": 0, "batch_size": 0, "samples": 0, "tokens": 0, "loss": 1, "grad_
 _BY_DATASET, _EVALUATION = 2, 6
 
 # Keys that change no bit of a run: where it lies, what it writes, when it saves.
-_IDLE_TABLES = ("run", "log", "checkpoint", "eval", "pipeline")
+_IDLE_TABLES = ("run", "log", "checkpoint", "eval", "elastic", "pipeline")
 _IDLE_KEYS = ("data.cache_dir", "data.max_epochs", "train.recompute", "train.offload_activations")
 _COUNTS = ("run.device", "checkpoint.init_from")  # of those tables, nevertheless
 # Keys that only change in which order numbers are added: not even that with grad_sum = "tree".

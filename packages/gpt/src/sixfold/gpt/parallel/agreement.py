@@ -58,7 +58,9 @@ def all_or_raise(control: dist.ProcessGroup | None, ranks: int, task: Callable[[
     mine = None if failure is None else (_kind(failure), f"{type(failure).__name__}: {failure}")
     for rank, report in enumerate(gather_objects(control, ranks, mine)):
         if report is not None and failure is None:
-            raise report[0](f"rank {rank}: {report[1]}")
+            theirs = report[0](f"rank {rank}: {report[1]}")
+            theirs.of_peer = True
+            raise theirs
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]

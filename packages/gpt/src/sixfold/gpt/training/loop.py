@@ -39,6 +39,7 @@ from sixfold.gpt.engine.weight_digests import WeightDigests
 from sixfold.gpt.engine.weight_versions import NotFiniteError
 from sixfold.gpt.errors import ConfigError, FinalError, NoTargetsError, TrainError
 from sixfold.gpt.launch import rendezvous
+from sixfold.gpt.launch.spawn import is_final
 from sixfold.gpt.launch.stop_signals import Interrupted, StopFlag
 from sixfold.gpt.machine.devices import peak_flops_of
 from sixfold.gpt.observe import digest_file, timeline
@@ -50,6 +51,7 @@ from sixfold.gpt.observe.tensorboard import TensorBoardWriter, check_tensorboard
 from sixfold.gpt.parallel.agreement import all_or_raise, any_rank, from_rank_0, memory_errors, world_collective
 from sixfold.gpt.parallel.mesh import make_mesh
 from sixfold.gpt.parallel.sequence_parts import SequencePart
+from sixfold.gpt.training.kept_alive import KeptAlive
 from sixfold.gpt.training.learning_rate import learning_rate
 from sixfold.gpt.training.resume import restore, start_line
 
@@ -78,8 +80,16 @@ class TrainResult:
 class Run:
     """One rank's view of a run: what it trains, where it stands, and what it writes."""
 
-    def __init__(self, config: TrainConfig, rank: RankModel, metrics: MetricsWriter | None, data: Datasets) -> None:
+    def __init__(
+        self,
+        config: TrainConfig,
+        rank: RankModel,
+        metrics: MetricsWriter | None,
+        data: Datasets,
+        kept: KeptAlive | None = None,
+    ) -> None:
         self.config = config
+        self.kept = kept
         self.rank = rank
         self.metrics = metrics  # on rank 0 only
         self.train_data, valid = data
@@ -241,6 +251,8 @@ class Run:
         with self.rank.clock.part("data"):
             batch = self.next_batch()
         data_seconds = time.monotonic() - start
+        if self.kept is not None:
+            self.kept.heartbeat.step_begins()
         lr, log = learning_rate(self.config, at.step), self.config.log
         traces = profiled(self.config.run.dir, log.profile_steps, number, self.rank.mesh.rank)
         try:
@@ -259,6 +271,8 @@ class Run:
         tokens = size * self.config.data.seq_length
         self.progress = Progress(step=number, samples=at.samples + size, tokens=at.tokens + tokens)
         self.loss = outcome.loss
+        if self.kept is not None:
+            self.kept.heartbeat.step_ends(number)
         now = time.monotonic()
         seconds = now - start
         if self.progress.step % log.every == 0 or self.progress.step == self.config.train.steps:
@@ -358,8 +372,9 @@ def train_in(
     world: rendezvous.World,
     model_provider: ModelProvider | None = None,
     datasets: own_data.Datasets | None = None,
+    kept: KeptAlive | None = None,
 ) -> TrainResult:
-    """`train` for ranks that have met already: ``world`` is this process among them."""
+    """`train` for ranks that have met already: ``world`` is this process among them, ``kept`` its generation."""
     config = replace(config, parallel=check_world(config, world.size))
     if config.train.deterministic:
         rendezvous.make_deterministic(os.environ)
@@ -381,7 +396,7 @@ def train_in(
     metrics = all_or_raise(mesh.control, mesh.size, lambda: MetricsWriter(path) if mesh.rank == 0 else None)
     try:
         data = open_on_ranks(config, mesh, datasets)
-        run = all_or_raise(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data))
+        run = all_or_raise(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data, kept))
         reason = _train(run, start, source)
     finally:
         if metrics is not None:
@@ -391,7 +406,8 @@ def train_in(
 
 def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
     """From where the run begins to its end; the reason."""
-    flag, mesh, fresh = StopFlag(), run.rank.mesh, start.newest is None
+    flag = StopFlag() if run.kept is None else run.kept.flag
+    mesh, fresh = run.rank.mesh, start.newest is None
     if run.config.log.tensorboard and mesh.rank == 0:
         run.board = TensorBoardWriter(run.config.run.dir, step_of(start.newest))
     if run.config.log.digest_every:
@@ -401,6 +417,8 @@ def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
     try:
         start_line(run, mesh, step_of(start.newest))
         restore(run, start, source)
+        if run.kept is not None:
+            run.kept.tell(run)
         if run.config.log.digest_every:
             run.digest()  # of the weights that it begins with: those of the checkpoint, or the initial ones
         if run.config.parallel.schedule == PLAN:
@@ -413,14 +431,17 @@ def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
             reason = run.loop(flag)
         run.finish_save()
         run.note("end", step=run.progress.step, reason=reason)
-    except BaseException:
+    except BaseException as error:
+        if run.kept is not None and not is_final(error):
+            raise  # the run has not ended, and a save of a generation that has does not get far
         with suppress(TrainError):  # a full disk may refuse this too; the first error is the one to raise
             run.finish_save()
         with suppress(TrainError):
             run.note("end", step=run.progress.step, reason="error")
         raise
     finally:
-        flag.disarm()
+        if run.kept is None:
+            flag.disarm()
         run.close()
         if run.board is not None:
             run.board.close()

@@ -1,0 +1,85 @@
+"""What supervisor and members say to each other, about one generation of ranks.
+
+    supervisor.py --> Generation, Over --> member.py --> Done, Failed, Ready --> supervisor.py    (words: this file)
+
+A generation is a meeting of ranks: its number, who is which rank, where they meet. Every word carries the number, so a
+word of an older generation is known as one. A member is a process; it is a rank of some generations and a spare in
+others, and keeps its number for life.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from sixfold.gpt.launch.spawn import Failure
+
+STUCK = 76  # exit status of a member that waits in vain, though its generation is over
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lost:
+    """A rank that a generation lost, and how."""
+
+    rank: int
+    member: int
+    failure: Failure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generation:
+    """To a member: be this rank, among so many, who meet at ``store``.
+
+    Attributes:
+        number: from 1.
+        store: path of the FileStore; the supervisor makes it unusable when the generation is over.
+        lost: what ended the generation before; empty for the first one.
+        lost_at: when that was seen, on the clock ``time.monotonic`` of this machine.
+        stop: the run was asked to stop meanwhile.
+    """
+
+    number: int
+    rank: int
+    size: int
+    store: str
+    lost: tuple[Lost, ...] = ()
+    lost_at: float = 0.0
+    stop: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Over:
+    """To a member: the generation has ended; drop what belongs to it and say `Ready`."""
+
+    generation: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Done:
+    """From a rank: the run is done, with this exit status."""
+
+    generation: int
+    status: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Failed:
+    """From a rank: an error.
+
+    Attributes:
+        blames_peer: the error says that another rank failed, is gone or late.
+    """
+
+    generation: int
+    failure: Failure
+    blames_peer: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ready:
+    """From a rank: nothing is left of the generation, this process can be a rank of the next one."""
+
+    generation: int
+
+
+class Leave:
+    """To a member: the run has ended, and so may the process."""

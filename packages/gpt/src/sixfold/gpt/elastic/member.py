@@ -1,0 +1,194 @@
+"""The process of a member: rank of one generation after the other, alive in between.
+
+    supervisor.py --> a pipe --> listening thread --> Generation --> target --> Done, Failed --> supervisor.py
+                                 (this file)     `--> Over --> connections cut --> all dropped --> Ready
+
+[Note: how a survivor comes back] Its main thread may wait in a collective for a rank that is gone, or for one that
+waits for another. So the listening thread shuts the sockets that this generation made, and goes on doing so until the
+main thread has left the run by the error that follows. The store has been closed by the supervisor: whoever meets there
+fails at once. Groups, engine, files and threads of the generation then go; the process, its device and what it has
+imported stay.
+
+gloo does not wake every send of a connection that is shut. A main thread that has computed nothing for ``STUCK_S``
+since then waits for what cannot come: the process ends, and another takes its place.
+
+[Note: a failed rank waits] It keeps its connections until it is told what comes: peers would otherwise report those.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import queue
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from sixfold.gpt.elastic.generation import STUCK, Done, Failed, Generation, Leave, Over, Ready
+from sixfold.gpt.elastic.heartbeat import Heartbeat
+from sixfold.gpt.launch.spawn import failure_of, name_in_warnings, prepare_process
+
+CUT_POLL_S = 0.1
+STUCK_S = 1.0
+Target = Callable[..., int]  # target(generation, heartbeat, *args): the run's exit status
+
+
+def member_main(channel: Connection, member: int, slots: Path, target: Target, args: tuple[Any, ...]) -> None:
+    """Body of a member's process: it ends when the supervisor closes the pipe."""
+    prepare_process(member)
+    _Member(channel, Heartbeat(slots, member)).serve(target, args)
+
+
+class _Member:
+    def __init__(self, channel: Connection, heartbeat: Heartbeat) -> None:
+        self._channel, self._heartbeat = channel, heartbeat
+        self._generations: queue.SimpleQueue[Generation | Leave] = queue.SimpleQueue()
+        self._over = 0.0  # the newest generation that has ended
+        self._leaves = False
+        self._changed = threading.Condition()
+        self._sockets: set[int] | None = None  # inodes of those that were there before the generation
+
+    def serve(self, target: Target, args: tuple[Any, ...]) -> None:
+        """Be what the supervisor says, until it ends this process."""
+        threading.Thread(target=self._listen, name="sixfold-supervisor", daemon=True).start()
+        while isinstance(generation := self._generations.get(), Generation):
+            self._serve_one(generation, target, args)
+
+    def _serve_one(self, generation: Generation, target: Target, args: tuple[Any, ...]) -> None:
+        name_in_warnings(generation.rank)
+        with self._changed:
+            self._sockets = set(_connections().values())
+        report: Done | Failed
+        try:
+            self._heartbeat.generation()
+            report = Done(generation=generation.number, status=target(generation, self._heartbeat, *args))
+        except BaseException as error:  # SystemExit too: the supervisor must hear of it
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # begin at the target
+            failure = failure_of(error, generation.rank, generation.size)
+            report = Failed(generation=generation.number, failure=failure, blames_peer=blames_a_peer(error))
+            _forget_frames(error)
+        self._heartbeat.rests()
+        with self._changed:
+            if self._over < generation.number:
+                self._channel.send(report)
+            self._changed.wait_for(lambda: self._over >= generation.number)
+            self._sockets = None  # the listening thread cuts no more
+            if self._leaves:
+                return
+        _drop()
+        self._channel.send(Ready(generation=generation.number))
+
+    def _listen(self) -> None:
+        """Take the supervisor's words; without a supervisor there is no member."""
+        while True:
+            try:
+                word = self._channel.recv()
+            except (EOFError, OSError):
+                os._exit(1)
+            if isinstance(word, Generation):
+                self._generations.put(word)
+            elif isinstance(word, Over):
+                self._end_generation(word.generation)
+            else:
+                self._leaves = True
+                self._generations.put(word)
+                with self._changed:
+                    self._over = math.inf
+                    self._changed.notify_all()
+
+    def _end_generation(self, number: int) -> None:
+        with self._changed:
+            self._over = number
+            self._changed.notify_all()
+        worked, since = 0, time.monotonic()
+        while True:
+            with self._changed:
+                if self._sockets is None:
+                    return
+                for file, inode in _connections().items():
+                    if inode not in self._sockets:
+                        _shut(file)
+            time.sleep(CUT_POLL_S)
+            if worked != (worked := _main_thread_ticks()):
+                since = time.monotonic()
+            elif time.monotonic() - since > STUCK_S:
+                os._exit(STUCK)
+
+
+def _main_thread_ticks() -> int:
+    """Processor time of the main thread, in the kernel's ticks."""
+    fields = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])  # utime and stime of proc(5), counted from the state on
+
+
+def _connections() -> dict[int, int]:
+    """Inodes of this process's sockets, by file number."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            status = os.fstat(int(name))
+        except OSError:  # closed meanwhile
+            continue
+        if stat.S_ISSOCK(status.st_mode):
+            found[int(name)] = status.st_ino
+    return found
+
+
+def _shut(file: int) -> None:
+    """Both ends of a network connection see its end; what listens, or is of this machine alone, stays."""
+    try:
+        with socket.socket(fileno=os.dup(file)) as connection:
+            listens = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)  # gloo aborts where that fails
+            if connection.family in (socket.AF_INET, socket.AF_INET6) and not listens:
+                connection.shutdown(socket.SHUT_RDWR)
+    except OSError:  # closed meanwhile, or not connected
+        pass
+
+
+def _drop() -> None:
+    """Nothing is left of a generation whose run has been left: groups, and what cycles of objects hold."""
+    import torch.distributed as dist
+
+    gc.collect()  # what the run held: engine, threads that end with it, files
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    gc.collect()
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Frames of a traceback hold the whole run; errors are kept, as sixfold.fsdp's first one by its heartbeat."""
+    todo: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while todo:
+        one = todo.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            todo += [one.__cause__, one.__context__]
+
+
+def blames_a_peer(error: BaseException) -> bool:
+    """Whether an error, or what it came from, says that another rank is gone or late."""
+    from sixfold.dist_ckpt import LostPeerError
+    from sixfold.gpt.errors import ConfigError, TrainError
+    from sixfold.gpt.parallel.lost_ranks import is_lost_rank
+    from sixfold.pipeline.errors import PipelineTimeout
+
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, TrainError | ConfigError) and seen.of_peer:
+            return True
+        if isinstance(seen, LostPeerError | PipelineTimeout):
+            return True
+        if isinstance(seen, RuntimeError) and is_lost_rank(seen):
+            return True
+        if getattr(seen, "ranks", ()):  # sixfold.fsdp names the ranks at fault
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False

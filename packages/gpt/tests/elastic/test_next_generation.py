@@ -231,8 +231,7 @@ EVENTS = st.lists(
 @given(ranks=st.integers(1, 4), spares=st.integers(0, 2), events=EVENTS)
 def test_in_any_order_of_faults_generations_are_whole_and_a_quiet_world_always_goes_on(ranks, spares, events):
     one = world(ranks, spares, attempts=100)
-    step = 0
-    for kind, number in events:
+    for step, (kind, number) in enumerate(events, 1):
         if one.end is not None:
             break
         member = sorted(one.alive)[number % len(one.alive)]
@@ -253,7 +252,6 @@ def test_in_any_order_of_faults_generations_are_whole_and_a_quiet_world_always_g
             one.do(one.course.stalled(failure("no step"), one.now))
         else:
             one.pass_time(number / 2)
-        step += 1
         one.course.progressed(step)
     for _ in range(3):  # no more faults: survivors answer, time passes
         for member in sorted(one.alive & one.asked_to_drop.keys()):

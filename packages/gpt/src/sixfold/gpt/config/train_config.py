@@ -307,7 +307,8 @@ class ElasticConfig(Table):
     TABLE: ClassVar[str] = "elastic"
     spares: Count = 1  # processes that wait to take a lost rank's place
     attempts: Positive = 3  # recoveries in a row without a new step, before the run ends with its error
-    # A process may be stopped for so long, and a step be late: it has four times as long as the longest one before.
+    # A process that a signal has stopped for so long is replaced. A step has five times as long, and four times as long
+    # as the longest one before.
     hung_after_seconds: Rate = 10.0
 
 

@@ -24,6 +24,12 @@ class Lost:
     member: int
     failure: Failure
 
+    @property
+    def why(self) -> str:
+        """One line."""
+        line = self.failure.text.splitlines()[-1]
+        return line if line.startswith("rank ") else f"rank {self.rank}: {line}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Generation:

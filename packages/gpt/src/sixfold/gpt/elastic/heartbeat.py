@@ -4,8 +4,8 @@
 
 [Note: a step's deadline] A rank writes when a step begins and when it has ended. Of ranks that wait for each other one
 cannot tell which is the cause, and a first step, an evaluation or a save may take any time: they have deadlines of
-their own. So only a step counts, from the second of a generation on. It may take as long as ``hung_after_seconds``, or
-``TIMES`` as long as the longest one so far.
+their own. So only a step counts, from the second of a generation on. A process that a signal has stopped is seen for
+certain; a late step may only be slow, and has ``LATE`` times as long, and ``TIMES`` as long as the longest so far.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-TIMES = 4.0
+TIMES = 4.0  # as long as the longest step
+LATE = 5.0  # times hung_after_seconds
 MEMBERS = 4096  # that a file has room for: one that is lost leaves its slot unused
 _SLOT = struct.Struct("=qqdd")  # as the fields of Slot
 
@@ -100,7 +101,7 @@ def _mapped(path: Path) -> mmap.mmap:
 
 def patience_s(slots: list[Slot], hung_after_s: float) -> float:
     """How long a step, or dropping a generation, may take."""
-    return max(hung_after_s, TIMES * max((slot.longest_s for slot in slots), default=0.0))
+    return max(LATE * hung_after_s, TIMES * max((slot.longest_s for slot in slots), default=0.0))
 
 
 def overdue_s(slots: list[Slot], now: float, hung_after_s: float) -> float:

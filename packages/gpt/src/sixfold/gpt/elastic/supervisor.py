@@ -91,8 +91,7 @@ class _Supervisor:
         for one in self._living():
             self._see_stopped(one, now)
         self._carry_out(course.tick(now, patience_s(slots, self.hung_after_s)))
-        behind = overdue_s(slots, now, self.hung_after_s)
-        if behind > 0 and course.phase is Phase.RUNNING:
+        if overdue_s(slots, now, self.hung_after_s) > 0 and course.phase is Phase.RUNNING:
             limit = patience_s(slots, self.hung_after_s)
             text = f"step {max(slot.step for slot in slots) + 1} did not end within {limit:.1f} s"
             self._carry_out(course.stalled(Failure(rank=0, time=time.time(), text=text), now))
@@ -200,7 +199,7 @@ class _Supervisor:
             self._send(member, generation)
 
     def _say(self, form: Form) -> None:
-        lost = "; ".join(one.failure.text.splitlines()[-1] for one in form.lost) or "no rank could be blamed"
+        lost = "; ".join(one.why for one in form.lost) or "no rank could be blamed"
         self.tell(f"{lost}; generation {form.generation} goes on")
 
     def _send(self, member: int, word: Generation | Over | Leave) -> None:

@@ -47,7 +47,7 @@ class KeptAlive:
                 "recovery",
                 step=run.progress.step,
                 generation=self.generation.number,
-                lost=[{"rank": one.rank, "why": one.failure.text.splitlines()[-1]} for one in self.generation.lost],
+                lost=[{"rank": one.rank, "why": one.why} for one in self.generation.lost],
                 source="disk" if run.progress.step else "the start",
                 seconds=time.monotonic() - self.generation.lost_at,
             )

@@ -1,0 +1,160 @@
+"""Faults at named instants of a run that is kept alive, and what such a run leaves."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from run_helpers import assert_same_tensors, final_tensors, lines
+
+from sixfold.gpt.commands.train import train_generation
+from sixfold.gpt.config.train_config import TrainConfig
+from sixfold.gpt.elastic.generation import Generation
+from sixfold.gpt.elastic.heartbeat import Heartbeat
+from sixfold.gpt.elastic.supervisor import keep_alive
+
+# Name of an instant -> what is called there. "after": when it has returned, as in the middle of what calls it.
+INSTANTS = {
+    "in a forward": ("sixfold.gpt.model.decoder", "Block.forward", "before", 3),
+    "between two microbatches": ("sixfold.gpt.data.loss_by_dataset", "token_loss", "after", 1),
+    "before gradients are reduced": ("sixfold.gpt.engine.rank_model", "RankModel.finish_grad_sync", "before", 1),
+    "in the agreement of a step": ("sixfold.gpt.engine.step", "_agree", "before", 1),
+    "before the optimizer": ("sixfold.gpt.engine.optimizer", "Optimizers.step", "before", 1),
+    "in the optimizer": ("torch.optim.adamw", "AdamW.step", "before", 1),
+    "after the optimizer": ("sixfold.gpt.engine.optimizer", "Optimizers.step", "after", 1),
+    "before a save": ("sixfold.gpt.training.loop", "Run.save", "before", 1),
+    "in a save": ("sixfold.dist_ckpt.save_load.writer", "RankContent", "after", 1),
+    "after a save": ("sixfold.gpt.training.loop", "Run.finish_save", "after", 2),
+    "in an evaluation": ("sixfold.gpt.training.loop", "Run._valid_batch", "before", 2),
+    # of the generation that follows, whose ranks come back
+    "while ranks meet": ("sixfold.gpt.launch.rendezvous", "_make_group", "before", 1),
+    "while groups are made": ("sixfold.gpt.training.loop", "make_mesh", "before", 1),
+    "while the engine is built": ("sixfold.gpt.training.loop", "build_rank", "after", 1),
+    "while state is taken back": ("sixfold.gpt.checkpoints.training_state", "load", "before", 1),
+    "when state is back": ("sixfold.gpt.training.loop", "restore", "after", 1),
+}
+
+
+class DeviceLost(RuntimeError):
+    """An error that is nobody's configuration."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to a rank at an instant, once, in one generation."""
+
+    instant: str
+    rank: int
+    action: str  # "SIGKILL", "SIGSTOP" or "error"
+    generation: int = 1
+    step: int = 3  # the step at hand, counted from 1; 0: from the start of the generation on
+
+    def put(self) -> None:
+        """Patch this process."""
+        module, name, when, nth = INSTANTS[self.instant]
+        holder, attribute = _found(module, name)
+        calls, armed = [0], [self.step == 0]
+        real = getattr(holder, attribute)
+
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            calls[0] += armed[0]
+            strikes = armed[0] and calls[0] == nth
+            if strikes and when == "before":
+                self._strike()
+            result = real(*args, **kwargs)
+            if strikes and when == "after":
+                self._strike()
+            return result
+
+        setattr(holder, attribute, patched)
+        if self.step:
+            self._arm_at_step(armed)
+
+    def _arm_at_step(self, armed: list[bool]) -> None:
+        from sixfold.gpt.training.loop import Run
+
+        real = Run.step
+
+        def step(run: Any, stop: bool) -> Any:
+            armed[0] = run.progress.step + 1 == self.step
+            return real(run, stop)
+
+        Run.step = step  # type: ignore[method-assign]
+
+    def _strike(self) -> None:
+        if self.action == "error":
+            raise DeviceLost("the device is gone")
+        os.kill(os.getpid(), getattr(signal, self.action))
+
+
+def _found(module: str, name: str) -> tuple[Any, str]:
+    holder: Any = importlib.import_module(module)
+    *parts, attribute = name.split(".")
+    for part in parts:
+        holder = getattr(holder, part)
+    return holder, attribute
+
+
+def faulty_generation(
+    generation: Generation, heartbeat: Heartbeat, config: TrainConfig, faults: tuple[Fault, ...]
+) -> int:
+    """`train_generation`, in which the faults of this rank and generation happen."""
+    for fault in faults:
+        if (fault.generation, fault.rank) == (generation.number, generation.rank):
+            fault.put()
+    return train_generation(generation, heartbeat, config)
+
+
+def run_kept_alive(
+    config: TrainConfig, ranks: int, *faults: Fault, watch: Callable[[], None] | None = None, attempts: int = 3
+) -> list[str]:
+    """Train as ``config`` says while faults happen; what the supervisor told."""
+    told: list[str] = []
+    status = keep_alive(
+        faulty_generation,
+        ranks,
+        (config, faults),
+        spares=config.elastic.spares,
+        attempts=attempts,
+        hung_after_s=config.elastic.hung_after_seconds,
+        watch=watch,
+        tell=told.append,
+    )
+    assert status == 0, told
+    return told
+
+
+def assert_same_run(config: TrainConfig, other: TrainConfig) -> None:
+    """Bit for bit the same losses, norms, rates and positions of every step, and the same state at the end."""
+    assert _steps(config) == _steps(other)
+    assert_same_tensors(final_tensors(config), final_tensors(other))
+
+
+def _steps(config: TrainConfig) -> list[tuple[Any, ...]]:
+    last = {entry["step"]: entry for entry in lines(config, "step")}  # of a step that was done again the last counts
+    names = ("step", "loss", "grad_norm", "lr", "tokens", "samples")
+    return [tuple(last[step][name] for name in names) for step in sorted(last)]
+
+
+def pids(config: TrainConfig) -> list[list[int]]:
+    """Of each generation, by rank."""
+    return [[rank["pid"] for rank in entry["ranks"]] for entry in lines(config, "start")]
+
+
+def left_behind(folder: Path) -> list[str]:
+    """Processes of this session that have a file below ``folder`` open, or that are members."""
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (place / "cmdline").read_bytes().split(b"\0")
+            files = [os.readlink(file) for file in (place / "fd").iterdir()]
+        except OSError:  # it has ended
+            continue
+        if int(place.name) != os.getpid() and any(file.startswith(str(folder)) for file in files):
+            found.append(f"{place.name} {words[:4]}")
+    return found

@@ -21,14 +21,14 @@ from sixfold.gpt.elastic.supervisor import keep_alive
 # Name of an instant -> what is called there. "after": when it has returned, as in the middle of what calls it.
 INSTANTS = {
     "in a forward": ("sixfold.gpt.model.decoder", "Block.forward", "before", 3),
-    "between two microbatches": ("sixfold.gpt.data.loss_by_dataset", "token_loss", "after", 1),
-    "before gradients are reduced": ("sixfold.gpt.engine.rank_model", "RankModel.finish_grad_sync", "before", 1),
+    "between two microbatches": ("sixfold.gpt.engine.rank_model", "token_loss", "after", 1),
+    "before gradients are reduced": ("sixfold.fsdp", "FullyShardedDataParallel.finish_grad_sync", "before", 1),
     "in the agreement of a step": ("sixfold.gpt.engine.step", "_agree", "before", 1),
     "before the optimizer": ("sixfold.gpt.engine.optimizer", "Optimizers.step", "before", 1),
     "in the optimizer": ("torch.optim.adamw", "AdamW.step", "before", 1),
     "after the optimizer": ("sixfold.gpt.engine.optimizer", "Optimizers.step", "after", 1),
     "before a save": ("sixfold.gpt.training.loop", "Run.save", "before", 1),
-    "in a save": ("sixfold.dist_ckpt.save_load.writer", "RankContent", "after", 1),
+    "in a save": ("sixfold.dist_ckpt.storage.frame_file", "FrameFile.finish", "before", 1),
     "after a save": ("sixfold.gpt.training.loop", "Run.finish_save", "after", 2),
     "in an evaluation": ("sixfold.gpt.training.loop", "Run._valid_batch", "before", 2),
     # of the generation that follows, whose ranks come back
@@ -146,15 +146,13 @@ def pids(config: TrainConfig) -> list[list[int]]:
     return [[rank["pid"] for rank in entry["ranks"]] for entry in lines(config, "start")]
 
 
-def left_behind(folder: Path) -> list[str]:
-    """Processes of this session that have a file below ``folder`` open, or that are members."""
+def left_behind(session: int) -> list[str]:
+    """Processes of a session, which a command began that has ended."""
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
-            words = (place / "cmdline").read_bytes().split(b"\0")
-            files = [os.readlink(file) for file in (place / "fd").iterdir()]
+            if os.getsid(int(place.name)) == session:
+                found.append(f"{place.name} {(place / 'cmdline').read_bytes()}")
         except OSError:  # it has ended
             continue
-        if int(place.name) != os.getpid() and any(file.startswith(str(folder)) for file in files):
-            found.append(f"{place.name} {words[:4]}")
     return found

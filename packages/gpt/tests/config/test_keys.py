@@ -39,7 +39,8 @@ def attributes_read() -> set[tuple[str, str]]:
 OWNERS = {
     "model": {"config", "model", "self"}, "data": {"data", "config", "self"}, "parallel": {"parallel", "p"},
     "pipeline": {"pipeline"}, "fsdp": {"fsdp"}, "train": {"train"}, "optimizer": {"config", "optimizer"},
-    "schedule": {"schedule"}, "checkpoint": {"checkpoint", "keep"}, "eval": {"eval"}, "log": {"log"}, "run": {"run"},
+    "schedule": {"schedule"}, "checkpoint": {"checkpoint", "keep"}, "eval": {"eval"}, "log": {"log"},
+    "elastic": {"elastic"}, "run": {"run"},
 }  # fmt: skip
 
 

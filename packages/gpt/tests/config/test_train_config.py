@@ -134,6 +134,11 @@ straggler_factor = 2.0
 timeline_steps = []
 digest_every = 0
 
+[elastic]
+spares = 1
+attempts = 3
+hung_after_seconds = 10.0
+
 [run]
 device = "auto"
 timeout_seconds = 600.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -302,6 +302,11 @@ class Run:
         self._stragglers.after_step(self.progress.step, outcome.ran, self.note)
         return outcome
 
+    def open_digests(self) -> None:
+        """On rank 0 alone."""
+        if self.rank.mesh.rank == 0:
+            self.digests = digest_file.DigestWriter(Path(self.config.run.dir) / digest_file.NAME)
+
     def digest(self) -> None:
         """The digests of the weights as they are now, into digests.jsonl and one line of metrics.jsonl."""
         began = time.monotonic()
@@ -393,14 +398,15 @@ def train_in(
     with memory_errors(mesh.rank, config):
         rank = build_rank(config, mesh, world, model_provider=model_provider, draw=fresh)
     path = Path(config.run.dir) / "metrics.jsonl"
-    metrics = all_or_raise(mesh.control, mesh.size, lambda: MetricsWriter(path) if mesh.rank == 0 else None)
-    try:
+    with ExitStack() as opened:  # in the task: it may be open when another rank is lost before all know
+
+        def open_metrics() -> MetricsWriter | None:
+            return opened.enter_context(MetricsWriter(path)) if mesh.rank == 0 else None
+
+        metrics = all_or_raise(mesh.control, mesh.size, open_metrics)
         data = open_on_ranks(config, mesh, datasets)
         run = all_or_raise(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data, kept))
         reason = _train(run, start, source)
-    finally:
-        if metrics is not None:
-            metrics.close()
     return TrainResult(step=run.progress.step, loss=run.loss, run_dir=Path(config.run.dir), reason=reason)
 
 
@@ -410,11 +416,9 @@ def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
     mesh, fresh = run.rank.mesh, start.newest is None
     if run.config.log.tensorboard and mesh.rank == 0:
         run.board = TensorBoardWriter(run.config.run.dir, step_of(start.newest))
-    if run.config.log.digest_every:
-        path = Path(run.config.run.dir) / digest_file.NAME
-        own = mesh.rank == 0
-        run.digests = all_or_raise(mesh.control, mesh.size, lambda: digest_file.DigestWriter(path) if own else None)
     try:
+        if run.config.log.digest_every:
+            all_or_raise(mesh.control, mesh.size, run.open_digests)
         start_line(run, mesh, step_of(start.newest))
         restore(run, start, source)
         if run.kept is not None:

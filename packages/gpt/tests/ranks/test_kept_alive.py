@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from kept_alive_helpers import INSTANTS, Fault, assert_same_run, left_behind, pids, run_kept_alive
 from gpt_helpers import tiny_config
+from kept_alive_helpers import INSTANTS, Fault, assert_same_run, left_behind, pids, run_kept_alive
 from run_helpers import lines
 
 from sixfold.gpt.launch.spawn import RankError

@@ -13,13 +13,9 @@ from sixfold.pipeline.errors import ScheduleError
 class ConfigError(ValueError):
     """A configuration that cannot work: the text names the key, its value, the rule and what would do."""
 
-    of_peer = False  # another rank found it; agreement.py sets it
-
 
 class TrainError(RuntimeError):
     """A run that failed: the text names the rank, the step and what was being done."""
-
-    of_peer = False  # another rank found it; agreement.py sets it
 
 
 class FinalError(TrainError):

@@ -176,15 +176,13 @@ def _forget_frames(error: BaseException) -> None:
 def blames_a_peer(error: BaseException) -> bool:
     """Whether an error, or what it came from, says that another rank is gone or late."""
     from sixfold.dist_ckpt import LostPeerError
-    from sixfold.gpt.errors import ConfigError, TrainError
+    from sixfold.gpt.parallel.agreement import is_of_peer
     from sixfold.gpt.parallel.lost_ranks import is_lost_rank
     from sixfold.pipeline.errors import PipelineTimeout
 
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, TrainError | ConfigError) and seen.of_peer:
-            return True
-        if isinstance(seen, LostPeerError | PipelineTimeout):
+        if is_of_peer(seen) or isinstance(seen, LostPeerError | PipelineTimeout):
             return True
         if isinstance(seen, RuntimeError) and is_lost_rank(seen):
             return True

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sixfold.gpt.config.train_config import TrainConfig
 
 T = TypeVar("T")
+_OF_PEER = "_sixfold_of_peer"  # attribute of an error that another rank met
 
 # How torch says that memory ran out, on a CPU and on a GPU; the group is how much was asked for.
 MEMORY_WORDS = (
@@ -59,11 +60,16 @@ def all_or_raise(control: dist.ProcessGroup | None, ranks: int, task: Callable[[
     for rank, report in enumerate(gather_objects(control, ranks, mine)):
         if report is not None and failure is None:
             theirs = report[0](f"rank {rank}: {report[1]}")
-            theirs.of_peer = True
+            theirs.__dict__[_OF_PEER] = True
             raise theirs
     if failure is not None:
         raise failure
     return result  # type: ignore[return-value]
+
+
+def is_of_peer(error: BaseException) -> bool:
+    """Whether `all_or_raise` raised it here for another rank."""
+    return _OF_PEER in error.__dict__
 
 
 def _kind(failure: Exception) -> type[ConfigError | TrainError]:

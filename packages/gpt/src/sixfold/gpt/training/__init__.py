@@ -1,4 +1,4 @@
 """One run: resume or begin, step after step, evaluate, save, stop.
 
-From outside: loop.
+From outside: kept_alive, loop.
 """

@@ -86,10 +86,10 @@ def test_a_long_header_is_refused_before_it_is_read():
 
 
 def test_what_is_not_read_is_told_as_such_and_not_as_damage(tmp_path):
-    packed = write(tmp_path / "packed" / "model.safetensors", {"x": entry("F4", [2], 0, 1)}, b"\0")
+    packed = write(tmp_path / "packed" / "model.safetensors", {"x": entry("F6_E2M3", [4], 0, 3)}, b"\0" * 3)
     write(tmp_path / "two" / "a.safetensors", {})
     two = write(tmp_path / "two" / "b.safetensors", {})
-    for folder, words in ((packed, "dtype F4"), (two, "what belongs together")):
+    for folder, words in ((packed, "dtype F6_E2M3"), (two, "what belongs together")):
         with pytest.raises(MismatchError, match=words):
             dist_ckpt.load_tensors_metadata(folder)
 

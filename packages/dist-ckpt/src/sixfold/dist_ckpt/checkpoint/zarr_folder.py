@@ -82,14 +82,14 @@ def chunk_name(at: Ints) -> str:
     return ".".join(map(str, at)) or "0"
 
 
-def array_header(dtype: torch.dtype, shape: Ints, chunk: Ints) -> bytes:
+def array_header(key: str, dtype: torch.dtype, shape: Ints, chunk: Ints) -> bytes:
     """The bytes of ``.zarray``, as megatron-core 0.12 with zarr 2 writes them.
 
     Raises:
         ShardingError: a dtype that zarr has no name for.
     """
     if dtype not in _DTYPES:
-        raise ShardingError(f"zarr has no name for {dtype}; the torch_dist format stores every dtype")
+        raise ShardingError(f"{key}: zarr has no name for {dtype}; the torch_dist format stores every dtype")
     content = {
         "chunks": [max(1, length) for length in chunk],
         "compressor": None,

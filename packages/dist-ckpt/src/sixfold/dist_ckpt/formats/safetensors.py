@@ -40,6 +40,10 @@ NAMES = {
     torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.float4_e2m1fn_x2: "F4",
     torch.uint64: "U64",
     torch.uint32: "U32",
     torch.uint16: "U16",
@@ -47,7 +51,8 @@ NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 _ALIGNMENT = 8  # of the first tensor
-_PACKED = ("F4", "F6_E2M3", "F6_E3M2", "F8_E8M0")  # of the format, and not read here
+_PACKED = ("F6_E2M3", "F6_E3M2")  # of the format, and not read here
+PAIRS = torch.float4_e2m1fn_x2  # two numbers a byte: torch's shape counts pairs, the format's counts numbers
 _PARTS = "DCP_SHARDING_INFO"  # by which torch's writer says where each tensor lies in the one that it may be a part of
 
 
@@ -70,7 +75,8 @@ def encode_header(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -
     at = 0
     for name, dtype, shape in tensors:
         stop = at + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [at, stop]}
+        counted = [*shape[:-1], 2 * shape[-1]] if dtype is PAIRS else list(shape)
+        header[name] = {"dtype": NAMES[dtype], "shape": counted, "data_offsets": [at, stop]}
         at = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -132,6 +138,10 @@ def _entry(name: str, entry: Any, first: int) -> Entry:
     if not _are_counts(shape) or not _are_counts(offsets) or len(offsets) != 2:
         raise CorruptError(f"{name}: shape {_shown(shape)} and data_offsets {_shown(offsets)} are lists of counts")
     dtype, (start, stop) = _DTYPES[kind], offsets
+    if dtype is PAIRS:
+        if not shape or shape[-1] % 2:
+            raise MismatchError(f"{name}: {kind} {_shown(shape)} is not read here: torch has pairs of its numbers alone")
+        shape = [*shape[:-1], shape[-1] // 2]
     if stop - start != prod(shape) * dtype.itemsize:
         raise CorruptError(f"{name}: {_shown(offsets)} are {stop - start} bytes; {kind} {_shown(shape)} has others")
     return Entry(dtype, tuple(shape), first + start, first + stop)

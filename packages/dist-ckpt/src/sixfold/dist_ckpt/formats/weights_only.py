@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from sixfold.dist_ckpt.errors import CorruptError, ShardingError, UnsafeError
+from sixfold.dist_ckpt.formats import frame as frames
 from sixfold.dist_ckpt.state import plain_types
 from sixfold.dist_ckpt.state.placeholders import Placeholder
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
@@ -164,6 +165,8 @@ def _culprit(value: Any, error: Exception, path: KeyPath = ()) -> tuple[KeyPath,
 def _remedy(leaf: Any, unsafe: re.Match[str] | None) -> str:
     if isinstance(leaf, torch.Generator):
         return "save its .get_state()"
+    if isinstance(leaf, torch.Tensor) and not frames.has_form(leaf.dtype):
+        return "save its bytes, as .view(torch.uint8)"
     if unsafe:
         return (
             f"call torch.serialization.add_safe_globals([{unsafe.group(1)}]) before save and load (safe_globals= of "

@@ -22,7 +22,7 @@ import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError
 from sixfold.dist_ckpt.formats import safetensors
-from sixfold.dist_ckpt.formats.safetensors import INDEX_NAME, NAMES
+from sixfold.dist_ckpt.formats.safetensors import INDEX_NAME, NAMES, PAIRS
 from sixfold.dist_ckpt.hugging_face.key_map import KeyMap
 from sixfold.dist_ckpt.plans import batches
 from sixfold.dist_ckpt.plans.batches import nbytes_of
@@ -134,7 +134,7 @@ def plan_files(tensors: Mapping[str, ShardedTensor], max_shard_bytes: int | None
     if max_shard_bytes is not None and max_shard_bytes < 1:
         raise CheckpointError(f"max_shard_bytes is {max_shard_bytes}; it is >= 1")
     for key, record in sorted(tensors.items()):
-        if record.dtype not in NAMES:
+        if record.dtype not in NAMES or (record.dtype is PAIRS and not record.global_shape):
             raise CheckpointError(f"{key}: safetensors knows no {record.dtype}; leave it out with keys")
         if key == "__metadata__" or key != key.encode(errors="replace").decode():
             raise CheckpointError(f"{key!r}: safetensors knows no tensor of this name; leave it out with keys")

@@ -21,6 +21,7 @@ from sixfold.dist_ckpt.formats.integrity import Span
 from sixfold.dist_ckpt.geometry.box import Box, cover_weight, describe, first_element, intersect, whole
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, StoredChunk
 from sixfold.dist_ckpt.state.records import Piece, ShardedTensor, is_main_replica
+from sixfold.dist_ckpt.state.tensor_memory import converts
 
 DTYPE_POLICIES = ("exact", "cast", "strict")
 _LEAST_FILE_BYTES, _MOST_FILE_BYTES = 1 << 25, 1 << 30
@@ -167,6 +168,8 @@ def mismatch(record: ShardedTensor, shape: tuple[int, ...], dtype: torch.dtype, 
         return f"{record.key}: asked for global shape {asked}, stored is {shape}; {hint}"
     if record.dtype != dtype and dtype_policy == "strict":
         return f"{record.key}: asked for {record.dtype}, stored is {dtype}; dtype_policy is 'strict'"
+    if record.dtype != dtype and not (converts(record.dtype) and converts(dtype)):
+        return f"{record.key}: asked for {record.dtype}, stored is {dtype}; torch converts no packed numbers"
     if record.dtype.is_complex != dtype.is_complex:
         return f"{record.key}: asked for {record.dtype}, stored is {dtype}; complex and real do not convert"
     return None

@@ -10,6 +10,7 @@ ranks.
 from __future__ import annotations
 
 import ctypes
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -155,5 +156,20 @@ def check_writable(name: object, tensor: torch.Tensor) -> None:
 
 
 def comparable(tensor: torch.Tensor) -> torch.Tensor:
-    """float8 types have few kernels; float32 holds each of their values."""
+    """float8 types have few kernels; float32 holds each of their values. Of packed ones the bytes are compared."""
+    if not converts(tensor.dtype):
+        return tensor.contiguous().view(_BYTES[tensor.dtype.itemsize])
     return tensor.float() if tensor.is_floating_point() and tensor.dtype.itemsize == 1 else tensor
+
+
+_BYTES = {1: torch.uint8, 2: torch.int16}
+
+
+@lru_cache(maxsize=64)
+def converts(dtype: torch.dtype) -> bool:
+    """Whether torch makes other numbers of those of a dtype: of packed ones, as float4_e2m1fn_x2, it makes none."""
+    try:
+        torch.empty(1, dtype=dtype, device="cpu").to(torch.complex128)
+    except RuntimeError:  # NotImplementedError is one
+        return False
+    return True

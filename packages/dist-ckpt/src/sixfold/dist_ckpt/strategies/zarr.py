@@ -82,7 +82,7 @@ def _grid_place(record: ShardedTensor) -> Ints:
 def _write_chunk(record: ShardedTensor, at: Ints, folder: Path) -> None:
     array = inside(folder, record.key)
     array.mkdir(parents=True, exist_ok=True)
-    header = zarr_folder.array_header(record.dtype, record.global_shape, record.box.size)
+    header = zarr_folder.array_header(record.key, record.dtype, record.global_shape, record.box.size)
     if not any(at):
         (array / zarr_folder.HEADER_NAME).write_bytes(header)
     for piece in record.pieces():

@@ -49,6 +49,14 @@ class Subclass(torch.Tensor):
 
 
 class Dictionary(dict):
+    @classmethod
+    def named(cls, name):
+        made = cls(a=1)
+        made.name = name
+        return made
+
+
+class Numbers(list):
     pass
 
 
@@ -199,7 +207,9 @@ REFUSED = {
     "enum in a namespace": (lambda: argparse.Namespace(a=[1, Color.RED]), r"leaf\.a\[1\] is a \S*Color"),
     "enum as key": (lambda: {Color.RED: 1}, r"is a \S*Color"),
     "tensor subclass": (lambda: torch.ones(2).as_subclass(Subclass), r"add_safe_globals\(\[\S*Subclass"),
-    "dict subclass": (lambda: Dictionary(a=1), r"add_safe_globals\(\[\S*Dictionary\]\)"),
+    "dict subclass with attributes": (lambda: Dictionary.named("x"), r"without its attributes \(name\). Pass its"),
+    "the same in a tuple": (lambda: (Dictionary.named("x"),), r"leaf\[0\] is a .*without its attributes name"),
+    "list subclass": (lambda: Numbers([1]), r"is a \S*Numbers, .*\); save plain values and tensors, or wrap"),
     "meta tensor": (lambda: torch.ones(2, device="meta"), "holds no values"),
     "meta tensor in a tuple": (lambda: (1, torch.ones(2, device="meta")), r"leaf\[1\] is a torch\.Tensor"),
     "generator": (lambda: torch.Generator(), "get_state"),
@@ -210,7 +220,6 @@ REFUSED = {
     "module in a tuple": (lambda: (torch.nn.Linear(1, 1),), "is a tuple that holds a Linear; .* Stateful"),
     "live optimizer state": (lambda: trained()[1].state, "tensors as keys"),
     "record in a tuple": (lambda: (1, one("w", torch.ones(1))), "is a tuple that holds a ShardedTensor"),
-    "record in a dict subclass": (lambda: Dictionary(a=one("w", torch.ones(1))), "is a Dictionary that holds"),
     "record in a namespace": (
         lambda: argparse.Namespace(a=one("w", torch.ones(1))),
         r"leaf is a Namespace that holds a .*ShardedTensor",

@@ -145,7 +145,7 @@ def _described(record: ModelRecord, value: Any, prefix: str) -> Any:
     """A state value: tensors by the parameter's record, dicts and lists by their parts, all else as objects."""
     if isinstance(value, torch.Tensor):
         return make_sharded_optimizer_tensor(record, value, prefix)
-    if type(value) in tree.BRANCHES:
+    if tree.is_branch(value):
         parts = ((name, _described(record, part, f"{prefix}.{name}")) for name, part in tree.children(value))
         return tree.rebuilt(value, parts)
     return ShardedObject(f"{prefix}.{record.key}", value, (1,), (0,), _place(record))

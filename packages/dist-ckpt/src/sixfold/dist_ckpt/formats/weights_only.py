@@ -167,12 +167,22 @@ def _remedy(leaf: Any, unsafe: re.Match[str] | None) -> str:
         return "save its .get_state()"
     if isinstance(leaf, torch.Tensor) and not frames.has_form(leaf.dtype):
         return "save its bytes, as .view(torch.uint8)"
-    if unsafe:
+    if unsafe and _is_read_if_named(leaf):
         return (
             f"call torch.serialization.add_safe_globals([{unsafe.group(1)}]) before save and load (safe_globals= of "
             "load does for one load), save plain values and tensors instead, or wrap it in LocalNonpersistentObject"
         )
     return "save plain values and tensors, or wrap it in LocalNonpersistentObject"
+
+
+def _is_read_if_named(leaf: Any) -> bool:
+    """Whether a weights-only load reads a value if its class is let through, as it does not for a kind of list."""
+    try:
+        with torch.serialization.safe_globals([leaf if hasattr(leaf, "__qualname__") else type(leaf)]):
+            _proved(leaf)
+    except Exception:  # of the class of a user
+        return False
+    return True
 
 
 _STORAGES = {

@@ -130,7 +130,7 @@ def owners(state: Mapping[Any, Any], merges: Sequence[Merge], parts: tree.Split,
 
     Only of those whose content is stored under their own name, as common data or with keys that are paths.
     """
-    tops = [(name,) for name, node in state.items() if type(node) in tree.BRANCHES and node]
+    tops = [(name,) for name, node in state.items() if (type(node) in tree.BRANCHES or isinstance(node, dict)) and node]
     places = {*tops, *(step.path for step in merges if step.owner is not None)}
     by_path = {path for path, record in parts.records if record.key == tree.key_text(path)}
     named = {path[:depth] for path in by_path for depth in range(1, len(path))} & places

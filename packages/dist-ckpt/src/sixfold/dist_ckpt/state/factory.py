@@ -129,7 +129,7 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
             if isinstance(owner, torch.nn.Module):
                 own, own_names = stateful.named_state_of(owner, tree.key_text(path), names)
             else:
-                own = owner.state_dict()
+                own = stateful.given_state(owner, path) if saved is None else owner.state_dict()
             built = changed(path, stateful.state_of(owner, own, path, saved))
             merge = Merge(path, lambda _: leaf, owner, own_names=own_names)
         elif is_dtensor(leaf):  # a load gives the DTensor back, with the same memory

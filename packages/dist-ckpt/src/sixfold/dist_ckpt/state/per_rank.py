@@ -12,7 +12,7 @@ from typing import Any
 from sixfold.dist_ckpt.errors import MismatchError, ShardingError
 from sixfold.dist_ckpt.state import tree
 from sixfold.dist_ckpt.state.records import ShardedObject
-from sixfold.dist_ckpt.state.stateful import is_stateful
+from sixfold.dist_ckpt.state.stateful import given_state, is_stateful
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ def of(leaf: Any) -> PerRank | None:
 
 def to_save(leaf: PerRank, path: tree.KeyPath, rank: int, ranks: int) -> ShardedObject:
     """This rank's cell."""
-    value = leaf.value.state_dict() if is_stateful(leaf.value) else leaf.value
+    value = given_state(leaf.value, path) if is_stateful(leaf.value) else leaf.value
     return ShardedObject(tree.key_text(path), value, (ranks,), (rank,))
 
 

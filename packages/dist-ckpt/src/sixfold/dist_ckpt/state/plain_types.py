@@ -30,6 +30,8 @@ from typing import Any
 
 from torch.torch_version import TorchVersion
 
+from sixfold.dist_ckpt.state import tree
+
 _NUMBERS = re.compile(r"[<>|=]?(?:b1|[biufc](?:1|2|4|8|16)|[SU]\d{1,9})")
 _WIDTHS = {"int": (8, 16, 32, 64), "uint": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _SCALARS = frozenset(["bool", "bool_", "str_", "bytes_", *(f"{kind}{n}" for kind in _WIDTHS for n in _WIDTHS[kind])])
@@ -66,13 +68,17 @@ def reduce(value: Any) -> Any:
     """How to write ``value``: a constructor and its arguments; NotImplemented for values that pickle knows itself.
 
     Raises:
-        NotPlain: an array of objects or records, a long double.
+        NotPlain: an array of objects or records, a long double, a dict with attributes.
     """
     kind = type(value)
     if kind is defaultdict:
         return defaultdict, (value.default_factory, dict(value))
     if kind is deque:
         return deque, (list(value), value.maxlen)
+    if tree.is_other_dict(value):  # in a tuple, say
+        if lost := tree.lost_attributes(value):
+            raise NotPlain(f"it would come back as a dict, without its attributes {', '.join(lost[:3])}")
+        return dict, (dict(tree.children(value)),)
     if kind.__module__.partition(".")[0] != "numpy":
         return NotImplemented
     numpy = sys.modules["numpy"]

@@ -14,12 +14,13 @@ less. Its tensors of another shape, and elements of a longer list, are not fille
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from inspect import getattr_static
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from sixfold.dist_ckpt.errors import MismatchError
+from sixfold.dist_ckpt.errors import MismatchError, ShardingError
 from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.state import module_names, tree
 from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_dtensor, local_of, memory_of
@@ -44,6 +45,22 @@ def is_stateful(leaf: Any) -> bool:
         return callable(getattr(leaf, "state_dict", None)) and callable(getattr(leaf, "load_state_dict", None))
     except Exception:  # of a user's __getattr__, which takes any name
         return False
+
+
+def given_state(owner: Any, path: tree.KeyPath) -> Any:
+    """The state dict that an object gives; a data loader may give None until it begins.
+
+    Raises:
+        ShardingError: None comes from an object that answers to any name, as a mock does: nothing would be saved.
+    """
+    found = owner.state_dict()
+    if found is None and getattr_static(owner, "state_dict", None) is None:
+        raise ShardingError(
+            f"{tree.path_text(path)} is a {type(owner).__module__}.{type(owner).__qualname__}, which answers to any "
+            "name, and its state_dict() gives None: what it holds would be lost. Save what it stands for, or wrap it "
+            "in LocalNonpersistentObject"
+        )
+    return found
 
 
 def named_state_of(module: torch.nn.Module, key: str, names: Collection[str] | None) -> tuple[Any, dict[str, str]]:

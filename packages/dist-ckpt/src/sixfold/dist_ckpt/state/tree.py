@@ -5,11 +5,15 @@
 
 Never changes the caller's dicts and lists. A path is a tuple of dict keys and list positions. Dicts, OrderedDicts,
 defaultdicts and lists are walked through and come back as what they were; anything else is a leaf.
+
+[Note: dicts of other classes] A subclass of dict, such as an AttributeDict, is taken for the dict, OrderedDict or
+defaultdict that it is, and comes back as one: torch's weights-only rules read no such class, registered or not. What
+it holds besides its items would be lost, and is an error.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -23,7 +27,7 @@ KeyPath = tuple[Any, ...]
 
 GONE: Any = object()  # marks a place that holds nothing; compared by identity
 _DICTS = (dict, OrderedDict, defaultdict)
-BRANCHES = frozenset({*_DICTS, list})  # what is walked through; a dict or list of another class is a leaf
+BRANCHES = frozenset({*_DICTS, list})  # what is walked through, see also [Note: dicts of other classes]
 #: Leaves that are what they are: no record, DTensor or Stateful object, and nothing is within them.
 PLAIN = frozenset({int, float, bool, str, bytes, type(None), torch.Tensor, torch.nn.Parameter})
 
@@ -40,18 +44,51 @@ def checked(state: Any) -> dict[Any, Any]:
     """A shallow copy of a state dict; ShardingError if it is none."""
     if not isinstance(state, Mapping):
         raise ShardingError(f"the state dict is a {type(state).__name__}; it is a dict of records and common data")
-    return rebuilt(state, state.items()) if is_dict(state) else dict(state)
+    return rebuilt(state, children(plain_dict(state, ()))) if is_dict(state) else dict(state)
 
 
 def is_dict(node: Any) -> bool:
     """Whether a node is walked through by its keys."""
-    return type(node) in _DICTS
+    return type(node) in _DICTS or is_other_dict(node)
+
+
+def is_other_dict(node: Any) -> bool:
+    """Whether a node is one of [Note: dicts of other classes]; torch reads a Counter."""
+    return isinstance(node, dict) and type(node) not in _DICTS and type(node) is not Counter
+
+
+def is_branch(node: Any) -> bool:
+    """Whether a node is walked through."""
+    return type(node) is list or is_dict(node)
+
+
+def lost_attributes(node: Any) -> list[str]:
+    """What an object of a subclass of dict has besides its items. None and False are what classes begin with."""
+    state = object.__getstate__(node)
+    parts = [part for part in (state if isinstance(state, tuple) else (state,)) if part]
+    held = [(name, value) for part in parts for name, value in part.items()]
+    kept = [value is None or value is False or dict.get(node, name, GONE) is value for name, value in held]
+    return [str(name) for (name, _), is_kept in zip(held, kept, strict=True) if not is_kept]
+
+
+def plain_dict(node: Any, path: KeyPath) -> Any:
+    """The node, or what stands for a dict of another class. ShardingError: see [Note: dicts of other classes]."""
+    if not is_other_dict(node):
+        return node
+    if lost := lost_attributes(node):
+        raise ShardingError(
+            f"{path_text(path)} is a {type(node).__qualname__}, which would come back as a dict, without its "
+            f"attributes ({', '.join(lost[:3])}). Pass its items as a dict, and what else it holds under keys"
+        )
+    return rebuilt(node, children(node))
 
 
 def children(node: Any) -> Iterable[tuple[Any, Any]]:
     """Names and nodes below a dict or a list; nothing for a leaf."""
-    if is_dict(node):
+    if type(node) in _DICTS:
         return node.items()  # type: ignore[no-any-return]
+    if is_other_dict(node):
+        return [(name, node[name]) for name in node]  # as its class gives them
     return enumerate(node) if type(node) is list else ()
 
 
@@ -64,14 +101,16 @@ def rebuilt(node: Any, items: Iterable[tuple[Any, Any]]) -> Any:
         ordered = OrderedDict(items)
         vars(ordered).update(vars(node))
         return ordered
-    if type(node) is defaultdict:
+    if isinstance(node, defaultdict):
         return defaultdict(node.default_factory, items)
-    return dict(items) if type(node) is dict else [child for _, child in items]
+    if type(node) is list:
+        return [child for _, child in items]
+    return OrderedDict(items) if isinstance(node, OrderedDict) else dict(items)
 
 
 def leaves(node: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:
     """All leaves with their paths; an empty dict or list is a leaf."""
-    if type(node) not in BRANCHES or not node:
+    if not is_branch(node) or not node:
         return [(path, node)]
     return [leaf for name, child in children(node) for leaf in leaves(child, (*path, name))]
 
@@ -101,8 +140,10 @@ def mapped(
     becomes {position: value}, so that positions survive. ``same``: types of parts that are not given to ``change``.
 
     Raises:
-        ShardingError: a dict with tensors as keys.
+        ShardingError: a dict with tensors as keys, or with attributes: [Note: dicts of other classes].
     """
+    if isinstance(node, dict) and type(node) not in same:
+        node = plain_dict(node, path)
     new = node if type(node) in same else change(path, node)
     if new is not node or type(node) not in BRANCHES:
         return new

@@ -47,7 +47,7 @@ def test_packed_numbers_are_compared_by_their_bytes_and_converted_to_nothing(tmp
         dist_ckpt.save({"w": packed.view(torch.float4_e2m1fn_x2)}, tmp_path / folder, group=None)
     assert tools.diff(tmp_path / "a", tmp_path / "b")["different"][0]["count"] == 1
     for policy in ("exact", "cast"):
-        with pytest.raises(MismatchError, match="w: asked for torch.float32, stored is torch.float4_e2m1fn_x2; torch"):
+        with pytest.raises(MismatchError, match=r"w: asked for torch.float32, stored is torch.float4_e2m1fn_x2; torch"):
             dist_ckpt.load({"w": torch.zeros(32)}, tmp_path / "a", group=None, dtype_policy=policy)
 
 
@@ -55,9 +55,9 @@ def test_what_has_no_form_is_refused_by_name_with_what_to_do(tmp_path):
     with pytest.raises(ShardingError, match=r"w is a torch.Tensor, .*uint1.*; save its bytes, as .view\(torch.uint8\)"):
         dist_ckpt.save({"w": torch.zeros(4, dtype=torch.uint8).view(torch.uint1)}, tmp_path / "a", group=None)
     dist_ckpt.save({"w": made("float8_e8m0fnu")}, tmp_path / "b", group=None)
-    with pytest.raises(CheckpointError, match="w: zarr has no name for torch.float8_e8m0fnu; the torch_dist format"):
+    with pytest.raises(CheckpointError, match=r"w: zarr has no name for torch.float8_e8m0fnu; the torch_dist format"):
         tools.convert(tmp_path / "b", tmp_path / "c", to="zarr")
-    with pytest.raises(CheckpointError, match="w: safetensors knows no torch.float4_e2m1fn_x2; leave it out with keys"):
+    with pytest.raises(CheckpointError, match=r"w: safetensors knows no torch.float4_e2m1fn_x2; leave"):
         hugging_face.export({"w": made("float4_e2m1fn_x2")[0, 0].clone()}, tmp_path / "d", group=None)
 
 

@@ -155,6 +155,51 @@ def test_the_configuration_beside_converted_weights_names_their_dtype(tmp_path):
     assert again.dtype == torch.bfloat16
 
 
+def mixed(model):
+    model.model.bfloat16()
+    return model
+
+
+CONFIGURED = {
+    "as it is": lambda model: model,
+    "in bfloat16, and made in float32": lambda model: model.bfloat16(),
+    "mixed": lambda model: mixed(model),
+    "compiled": lambda model: torch.compile(model, backend="eager"),
+    "its base model": lambda model: model.model,
+}
+
+
+@pytest.mark.parametrize("made", CONFIGURED)
+def test_the_configuration_says_what_save_pretrained_says(tmp_path, made):
+    transformers = pytest.importorskip("transformers", reason="needs transformers, which is the oracle")
+    model = llama()
+    model.config.dtype, model.config.architectures = "float32", ["Other"]
+    model = CONFIGURED[made](model)
+    hugging_face.export(model, tmp_path / "m", extras=[model.config])
+    getattr(model, "_orig_mod", model).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (json.loads((tmp_path / name / "config.json").read_text()) for name in ("m", "theirs"))
+    assert ours["architectures"] == theirs["architectures"]
+    assert ours["dtype"] == ("bfloat16" if made == "mixed" else theirs["dtype"])
+    again = getattr(transformers, ours["architectures"][0]).from_pretrained(tmp_path / "m")
+    assert str(again.dtype) == f"torch.{ours['dtype']}"
+
+
+def test_a_configuration_of_a_state_dict_keeps_its_class_and_one_of_others_its_bytes(tmp_path):
+    pytest.importorskip("transformers", reason="needs transformers, which is the oracle")
+    model = llama().bfloat16()
+    model.config.architectures = ["LlamaForCausalLM"]
+    hugging_face.export(model.state_dict(), tmp_path / "m", extras=[model.config])
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"] and config["dtype"] == "bfloat16"
+
+    class Own:
+        def save_pretrained(self, folder):
+            (folder / "config.json").write_text('{"layers":  2}')
+
+    hugging_face.export({"w": torch.ones(2)}, tmp_path / "n", extras=[Own()])
+    assert (tmp_path / "n/config.json").read_text() == '{"layers":  2}'
+
+
 def test_views_that_are_no_ties_are_written_each(tmp_path):
     base = torch.arange(12.0).view(3, 4)
     state = {
@@ -291,3 +336,9 @@ def test_a_full_disk_leaves_nothing(tmp_path, monkeypatch):
     with pytest.raises(StorageError, match="ENOSPC"):
         hugging_face.export(tensors(), tmp_path / "m")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_not_empty_says_that_no_export_replaces_anything(tmp_path):
+    hugging_face.export({"w": torch.ones(2)}, tmp_path / "m", group=None)
+    with pytest.raises(StorageError, match=r"is not empty \(model.safetensors\) and if_exists is 'error', as for each"):
+        hugging_face.export({"w": torch.ones(2)}, tmp_path / "m", group=None)

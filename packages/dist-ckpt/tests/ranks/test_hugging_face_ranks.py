@@ -1,6 +1,7 @@
 """Models of transformers out of any layout and into any layout; transformers, safetensors and torch are the oracles."""
 
 import errno
+import json
 import os
 import signal
 import time
@@ -44,6 +45,8 @@ def test_transformers_computes_the_same_from_what_two_ranks_have_exported(tmp_pa
     read = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "m", attn_implementation="eager")
     assert same(read.state_dict(), llama().state_dict())
     assert torch.equal(logits(read), logits(llama()))
+    config = json.loads((tmp_path / "m/config.json").read_text())
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32"), "FSDP2 renames the class"
 
 
 def load(rank, ranks, folder, cut):

@@ -2,6 +2,7 @@
 
 import io
 import pickle
+import shutil
 import time
 from fractions import Fraction
 
@@ -223,3 +224,23 @@ def test_a_file_of_a_users_store_that_cannot_be_discarded_is_named():
     assert issubclass(Naive, ByPointer)
     with pytest.raises(StorageError, match=r"this store in memory: create\(.*\) gives a BytesIO without discard\(\)"):
         dist_ckpt.save(state(1), Naive(), group=None)
+
+
+@pytest.mark.parametrize(("deleted", "words"), [("run", "/run is gone too"), ("run/.c.", "is not there now")])
+def test_a_first_save_whose_folder_is_deleted_says_so_and_not_that_one_is_whole(tmp_path, deleted, words):
+    def progress(done, total):
+        for path in tmp_path.glob(f"{deleted}*"):
+            shutil.rmtree(path)
+
+    with pytest.raises(StorageError, match=f"were removed while it went on: .*{words}. Something has deleted it"):
+        dist_ckpt.save({"w": torch.ones(1000)}, tmp_path / "run/c", group=None, progress=progress)
+
+
+def test_a_working_folder_that_was_removed_is_named(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(StorageError, match="c: the working folder of this process was removed; give the whole path"):
+        dist_ckpt.save({"w": torch.ones(2)}, "c", group=None)
+    with pytest.raises(StorageError, match="the working folder of this process was removed; give the whole path"):
+        dist_ckpt.CheckpointManager("run", group=None)

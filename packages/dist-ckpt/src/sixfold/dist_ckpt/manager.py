@@ -23,7 +23,7 @@ from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_al
 from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
-from sixfold.dist_ckpt.storage.local import located, store_at
+from sixfold.dist_ckpt.storage.local import located, resolved, store_at
 from sixfold.dist_ckpt.storage.step_names import NAMING, Naming, StepNames
 
 __all__ = ["CheckpointManager", "Restored"]
@@ -97,7 +97,7 @@ class CheckpointManager:
         place = root if isinstance(root, ByPointer) else located(root, "root")
         if incremental and not isinstance(place, Path):
             raise CheckpointError(f"incremental is set, but {root!r} is no local folder: only there files are linked")
-        self.root = place.absolute() if isinstance(place, Path) else place  # the process may go to another folder
+        self.root = resolved(Path()) / place if isinstance(place, Path) else place  # the process may leave its folder
         self._name, self._every, self._keep_last, self._keep_every = name, every, keep_last, keep_every
         self._best, self._sign, self._is_prepared = best, 1.0 if mode == "min" else -1.0, not background
         self._background, self._incremental, self._group, self._timeout_s = background, incremental, group, timeout_s

@@ -140,9 +140,7 @@ def _entry(name: str, entry: Any, first: int) -> Entry:
     dtype, (start, stop) = _DTYPES[kind], offsets
     if dtype is PAIRS:
         if not shape or shape[-1] % 2:
-            raise MismatchError(
-                f"{name}: {kind} {_shown(shape)} is not read here: torch has pairs of its numbers alone"
-            )
+            raise MismatchError(f"{name}: {kind} {_shown(shape)} is not read here: torch has pairs of them alone")
         shape = [*shape[:-1], shape[-1] // 2]
     if stop - start != prod(shape) * dtype.itemsize:
         raise CorruptError(f"{name}: {_shown(offsets)} are {stop - start} bytes; {kind} {_shown(shape)} has others")

@@ -31,7 +31,7 @@ from sixfold.dist_ckpt.formats import frame as frames
 from sixfold.dist_ckpt.state import plain_types
 from sixfold.dist_ckpt.state.placeholders import Placeholder
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
-from sixfold.dist_ckpt.state.tensor_memory import is_dtensor, is_freed
+from sixfold.dist_ckpt.state.tensor_memory import check_readable, is_dtensor, is_freed
 from sixfold.dist_ckpt.state.tree import KeyPath, path_text
 
 #: How torch's weights-only reader names what it refuses: to look up, or to fill in.
@@ -52,6 +52,8 @@ def dump(value: Any, name: str) -> bytes:
         return _proved(value)
     except Exception as error:  # pickle raises whatever an object's own code raises
         path, leaf, reason = _culprit(value, error)
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            check_readable(path_text(path), leaf)
         where = f"{name}: {path_text(path)}" if path else name
         unsafe = _GLOBAL.search(str(reason))
         why = f"it names {unsafe.group(1)}" if unsafe else str(reason).partition("\n")[0]

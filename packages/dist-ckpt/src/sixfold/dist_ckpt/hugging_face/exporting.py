@@ -48,7 +48,7 @@ from sixfold.dist_ckpt.progress import Meter, Progress
 from sixfold.dist_ckpt.save_load import saving
 from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.save_load.writer import RankContent
-from sixfold.dist_ckpt.state import factory, tree
+from sixfold.dist_ckpt.state import factory, module_names, tree
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase, ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.state.tensor_memory import check_readable
 from sixfold.dist_ckpt.storage.local import LocalStore, local_path
@@ -86,7 +86,9 @@ def export(
             among more ranks. None: one file.
         keys: a glob; other names are left out.
         extras: what else belongs to the model: objects with ``save_pretrained(folder)``, such as ``model.config`` and
-            a tokenizer. The first rank calls it before the folder appears.
+            a tokenizer. The first rank calls it before the folder appears. Of a ``config.json`` the dtype becomes that
+            of the files, and ``architectures`` the class of ``source``, if it is a model of transformers with that
+            configuration.
         group, timeout_s: as in ``save``.
         progress: called with bytes that this rank has written and its total, the last time before the folder appears.
     Returns:
@@ -113,12 +115,23 @@ def export(
     pieces, agreed = exchange.all_reduce(
         lambda: _held(content, options, keys), lambda reports: _agreed(reports, options, store)
     )
+    architecture = _architecture(source, extras)
     with abandoned_on_error(store, agreed.save, exchange.rank):
         _Transfer(exchange, store, agreed, pieces, progress).run()
-        exchange.all_reduce(lambda: (None, None), lambda _: publish(store, agreed.save, agreed.plan, extras))
+        exchange.all_reduce(
+            lambda: (None, None), lambda _: publish(store, agreed.save, agreed.plan, extras, architecture)
+        )
     plan = agreed.plan
     found = {"dst": store.name, "tensors": len(plan.sources), "nbytes": plan.nbytes, "files": sorted(plan.names)}
     return {**found, "tied": ties}
+
+
+def _architecture(source: Any, extras: Sequence[Any]) -> str | None:
+    """The class of a model of transformers whose own configuration is among the extras; ``fully_shard`` renames it."""
+    model = module_names.inside(source)
+    config = getattr(model, "config", None) if isinstance(getattr(type(model), "config_class", None), type) else None
+    is_told = config is not None and any(extra is config for extra in extras)
+    return type(model).__name__.removeprefix("FSDP") if is_told else None
 
 
 def _tensors(source: Any, keys: str, exchange: Exchange) -> tuple[dict[Any, Any], Ties]:

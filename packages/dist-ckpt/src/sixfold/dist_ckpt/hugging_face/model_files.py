@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -65,6 +67,15 @@ class ExportPlan:
     def nbytes(self) -> int:
         """Of all values in the files."""
         return sum(file.nbytes for file in self.files)
+
+    @property
+    def float_dtype(self) -> torch.dtype | None:
+        """Of most floating-point numbers in the files, but for float8, which goes with scales; None without any."""
+        counts = Counter[torch.dtype]()
+        for record in self.sources.values():
+            if (dtype := written_dtype(record.dtype, self.dtype)) in _DTYPES:
+                counts[dtype] += prod(record.global_shape)
+        return self.dtype or next((dtype for dtype, _ in counts.most_common(1)), None)
 
     @property
     def names(self) -> list[str]:
@@ -251,8 +262,12 @@ def _check_readable(path: Path, file: File) -> None:
         raise CorruptError(f"{path} was written with {len(file.keys)} tensors and reads back with {len(found)}")
 
 
-def publish(store: LocalStore, save: Save, plan: ExportPlan, extras: Sequence[Any] = ()) -> None:
+def publish(
+    store: LocalStore, save: Save, plan: ExportPlan, extras: Sequence[Any] = (), architecture: str | None = None
+) -> None:
     """What the first rank does when all files are written: the index, the ``extras``, one rename.
+
+    ``architecture``: the class of the model, for its configuration; None leaves what that says.
 
     Raises:
         CheckpointError: a file is not there as its rank wrote it; an extra fails, or takes the name of a file.
@@ -271,16 +286,24 @@ def publish(store: LocalStore, save: Save, plan: ExportPlan, extras: Sequence[An
         after = _states(staging)
         if changed := [name for name, state in before.items() if after.get(name) != state]:
             raise CheckpointError(f"extras have changed {changed[0]}; they write files beside it, such as config.json")
-        if plan.dtype is not None and _CONFIG in after:
-            _tell_dtype(staging / _CONFIG, plan.dtype)
+        if _CONFIG in after:
+            _correct(staging / _CONFIG, plan, architecture)
     store.publish(save, [name for name in after if name not in before])
 
 
-def _tell_dtype(path: Path, dtype: torch.dtype) -> None:
-    """A configuration names the dtype of the weights: transformers makes the model in it."""
+def _correct(path: Path, plan: ExportPlan, architecture: str | None) -> None:
+    """A configuration names the dtype of the weights and the class of the model: transformers makes the model so."""
     config = json.loads(path.read_text())
-    found = {key for key in ("dtype", "torch_dtype") if key in config} or {"dtype"}
-    path.write_text(json.dumps(config | dict.fromkeys(found, str(dtype).removeprefix("torch.")), indent=2) + "\n")
+    if not isinstance(config, dict):
+        return
+    new, dtype = dict[str, Any](), plan.float_dtype
+    if dtype is not None and (plan.dtype is not None or config.keys() & {"dtype", "torch_dtype", "model_type"}):
+        names = {key for key in ("dtype", "torch_dtype") if key in config} or {"dtype"}
+        new = dict.fromkeys(names, str(dtype).removeprefix("torch."))
+    if architecture is not None:
+        new["architectures"] = [architecture]
+    if config | new != config:
+        path.write_text(json.dumps(config | new, indent=2, sort_keys=True) + "\n")
 
 
 def _states(folder: Path) -> dict[str, tuple[int, int]]:

@@ -30,7 +30,7 @@ from sixfold.dist_ckpt.errors import CorruptError, MismatchError, ShardingError,
 from sixfold.dist_ckpt.formats import weights_only
 from sixfold.dist_ckpt.formats.integrity import Span
 from sixfold.dist_ckpt.geometry.box import intersect, whole
-from sixfold.dist_ckpt.geometry.manifest import Manifest, Stored
+from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.interpreter import collection_paused
 from sixfold.dist_ckpt.plans import plan
 from sixfold.dist_ckpt.plans.shard_table import (
@@ -50,7 +50,7 @@ from sixfold.dist_ckpt.save_load.requested_keys import StrictHandling
 from sixfold.dist_ckpt.state import dcp_names, factory, in_place, stateful, tree
 from sixfold.dist_ckpt.state.placeholders import with_placeholders, without_placeholders
 from sixfold.dist_ckpt.state.records import ShardedObject, ShardedTensor, check_data
-from sixfold.dist_ckpt.state.tensor_memory import check_readable, has_values
+from sixfold.dist_ckpt.state.tensor_memory import has_values
 from sixfold.dist_ckpt.storage.store import Store
 from sixfold.dist_ckpt.strategies.base import LoadEngine
 
@@ -291,14 +291,15 @@ class Load:
             self.exchange.ranks,
             stateful.Saved(stored, objects, common),
         )
-        _check_have_memory(merges, expanded, common, stored)
+        requested_keys.check_have_memory(merges, expanded, common, stored)
         own = leaves = tree.leaves(expanded)
         if (stored or objects or is_bare) and not all(isinstance(leaf, ShardedTensor) for _, leaf in leaves):
             expanded = dcp_names.ask(expanded, common, dcp_names.Names(stored, objects, is_bare, self.exchange.rank))
             leaves = tree.leaves(expanded)
         parts = tree.split(expanded)
         tensors, replicated = list[ShardedTensor](), list[tuple[ShardedTensor, torch.Tensor]]()
-        policy, unlike, tied = self.asked.dtype_policy, in_place.unlike_plain(expanded, leaves, common), in_place.Tied()
+        policy, unlike = self.asked.dtype_policy, in_place.unlike_plain(expanded, leaves, common)
+        tied = in_place.Tied.of(parts.records)
         for number, (place, record) in enumerate(parts.records):
             if not isinstance(record, ShardedTensor):
                 continue
@@ -355,7 +356,8 @@ class Load:
         checkpoint, manifest = rank_load.checkpoint, rank_load.checkpoint.manifest
         objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
         strict, with_common = self.asked.strict, self.engine.with_common
-        mismatches, unknown = _object_mismatches(objects, manifest, strict)
+        mismatches, unknown = requested_keys.object_mismatches(objects, manifest, strict)
+        mismatches += requested_keys.asked_as_common(wanted.leaves, objects, manifest, wanted.common, strict)
         plain_missing, plain_unexpected = set[str](), set[str]()
         asked_plain, not_asked, not_stored = set[str](), set[str](), set[str]()
         if wanted.merges:
@@ -430,29 +432,6 @@ def _allocate(record: ShardedTensor, stored: Stored | None) -> None:
         raise StorageError(f"{record}: no memory for a tensor of {nbytes} bytes", errno.ENOMEM) from error
 
 
-def _object_mismatches(
-    objects: Sequence[ShardedObject], manifest: Manifest, strict: StrictHandling
-) -> tuple[list[str], set[str]]:
-    """Objects whose grid is another than the saved one, and objects that are not stored at all.
-
-    Both are not stored where ``strict`` raises for neither.
-    """
-    absent = [record for record in objects if record.unique_key not in manifest.objects]
-    names = [] if not absent else [name for name in manifest.objects if not dcp_names.is_plain(name)]
-    grids = {record.key: record.global_shape for record in map(dcp_names.record_of, names)}
-    lines, unknown = [], set()
-    for record in absent:
-        grid = grids.get(record.key, record.global_shape)
-        if grid != record.global_shape and strict.raises_unexpected:
-            lines.append(
-                f"{record.key}: asked for a grid {record.global_shape} of objects, saved was {grid}; objects cannot be "
-                "cut anew"
-            )
-        else:
-            unknown.add(record.unique_key)
-    return lines, unknown
-
-
 @collection_paused()
 def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tuple[_Decision, list[Shares]]:
     if len({report.identity for report in reports}) > 1:
@@ -521,20 +500,6 @@ def _values(rank_load: RankLoad, reader: Reader, safe_globals: Sequence[Any]) ->
             frame = manifest.objects[record.unique_key]
             values[path] = reader.read_object(record.unique_key, frame, safe_globals)
     return values
-
-
-def _check_have_memory(
-    merges: Sequence[factory.Merge], expanded: Any, common: Any, stored: Mapping[str, Stored]
-) -> None:
-    """A copy into a tensor on the meta device changes nothing: torch warns of it, and the module has no values."""
-    for path, _, owner, _, _ in merges:
-        if not isinstance(owner, torch.nn.Module):
-            continue
-        for below, leaf in tree.leaves(tree.get(expanded, path), path):
-            if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
-                continue
-            if tree.key_text(below) in stored or isinstance(tree.get(common, below), torch.Tensor):
-                check_readable(tree.key_text(below[len(path) :]), leaf)
 
 
 def _assembled(rank_load: RankLoad, values: Values) -> Result:

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError
-from sixfold.dist_ckpt.geometry.manifest import Manifest
+from sixfold.dist_ckpt.geometry.manifest import Manifest, Stored
 from sixfold.dist_ckpt.plans.shard_table import listed
 from sixfold.dist_ckpt.state import dcp_names, tree
 from sixfold.dist_ckpt.state.factory import Merge
 from sixfold.dist_ckpt.state.in_place import Leaves
 from sixfold.dist_ckpt.state.module_names import unwrapped
-from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase
+from sixfold.dist_ckpt.state.records import LocalNonpersistentObject, ShardedBase, ShardedObject
+from sixfold.dist_ckpt.state.tensor_memory import check_readable
 
 _MOST_SHOWN = 4
 _log = logging.getLogger("sixfold.dist_ckpt")
@@ -196,3 +197,62 @@ def tensors_not_stored(leaves: Leaves, common: Any) -> set[str]:
         for path, leaf in leaves
         if isinstance(leaf, torch.Tensor) and tree.get(common, path) is tree.GONE
     }
+
+
+def object_mismatches(
+    objects: Sequence[ShardedObject], manifest: Manifest, strict: StrictHandling
+) -> tuple[list[str], set[str]]:
+    """Objects whose grid is another than the saved one, and objects that are not stored at all.
+
+    Both are not stored where ``strict`` raises for neither.
+    """
+    absent = [record for record in objects if record.unique_key not in manifest.objects]
+    names = [] if not absent else [name for name in manifest.objects if not dcp_names.is_plain(name)]
+    grids = {record.key: record.global_shape for record in map(dcp_names.record_of, names)}
+    lines, unknown = [], set()
+    for record in absent:
+        grid = grids.get(record.key, record.global_shape)
+        if grid != record.global_shape and strict.raises_unexpected:
+            lines.append(
+                f"{record.key}: asked for a grid {record.global_shape} of objects, saved was {grid}; objects cannot be "
+                "cut anew"
+            )
+        else:
+            unknown.add(record.unique_key)
+    return lines, unknown
+
+
+def asked_as_common(
+    leaves: Leaves, objects: Sequence[ShardedObject], manifest: Manifest, common: Any, strict: StrictHandling
+) -> list[str]:
+    """What is wrong where a value is asked for like common data, and each rank has saved one of its own there."""
+    if not strict.raises_unexpected:
+        return []
+    cells = [dcp_names.record_of(name) for name in manifest.objects if not dcp_names.is_plain(name)]
+    grids = {cell.key: cell.global_shape for cell in cells} if cells else {}
+    for record in objects:
+        grids.pop(record.key, None)
+    found = dict[str, str]()
+    for path, leaf in leaves if grids else ():
+        if isinstance(leaf, ShardedBase | LocalNonpersistentObject):
+            continue
+        for depth in range(1, len(path) + 1):
+            key = tree.key_text(path[:depth])
+            if key in grids and tree.get(common, path[:depth]) is tree.GONE:
+                found[key] = (
+                    f"{key}: asked for as a common value, saved as a grid {grids[key]} of objects; ask for it as "
+                    "PerRank(None), or as the ShardedObject that was saved"
+                )
+    return [*found.values()]
+
+
+def check_have_memory(merges: Sequence[Merge], expanded: Any, common: Any, stored: Mapping[str, Stored]) -> None:
+    """A copy into a tensor on the meta device changes nothing: torch warns of it, and the object has no values."""
+    for path, _, owner, _, _ in merges:
+        if not isinstance(owner, torch.nn.Module | torch.optim.Optimizer):
+            continue
+        for below, leaf in tree.leaves(tree.get(expanded, path), path):
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_meta:
+                continue
+            if tree.key_text(below) in stored or isinstance(tree.get(common, below), torch.Tensor):
+                check_readable(tree.key_text(below), leaf)

@@ -11,16 +11,18 @@ as it is, and the result holds what was saved; the log tells.
 
 [Note: tied weights] One tensor under two names, as a tied embedding and head, takes one value. Where the checkpoint
 holds two that differ, one would be lost; threads that fill both at a time would mix them. So the second name is read
-into memory of its own and compared. Numbers in lists are no weights. A new schedule with milestones, whose learning
-rate is a tensor, holds the rates of its parts as one tensor. Each comes back as it was saved.
+into memory of its own and compared. So are views of one tensor that have some elements in common. Numbers in lists are
+no weights. A new schedule with milestones, whose learning rate is a tensor, holds the rates of its parts as one tensor.
+Each comes back as it was saved.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import gcd
 from typing import Any, NamedTuple
 
 import torch
@@ -84,13 +86,30 @@ def fill_plain(asked: Any, leaves: Leaves, result: Any, is_first: bool) -> None:
         _log.warning("%s: the result holds them, your tensors do not: %s", what, shown)
 
 
+class _Target(NamedTuple):
+    """A record that is asked for, and where."""
+
+    place: tree.KeyPath
+    record: ShardedTensor
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Which is filled."""
+        assert self.record.data is not None, f"{self.record} has a tensor"
+        return self.record.data
+
+
 class _Second(NamedTuple):
-    """A record whose tensor another record, with the key ``first``, fills too, and the copy that is filled for it."""
+    """A record whose tensor another record, with the key ``first``, fills too, and the copy that is filled for it.
+
+    ``parts``: records that fill some of its elements, if none fills them all.
+    """
 
     place: tree.KeyPath
     record: ShardedTensor
     copy: ShardedTensor
     first: str
+    parts: Sequence[_Target] = ()
 
 
 @dataclass(slots=True)
@@ -99,6 +118,22 @@ class Tied:
 
     first: dict[Any, str] = field(default_factory=dict)
     seconds: list[_Second] = field(default_factory=list)
+    overlapping: Mapping[int, Sequence[_Target]] = field(default_factory=dict)  # by id of the later record
+
+    @classmethod
+    def of(cls, records: Iterable[tuple[tree.KeyPath, ShardedBase]]) -> Tied:
+        """For these records, those that share some elements with earlier ones among them."""
+        by_storage = defaultdict[int, list[_Target]](list)
+        for place, record in records:
+            data = record.data if isinstance(record, ShardedTensor) else None
+            if type(data) in PLAIN_TENSORS and data.layout is torch.strided and not data.is_meta and data.numel():
+                by_storage[data.untyped_storage().data_ptr()].append(_Target(place, record))
+        by_storage.pop(0, None)
+        found = dict[int, Sequence[_Target]]()
+        for targets in by_storage.values():
+            if len(targets) > 1:
+                found |= _overlapping(targets)
+        return cls(overlapping=found)
 
     def apart(self, place: tree.KeyPath, record: ShardedTensor) -> ShardedTensor:
         """The record, with memory of its own if one of another key fills the same tensor.
@@ -110,11 +145,11 @@ class Tied:
         check_writable(record, record.data)
         if (memory := place_of(record.data)) is None:
             return record
-        first = self.first.setdefault(memory, record.key)
-        if first == record.key:
+        first, parts = self.first.setdefault(memory, record.key), self.overlapping.get(id(record), ())
+        if first == record.key and not parts:
             return record
         copy = replace(record, data=fresh_like(record.data))
-        self.seconds.append(_Second(place, record, copy, first))
+        self.seconds.append(_Second(place, record, copy, first, parts))
         return copy
 
     def settle(self, values: MutableMapping[tree.KeyPath, Any]) -> None:
@@ -123,12 +158,63 @@ class Tied:
         Raises:
             MismatchError: two stored values differ.
         """
-        for place, record, copy, first in self.seconds:
+        for place, record, copy, first, parts in self.seconds:
             assert record.data is not None and copy.data is not None, f"{record} was given a copy"
-            if place in values:
-                if not same_bits(record.data, copy.data):
-                    raise MismatchError(two_values(record.key, first))
-                values[place] = record.data.detach()
+            if place not in values:
+                continue
+            before = [(part, part.data.clone()) for part in parts if part.place in values]
+            if parts:
+                record.data.detach().copy_(copy.data)
+            elif not same_bits(record.data, copy.data):
+                raise MismatchError(two_values(record.key, first))
+            if other := next((part for part, data in before if not same_bits(part.data, data)), None):
+                raise MismatchError(
+                    f"{record.key}: its tensor and that of {other.record.key} are views with elements in common, and "
+                    "the checkpoint holds two values of them that differ. Ask for one of the two, or for copies"
+                )
+            values[place] = record.data.detach()
+
+
+def _overlapping(targets: Sequence[_Target]) -> dict[int, Sequence[_Target]]:
+    """By id of a record in one storage, the earlier ones with which it shares some elements and not all.
+
+    Where ranges of memory overlap, each element is marked: columns of one matrix lie among each other.
+    """
+    distinct = {place_of(target.data): target for target in reversed(targets)}
+    spans = sorted(map(_span, distinct.values()), key=lambda span: span[:2])
+    found = dict[int, Sequence[_Target]]()
+    at, order = 0, {id(target.record): number for number, target in enumerate(targets)}
+    while at < len(spans):
+        first, (start, stop, _) = at, spans[at]
+        while (at := at + 1) < len(spans) and spans[at][0] < stop:
+            stop = max(stop, spans[at][1])
+        cluster = sorted((target for _, _, target in spans[first:at]), key=lambda target: order[id(target.record)])
+        if len(cluster) == 1:
+            continue
+        unit = gcd(*(number for t in cluster for number in (t.data.data_ptr() - start, t.data.element_size())))
+        marks = torch.zeros((stop - start) // unit, dtype=torch.uint8, device="cpu")
+        for number, target in enumerate(cluster):
+            if bool((own := _marked(marks, target.data, start, unit)).any()):
+                mask = torch.zeros_like(marks)
+                _marked(mask, target.data, start, unit).fill_(1)
+                shared = [one for one in cluster[:number] if bool(_marked(mask, one.data, start, unit).any())]
+                found[id(target.record)] = shared
+            own.fill_(1)
+    return found
+
+
+def _span(target: _Target) -> tuple[int, int, _Target]:
+    """The first byte of a tensor, and the byte after its last."""
+    data = target.data
+    reach = sum((length - 1) * stride for length, stride in zip(data.shape, data.stride(), strict=True)) + 1
+    return data.data_ptr(), data.data_ptr() + reach * data.element_size(), target
+
+
+def _marked(marks: torch.Tensor, data: torch.Tensor, start: int, unit: int) -> torch.Tensor:
+    """The marks of the elements of a tensor; the first mark stands for ``unit`` bytes at ``start``."""
+    wide = data.element_size() // unit
+    strides = [stride * wide for stride in data.stride()]
+    return marks.as_strided((*data.shape, wide), (*strides, 1), (data.data_ptr() - start) // unit)
 
 
 def unlike_plain(expanded: Any, leaves: Leaves, common: Any) -> list[str]:

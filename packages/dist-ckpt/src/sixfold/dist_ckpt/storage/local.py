@@ -269,6 +269,10 @@ def resolved(place: Path) -> Path:
     """
     try:
         return place.resolve()
+    except FileNotFoundError as error:
+        raise StorageError(
+            f"{place}: the working folder of this process was removed; give the whole path, from /", errno.ENOENT
+        ) from error
     except (OSError, RuntimeError) as error:
         raise StorageError(f"{place}: {error}", getattr(error, "errno", None)) from error
 

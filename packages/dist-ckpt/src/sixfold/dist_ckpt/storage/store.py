@@ -196,7 +196,9 @@ def check_names(
         names: of what is there, sorted. head: reads the first bytes of one of them.
     """
     if names and if_exists == "error":
-        raise StorageError(f"{place} is not empty ({_first(names)}) and if_exists is 'error'", errno.EEXIST)
+        raise StorageError(
+            f"{place} is not empty ({_first(names)}) and if_exists is 'error', as for each export", errno.EEXIST
+        )
     foreign = [name for name in names if not (is_checkpoint_file(name) or owns_file(name))]
     is_own = any(map(FOLDER.match, names)) or any(
         _is_sign(name, head) for name in sorted(names, key=lambda name: name != POINTER)
@@ -270,9 +272,12 @@ def write_small(
 
 def overtaken(target: Path | str) -> StorageError:
     """The error of a save whose files others have removed."""
+    place, gone = Path(target), f"the files of this save to {target} were removed while it went on"
+    if "://" not in str(target) and not place.exists():
+        what = f"{place} is not there now" if place.parent.exists() else f"the folder {place.parent} is gone too"
+        return StorageError(f"{gone}: {what}. Something has deleted it; this save is lost, save again", errno.ESTALE)
     return StorageError(
-        f"the files of this save to {target} were removed while it went on: another save to the same folder has ended "
-        "meanwhile (or a prune took this one for dead). Let one job save to a folder at a time; "
-        "this one is lost, the folder is whole",
+        f"{gone}: another save to the same folder has ended meanwhile (or a prune took this one for dead). Let one job "
+        "save to a folder at a time; this one is lost, the folder is whole",
         errno.ESTALE,
     )

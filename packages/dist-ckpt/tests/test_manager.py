@@ -56,6 +56,28 @@ def test_what_stays_is_what_the_rules_say_after_each_save(tmp_path, mode):
     assert needed, "no step stayed by the rule of the best alone"
 
 
+def files_of(manager, step):
+    return {path.stat().st_ino for path in (manager.root / f"step-{step:08d}").glob("*.distcp")}
+
+
+def test_a_save_that_passes_a_multiple_of_full_every_has_files_of_its_own_also_after_a_restart(tmp_path):
+    frozen = {"weight": torch.arange(50_000.0)}
+    options = {"every": 2, "incremental": True, "full_every": 5, "keep_last": 20}
+    for step in range(1, 17):
+        manager = managed(tmp_path, **options)  # each step of another process
+        manager.save(step, frozen)
+    shared = {step: bool(files_of(manager, step) & files_of(manager, step - 2)) for step in range(4, 17, 2)}
+    assert shared == {4: True, 6: False, 8: True, 10: False, 12: True, 14: True, 16: False}
+    damaged = next((tmp_path / "step-00000014").glob("*.distcp"))
+    with damaged.open("r+b") as file:
+        file.seek(100_000)
+        file.write(b"\xff" * 512)
+    with pytest.raises(CorruptError):
+        manager.restore({"weight": torch.zeros(50_000)}, 12)
+    restored = manager.restore({"weight": torch.zeros(50_000)}, 16)
+    assert torch.equal(restored.state["weight"], frozen["weight"]), "a fault of the disk stays between full saves"
+
+
 @pytest.mark.slow
 def test_a_save_in_the_background_is_there_after_wait_and_its_removals_too(tmp_path):
     with CheckpointManager(tmp_path, keep_last=1, group=None) as manager:
@@ -166,6 +188,8 @@ def test_a_step_that_is_not_there_is_refused_with_those_that_are(tmp_path):
         ({"keep_last": 0}, "keep_last is 0; it is an integer >= 1"),
         ({"keep_last": True}, "keep_last is True"),
         ({"keep_every": 10}, "keep_every is 10 and keep_last None, which keeps all"),
+        ({"full_every": 10}, "full_every is 10 and incremental False: each save is full"),
+        ({"full_every": 0, "incremental": True}, "full_every is 0; it is an integer >= 1"),
         ({"mode": "lowest"}, "best is None, mode 'lowest'; .* 'min' or 'max'"),
         ({"best": True}, "best is True, mode 'min'; the name of a metric"),
         ({"best": ["loss"]}, r"best is \['loss'\], mode 'min'; the name of a metric"),

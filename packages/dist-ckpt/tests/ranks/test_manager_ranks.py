@@ -96,6 +96,16 @@ def differs(rank, ranks, folder, what):
             CheckpointManager(folder, every=5, timeout_s=20).save(3, {"weight": torch.ones(2)}, force=not rank)
         elif what == "every":
             CheckpointManager(folder, every=2 + rank, timeout_s=20).save(3, {"weight": torch.ones(2)})
+        elif what == "a later step of one":
+            later = CheckpointManager(folder, every=5, background=False, timeout_s=20)
+            for step in (2, 3, 4) if rank else (2, 3):
+                later.save(step, {"weight": torch.ones(2)})
+            later.save(5, {"weight": torch.ones(2)})
+        elif what == "a later step before the end":
+            later = CheckpointManager(folder, every=5, timeout_s=20)
+            later.save(2, {"weight": torch.ones(2)})
+            later.save(3, {"weight": torch.ones(2)}, force=not rank)
+            later.close()
         elif what == "another call":
             manager.restore({"weight": torch.ones(2)}) if not rank else dist_ckpt.load(
                 {}, folder / "step-00000001", timeout_s=20
@@ -121,6 +131,8 @@ def differs(rank, ranks, folder, what):
         ("force", "call: save on rank 0 and no save on rank 1"),
         ("every", "call: no save on rank 0 and save on rank 1"),
         ("another call", "on rank 0 and None on rank 1"),
+        ("a later step of one", "saved nothing: 2 to step 3 on rank 0 and 3 to step 4 on rank 1"),
+        ("a later step before the end", "call: save on rank 0 and close on rank 1"),
         ("background", "background: False on rank 0 and True on rank 1"),
     ],
 )

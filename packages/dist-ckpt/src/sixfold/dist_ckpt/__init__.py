@@ -12,9 +12,9 @@ The rooms, in the order of the data; each imports only those before it:
 
     geometry, state, formats, plans, storage, checkpoint, mirror, collectives, strategies/base.py, save_load, background
 
-Callers use serialization.py, manager.py over retention.py, strategies, stores.py, optimizers.py, hugging_face, tools,
-and dcp.py over torch_dcp. The modules mapping, validation, core, utils, dict_utils, exchange_utils and optimizer have
-the names of megatron-core.
+Callers use serialization.py, manager.py over metrics.py and retention.py, strategies, stores.py, optimizers.py,
+hugging_face, tools, and dcp.py over torch_dcp. The modules mapping, validation, core, utils, dict_utils, exchange_utils
+and optimizer have the names of megatron-core.
 
 What a plain save or load of a folder does not need is imported when it is first asked for.
 """

@@ -21,6 +21,7 @@ from sixfold.dist_ckpt import retention, serialization
 from sixfold.dist_ckpt.background.saver import AsyncSave, async_save, prepare_async_save
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError
+from sixfold.dist_ckpt.metrics import content_of, taken_out
 from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer
 from sixfold.dist_ckpt.storage.local import located, resolved, store_at
@@ -63,6 +64,8 @@ class CheckpointManager:
         background: ``save`` returns after a copy, and another process writes. An error of that save is raised by the
             next call of ``save``, ``wait`` or ``close``.
         incremental: what has not changed since the newest checkpoint is linked and not written: ``since`` of ``save``.
+        full_every: then a save that passes a multiple of it links nothing: a bad block on the disk hurts all steps
+            that share its file.
         group, timeout_s: as in ``dist_ckpt.save``; of a save in the background, as in ``async_save``.
         options: further arguments of ``dist_ckpt.save``, such as ``check_finite=True``.
     Raises:
@@ -81,13 +84,17 @@ class CheckpointManager:
         mode: Literal["min", "max"] = "min",
         background: bool = True,
         incremental: bool = False,
+        full_every: int | None = None,
         group: Group = "world",
         timeout_s: float = 600.0,
         **options: Any,
     ) -> None:
-        for rule, value in (("every", every), ("keep_last", keep_last), ("keep_every", keep_every)):
+        rules = {"every": every, "keep_last": keep_last, "keep_every": keep_every, "full_every": full_every}
+        for rule, value in rules.items():
             if value is not None and not retention.is_integer(value, 1):
                 raise CheckpointError(f"{rule} is {value!r}; it is an integer >= 1, or None")
+        if full_every is not None and not incremental:
+            raise CheckpointError(f"full_every is {full_every} and incremental False: each save is full; leave it out")
         if keep_last is None and keep_every is not None:
             raise CheckpointError(f"keep_every is {keep_every} and keep_last None, which keeps all; give keep_last")
         if not (best is None or isinstance(best, str)) or mode not in ("min", "max"):
@@ -100,7 +107,8 @@ class CheckpointManager:
         self.root = resolved(Path()) / place if isinstance(place, Path) else place  # the process may leave its folder
         self._name, self._every, self._keep_last, self._keep_every = name, every, keep_last, keep_every
         self._best, self._sign, self._is_prepared = best, 1.0 if mode == "min" else -1.0, not background
-        self._background, self._incremental, self._group, self._timeout_s = background, incremental, group, timeout_s
+        self._background, self._incremental, self._full_every = background, incremental, full_every
+        self._group, self._timeout_s, self._passed = group, timeout_s, "0"  # calls of save that saved nothing
         self._options = {**options, "group": group, "timeout_s": timeout_s}
         self._flight: AsyncSave | None = None
         self._safe_globals: Sequence[Any] = ()  # of the last restore: what metrics lie beside may need them
@@ -124,6 +132,7 @@ class CheckpointManager:
         with errors_to_all(self._group, self._timeout_s):
             place: Any = self._place(step)
         if not force and self._every is not None and step % self._every:
+            self._passed = f"{int(self._passed.partition(' ')[0]) + 1} to step {step}"  # all ranks' next call compares
             if not self._is_prepared:  # the state has its size now: after a step an optimizer has its moments
                 self._is_prepared = True
                 self._together("no save", {"step": step}, lambda: None)
@@ -131,8 +140,8 @@ class CheckpointManager:
             return False
         self.wait()
         with errors_to_all(self._group, self._timeout_s):
-            content = _content(step, {} if metrics is None else metrics)
-        if self._best is not None and content["metrics"] and self._best not in content["metrics"]:
+            content = content_of(step, {} if metrics is None else metrics)
+        if content["metrics"] and self._best not in (None, *content["metrics"]):
             warnings.warn(f"metrics without {self._best!r}: such a checkpoint is never the best", stacklevel=2)
         since = self._together("save", content, lambda: self._checked_newest(step))
         arguments = {**self._options, "content_metadata": content, "since": since}
@@ -157,7 +166,7 @@ class CheckpointManager:
         if (found := self._together("restore", {"step": step}, lambda: self._wanted(step))) is None:
             return None
         loaded = serialization.load(state, self._place(found), group=self._group, timeout_s=self._timeout_s, **options)
-        return Restored(found, loaded, _taken_out(loaded[0] if isinstance(loaded, tuple) else loaded))
+        return Restored(found, loaded, taken_out(loaded[0] if isinstance(loaded, tuple) else loaded))
 
     def discard_after(self, step: int) -> list[int]:
         """Remove the checkpoints after ``step``: a run that goes back calls it before it trains on.
@@ -188,7 +197,10 @@ class CheckpointManager:
                 flight.wait()
             self._together("wait", {}, self._remove)
 
-    close = wait  # may be called again; the manager can go on
+    def close(self) -> None:
+        """As ``wait``, and all ranks agree that they are here; it may be called again, and the manager can go on."""
+        self.wait()
+        self._together("close", {}, lambda: None)
 
     def __enter__(self) -> CheckpointManager:
         return self
@@ -244,7 +256,7 @@ class CheckpointManager:
             try:
                 if step not in self._metrics:
                     common = serialization.load_common_state_dict(self._place(step), safe_globals=self._safe_globals)
-                    self._metrics[step] = _taken_out(common)
+                    self._metrics[step] = taken_out(common)
                 values[step] = self._sign * self._metrics[step].get(str(self._best), math.nan)
             except CheckpointError as error:
                 unread[step] = error
@@ -269,33 +281,13 @@ class CheckpointManager:
                 f"{self.root} has {retention.named(later)}, later than step {step}: a restart would go on from step "
                 f"{later[-1]}. A run that went back calls discard_after(N) first, with the step N that it restored"
             )
-        return self._place(whole[-1]) if self._incremental and (whole := self.steps()) else None
+        newest = max(self.steps(), default=None) if self._incremental else None
+        if newest is None or (self._full_every and step // self._full_every > newest // self._full_every):
+            return None
+        return self._place(newest)
 
     def _together(self, call: str, given: dict[str, Any], work: Callable[[], Found]) -> Found:
         """What ``work`` returns or raises on the first rank, on all, if all make the same call of the same manager."""
         mine = {"call": call, "every": self._every, "background": self._background, **given}
+        mine, self._passed = {**mine, "calls of save that saved nothing": self._passed}, "0"
         return Exchange(self._group, self._timeout_s).on_first(lambda: {"root": store_at(self.root).name, **mine}, work)
-
-
-def _content(step: int, metrics: Any) -> dict[str, Any]:
-    """What a checkpoint says of itself; metrics are numbers of any kind, arrays and tensors of one element too."""
-    numbers = {}
-    for name, value in metrics.items() if isinstance(metrics, Mapping) else [(None, metrics)]:
-        try:
-            if not isinstance(name, str) or isinstance(value, str | bytes):
-                raise TypeError
-            numbers[name] = float(value.item() if hasattr(value, "item") else value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):
-            raise CheckpointError(
-                f"metrics[{name!r}] is {value!r}; metrics are numbers by name, such as {{'loss': 2.31}}"
-            ) from None
-    return {"step": operator.index(step), "metrics": dict(sorted(numbers.items()))}
-
-
-def _taken_out(common: dict[Any, Any]) -> dict[str, float]:
-    """The metrics of a checkpoint, out of its common data, which could not be saved again with them."""
-    content = common.get("content_metadata")
-    if not (isinstance(content, dict) and isinstance(content.get("metrics"), dict)):
-        return {}
-    del common["content_metadata"]
-    return {name: float(value) for name, value in content["metrics"].items() if isinstance(value, int | float)}

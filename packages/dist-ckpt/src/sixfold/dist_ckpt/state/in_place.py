@@ -125,8 +125,9 @@ class Tied:
         """For these records, those that share some elements with earlier ones among them."""
         by_storage = defaultdict[int, list[_Target]](list)
         for place, record in records:
-            data = record.data if isinstance(record, ShardedTensor) else None
-            if type(data) in PLAIN_TENSORS and data.layout is torch.strided and not data.is_meta and data.numel():
+            if not isinstance(record, ShardedTensor) or type(data := record.data) not in PLAIN_TENSORS or data is None:
+                continue
+            if data.layout is torch.strided and not data.is_meta and data.numel():
                 by_storage[data.untyped_storage().data_ptr()].append(_Target(place, record))
         by_storage.pop(0, None)
         found = dict[int, Sequence[_Target]]()

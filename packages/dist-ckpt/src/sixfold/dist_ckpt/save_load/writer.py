@@ -297,6 +297,17 @@ def add_frame(
     return value
 
 
+def add_compressed(
+    file: PartFile, record: ShardedTensor, step: Write, rank: int, check_finite: bool, copies: Copies
+) -> None:
+    """Write one chunk as one zstd frame; it is in memory twice."""
+    if check_finite:
+        check_tensor_finite(step.key, record.view(step.piece), step.piece.box.offset, rank)
+    raw = b"".join(bytes(part) for part, _ in _raw_parts(record, step, None, copies, 0))
+    head, tail = frames.template(step.dtype, step.piece.box.size, 0).fill(crc32(raw))
+    file.append(zstd.compress((head, raw, tail)))
+
+
 def _raw_parts(
     record: ShardedTensor, step: Write, plain: Copies | None, copies: Copies, at: int
 ) -> Iterator[tuple[memoryview, object]]:

@@ -36,11 +36,12 @@ _MOST_PLACES = 1 << 24  # of all lists that the paths of planner_data stand for,
 Places = Mapping[tuple[str, Ints | None], ByteRange]
 
 
-def index_of(metadata: Metadata, places: Places, save_id: str) -> Index:
+def index_of(metadata: Metadata, places: Places, save_id: str, compressed: frozenset[str] = frozenset()) -> Index:
     """What the index files say of a plan of DCP; a chunk without elements needs no place.
 
     Args:
         places: the frame of each chunk by key and offset; of bytes by key and None.
+        compressed: files in which each frame is one zstd frame.
     Raises:
         ShardingError: the planner names a chunk or bytes that no rank has written.
     """
@@ -53,7 +54,9 @@ def index_of(metadata: Metadata, places: Places, save_id: str) -> Index:
         boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
         chunks = [StoredChunk(box, _written(places, key, box.offset)) for box in boxes if box.volume]
         tensors[key] = StoredTensor(entry.properties.dtype, tuple(entry.size), tuple(chunks))
-    return replace(Index.of(Manifest(tensors, objects, save_id)), planner_data=metadata.planner_data)
+    return replace(
+        Index.of(Manifest(tensors, objects, save_id, compressed=compressed)), planner_data=metadata.planner_data
+    )
 
 
 def _written(places: Places, key: str, offset: Ints | None) -> ByteRange:

@@ -38,7 +38,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from sixfold.dist_ckpt.errors import CheckpointError, ShardingError, typed
-from sixfold.dist_ckpt.formats import compact_manifest, weights_only
+from sixfold.dist_ckpt.formats import compact_manifest, weights_only, zstd
 from sixfold.dist_ckpt.formats import metadata as schema
 from sixfold.dist_ckpt.formats.integrity import Content, FileDigest
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
@@ -55,6 +55,7 @@ from sixfold.dist_ckpt.storage.url import is_known
 from sixfold.dist_ckpt.torch_dcp import metadata as dcp_metadata
 
 Place = str | os.PathLike[str] | Store
+_FRAME_BYTES = 6144  # around the values of a tensor, at most
 _OURS = re.compile(r"names sixfold\.dist_ckpt\.[\w.]*?(\w+);")  # a class of ours in a pickle, as an error says it
 _Places = list[tuple[MetadataIndex, ByteRange]]  # of a file, in its order
 
@@ -74,6 +75,7 @@ class _Placed(NamedTuple):
     frame: ByteRange
     save: Save
     digest: FileDigest | None
+    is_compressed: bool
 
 
 class _PlannerError(CheckpointError):
@@ -95,6 +97,8 @@ class Writer(StorageWriter, BlockingAsyncStager):
         overwrite: the same in torch's words: False is "error".
         thread_count: threads of each rank that write.
         check_finite: NaN or infinity in a tensor is an error.
+        compress: "zstd" compresses each chunk of at least 16 KiB that a rank writes (extra ``zstd``), as torch's own
+            extension does; torch and ``Reader`` read it. A load of a part of a chunk decodes all of it.
         owns: names of files that a trainer puts beside the checkpoint into the same folder, such as Lightning's
             ``meta.pt``: they go with the checkpoint that is replaced. Without it a folder of other files is refused.
         cache_staged_state_dict: ``async_save`` copies into the same memory each time, as torch's writer of that
@@ -114,6 +118,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
         overwrite: bool | None = None,
         thread_count: int = 2,
         check_finite: bool = False,
+        compress: str | None = None,
         owns: Iterable[str] = (),
         cache_staged_state_dict: bool = False,
         single_file_per_rank: bool = True,
@@ -126,11 +131,12 @@ class Writer(StorageWriter, BlockingAsyncStager):
             raise CheckpointError(f"overwrite={overwrite} and if_exists={if_exists!r} say the same; pass one of them")
         if_exists = if_exists or ("error" if overwrite is False else "replace")
         check_if_exists(if_exists)
+        zstd.check_option(compress)
         if thread_count < 1:
             raise CheckpointError(f"thread_count is {thread_count}; it is >= 1")
         self.path = path
         self.if_exists, self.thread_count, self.check_finite = if_exists, thread_count, check_finite
-        self.owns = frozenset(owns)
+        self.compress, self.owns = compress, frozenset(owns)
         self.save_id = secrets.token_hex(8)
         self._rank, self._alone = 0, False
         self._ticket: _Ticket | None = None  # the first rank's, of the save that goes on
@@ -268,18 +274,24 @@ class Writer(StorageWriter, BlockingAsyncStager):
         self, store: Store, save: Save, number: int, items: Sequence[WriteItem], planner: SavePlanner
     ) -> list[WriteResult]:
         """As many files at once as the store takes, each with the next items of the plan."""
-        parts, places, left = list[Part](), dict[str, _Places](), iter(items)
-        for n, count in enumerate(file_counts([*map(_nbytes, items)], store.streams) if items else ()):
-            own = [*islice(left, count)]
-            fill = partial(self._fill, part_name(number, n), own, planner, places)
-            parts.append(
-                Part(name=part_name(number, n), fill=fill, nbytes=sum(map(_nbytes, own)), threads=self.thread_count)
-            )
+        parts, places, compressed = list[Part](), dict[str, _Places](), set[str]()
+        small = [item for item in items if not self._is_compressed(item)]
+        for group in (small, [item for item in items if self._is_compressed(item)]):
+            left = iter(group)
+            for count in file_counts([*map(_nbytes, group)], store.streams) if group else ():
+                own, name = [*islice(left, count)], part_name(number, len(parts))
+                fill = partial(self._fill, name, own, planner, places)
+                parts.append(Part(name=name, fill=fill, nbytes=sum(map(_nbytes, own)), threads=self.thread_count))
+                if group is not small:
+                    compressed.add(name)
         return [
-            WriteResult(index, frame.length, _Placed(frame, save, None if n else digest))
+            WriteResult(index, frame.length, _Placed(frame, save, None if n else digest, part.name in compressed))
             for part, digest in zip(parts, writer.write_parts(store, save, parts), strict=True)
             for n, (index, frame) in enumerate(places[part.name])
         ]
+
+    def _is_compressed(self, item: WriteItem) -> bool:
+        return self.compress is not None and _nbytes(item) - _FRAME_BYTES >= zstd.LEAST_BYTES
 
     def _fill(
         self, name: str, items: Sequence[WriteItem], planner: SavePlanner, places: dict[str, _Places], file: PartFile
@@ -316,11 +328,13 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 raise
             buffer = io.BytesIO()  # a subclass that computes its values: in torch's own form
             torch.save(data.cpu(), buffer)
-            file.append(buffer.getvalue())
+            content = buffer.getvalue()
+            file.append(zstd.compress([content]) if self._is_compressed(item) else content)
             return
         record = ShardedTensor(key, data, data.dtype, size, tuple(planned.size), offset, None)
         step = Write(0, key, data.dtype, Piece(record.box, None), record.global_shape)
-        writer.add_frame(file, record, step, self._rank, self.check_finite, copies)
+        add = writer.add_compressed if self._is_compressed(item) else writer.add_frame
+        add(file, record, step, self._rank, self.check_finite, copies)
 
     def _commit(self, save: Save, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         store = store_at(self.path)
@@ -328,8 +342,11 @@ class Writer(StorageWriter, BlockingAsyncStager):
         infos: dict[MetadataIndex, _StorageInfo] = {}
         files: dict[str, FileDigest] = {}
         others: dict[str, Save] = {}  # [Note: cached plans]
+        compressed = set[str]()
         for result in (result for by_rank in results for result in by_rank):
-            frame, written_for, digest = result.storage_data
+            frame, written_for, digest, is_compressed = result.storage_data
+            if is_compressed:
+                compressed.add(frame.file)
             if digest is not None:
                 if written_for.save_id != save.save_id:
                     store.take_over(written_for, save, frame.file)
@@ -337,11 +354,13 @@ class Writer(StorageWriter, BlockingAsyncStager):
                 files[frame.file] = digest
             offset = result.index.offset
             places[result.index.fqn, None if offset is None else tuple(offset)] = frame
-            infos[result.index] = _StorageInfo(*frame)
+            infos[result.index] = _StorageInfo(
+                frame.file, frame.offset, frame.length, [zstd.DESCRIPTOR] if is_compressed else None
+            )
         for other in others.values():
             store.abandon(other)
         with collection_paused():
-            index = dcp_metadata.index_of(metadata, places, save.save_id)
+            index = dcp_metadata.index_of(metadata, places, save.save_id, frozenset(compressed))
         small: dict[str, Content] = {
             ".metadata": lambda: schema.encode_parts(index),
             compact_manifest.FILE_NAME: lambda: compact_manifest.encode(index),
@@ -379,7 +398,7 @@ def _nbytes(item: WriteItem) -> int:
     """An upper bound of a tensor's frame; nothing of bytes, whose length is not planned."""
     if item.tensor_data is None:
         return 0
-    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize + 6144
+    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize + _FRAME_BYTES
 
 
 def _readable(key: str, data: Any) -> bytes:

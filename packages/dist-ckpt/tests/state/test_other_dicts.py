@@ -71,7 +71,7 @@ def test_it_comes_back_as_a_dict_and_its_tensors_are_tensors_of_the_checkpoint(t
     assert torch.equal(mine["model"]["weight"], torch.arange(30_000.0)), "filled in place"
     assert loaded["model"]["rate"] == 0.1 and loaded["steps"] == [{"at": 1}] and loaded["pair"] == ({"at": 2},)
     plain = OrderedDict if kind is Ordered else dict
-    assert type(loaded["model"]) is type(loaded["steps"][0]) is plain and type(loaded["pair"][0]) is dict
+    assert type(loaded["model"]) is type(loaded["steps"][0]) is plain and type(loaded["pair"][0]) is plain
     assert type(inner) is kind, "the caller's own are not touched"
 
 
@@ -80,6 +80,13 @@ def test_what_it_is_besides_a_dict_stays(tmp_path):
     dist_ckpt.save({"lists": made, "counts": Counter("aab")}, tmp_path / "c", group=None)
     loaded = dist_ckpt.load({}, tmp_path / "c", group=None)
     assert type(loaded["lists"]) is defaultdict and loaded["lists"]["b"] == [] and loaded["lists"]["a"] == [1]
+    ordered = Ordered(a=1)
+    ordered.scale = torch.full((2,), 3.0)
+    dist_ckpt.save({"one": ordered, "pair": (ordered, made)}, tmp_path / "d", group=None)
+    again = dist_ckpt.load({}, tmp_path / "d", group=None)
+    assert type(again["pair"][1]) is defaultdict and again["pair"][1]["b"] == []
+    for found in (again["one"], again["pair"][0]):
+        assert type(found) is OrderedDict and found == {"a": 1} and found.scale.tolist() == [3.0, 3.0]
     assert loaded["counts"] == Counter("aab") and type(loaded["counts"]) is Counter
 
 
@@ -96,9 +103,9 @@ def test_it_may_hold_modules_and_stand_in_values_of_ranks(tmp_path):
 
 
 def test_what_it_holds_besides_its_items_is_an_error_whose_remedy_works(tmp_path):
-    made = Ordered(weight=torch.ones(2))
+    made = Lists(list, weight=torch.ones(2))
     made.scale = torch.full((2,), 3.0)
-    with pytest.raises(ShardingError, match=r"model is a Ordered, .* without its attributes \(scale\). Pass its items"):
+    with pytest.raises(ShardingError, match=r"model is a Lists, .* without its attributes \(scale\). Pass its items"):
         dist_ckpt.save({"model": made}, tmp_path / "c", group=None)
     dist_ckpt.save({"model": dict(made), "scale": made.scale}, tmp_path / "c", group=None)
     assert dist_ckpt.load({"scale": torch.zeros(2)}, tmp_path / "c", group=None)["scale"].tolist() == [3.0, 3.0]

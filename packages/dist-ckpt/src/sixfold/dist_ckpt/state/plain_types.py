@@ -78,7 +78,10 @@ def reduce(value: Any) -> Any:
     if tree.is_other_dict(value):  # in a tuple, say
         if lost := tree.lost_attributes(value):
             raise NotPlain(f"it would come back as a dict, without its attributes {', '.join(lost[:3])}")
-        return dict, (dict(tree.children(value)),)
+        plain = tree.rebuilt(value, tree.children(value))
+        if type(plain) is dict:
+            return dict, (plain,)
+        return reduce(plain) if type(plain) is defaultdict else plain.__reduce_ex__(2)
     if kind.__module__.partition(".")[0] != "numpy":
         return NotImplemented
     numpy = sys.modules["numpy"]

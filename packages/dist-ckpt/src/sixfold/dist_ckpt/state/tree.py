@@ -8,7 +8,7 @@ defaultdicts and lists are walked through and come back as what they were; anyth
 
 [Note: dicts of other classes] A subclass of dict, such as an AttributeDict, is taken for the dict, OrderedDict or
 defaultdict that it is, and comes back as one: torch's weights-only rules read no such class, registered or not. What
-it holds besides its items would be lost, and is an error.
+it holds besides its items would be lost, and is an error; an OrderedDict has it too.
 """
 
 from __future__ import annotations
@@ -63,12 +63,20 @@ def is_branch(node: Any) -> bool:
 
 
 def lost_attributes(node: Any) -> list[str]:
-    """What an object of a subclass of dict has besides its items. None and False are what classes begin with."""
+    """What an object of a subclass of dict has besides its items, and a dict could not have."""
+    return [] if isinstance(node, OrderedDict) else [*map(str, _attributes(node))]
+
+
+def _attributes(node: Any) -> dict[Any, Any]:
+    """Attributes that are no items; None and False are what classes begin with."""
     state = object.__getstate__(node)
     parts = [part for part in (state if isinstance(state, tuple) else (state,)) if part]
-    held = [(name, value) for part in parts for name, value in part.items()]
-    kept = [value is None or value is False or dict.get(node, name, GONE) is value for name, value in held]
-    return [str(name) for (name, _), is_kept in zip(held, kept, strict=True) if not is_kept]
+    found = {name: value for part in parts for name, value in part.items()}
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and value is not False and dict.get(node, name, GONE) is not value
+    }
 
 
 def plain_dict(node: Any, path: KeyPath) -> Any:
@@ -97,15 +105,15 @@ def rebuilt(node: Any, items: Iterable[tuple[Any, Any]]) -> Any:
 
     ``torch.nn.Module.state_dict`` keeps the versions of its modules in such an attribute.
     """
-    if type(node) is OrderedDict:
+    if isinstance(node, OrderedDict):
         ordered = OrderedDict(items)
-        vars(ordered).update(vars(node))
+        vars(ordered).update(vars(node) if type(node) is OrderedDict else _attributes(node))
         return ordered
     if isinstance(node, defaultdict):
         return defaultdict(node.default_factory, items)
     if type(node) is list:
         return [child for _, child in items]
-    return OrderedDict(items) if isinstance(node, OrderedDict) else dict(items)
+    return dict(items)
 
 
 def leaves(node: Any, path: KeyPath = ()) -> list[tuple[KeyPath, Any]]:

@@ -164,9 +164,10 @@ def mismatch(record: ShardedTensor, shape: tuple[int, ...], dtype: torch.dtype, 
     """Why a stored tensor of this shape and dtype does not go into the record; None if it does."""
     asked = record.global_shape
     if asked != shape and not (record.allow_shape_mismatch and len(asked) == len(shape)):
-        more = "" if record.is_on_slice else ", or set allow_shape_mismatch where only padding differs"
-        hint = f"ask for the stored shape{more}"
-        return f"{record.key}: asked for global shape {asked}, stored is {shape}; {hint}"
+        told = f"{record.key}: asked for global shape {asked}, stored is {shape}"
+        if record.is_on_slice:  # of no record that the caller made
+            return f"{told}; ask for the stored shape"
+        return f"{told}; ask for the stored shape, or set allow_shape_mismatch where only padding differs"
     if record.dtype != dtype and dtype_policy == "strict":
         return f"{record.key}: asked for {record.dtype}, stored is {dtype}; dtype_policy is 'strict'"
     if record.dtype != dtype and not (converts(record.dtype) and converts(dtype)):

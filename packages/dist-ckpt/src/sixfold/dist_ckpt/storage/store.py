@@ -274,8 +274,10 @@ def overtaken(target: Path | str) -> StorageError:
     """The error of a save whose files others have removed."""
     place, gone = Path(target), f"the files of this save to {target} were removed while it went on"
     if "://" not in str(target) and not place.exists():
-        what = f"{place} is not there now" if place.parent.exists() else f"the folder {place.parent} is gone too"
-        return StorageError(f"{gone}: {what}. Something has deleted it; this save is lost, save again", errno.ESTALE)
+        last = place if place.parent.exists() else place.parent
+        return StorageError(
+            f"{gone}: {last} is not there. Something has deleted it; this save is lost, save again", errno.ESTALE
+        )
     return StorageError(
         f"{gone}: another save to the same folder has ended meanwhile (or a prune took this one for dead). Let one job "
         "save to a folder at a time; this one is lost, the folder is whole",

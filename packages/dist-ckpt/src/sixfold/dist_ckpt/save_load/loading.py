@@ -291,7 +291,8 @@ class Load:
             self.exchange.ranks,
             stateful.Saved(stored, objects, common),
         )
-        requested_keys.check_have_memory(merges, expanded, common, stored)
+        if merges:
+            requested_keys.check_have_memory(merges, expanded, common, stored)
         own = leaves = tree.leaves(expanded)
         if (stored or objects or is_bare) and not all(isinstance(leaf, ShardedTensor) for _, leaf in leaves):
             expanded = dcp_names.ask(expanded, common, dcp_names.Names(stored, objects, is_bare, self.exchange.rank))
@@ -356,8 +357,10 @@ class Load:
         checkpoint, manifest = rank_load.checkpoint, rank_load.checkpoint.manifest
         objects = [record for _, record in wanted.parts.records if isinstance(record, ShardedObject)]
         strict, with_common = self.asked.strict, self.engine.with_common
-        mismatches, unknown = requested_keys.object_mismatches(objects, manifest, strict)
-        mismatches += requested_keys.asked_as_common(wanted.leaves, objects, manifest, wanted.common, strict)
+        mismatches, unknown = list[str](), set[str]()
+        if objects or manifest.objects:
+            mismatches, unknown = requested_keys.object_mismatches(objects, manifest, strict)
+            mismatches += requested_keys.asked_as_common(wanted.leaves, objects, manifest, wanted.common, strict)
         plain_missing, plain_unexpected = set[str](), set[str]()
         asked_plain, not_asked, not_stored = set[str](), set[str](), set[str]()
         if wanted.merges:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -109,7 +110,10 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
         MismatchError: a PerRank of another number of ranks.
     """
     merges: list[Merge] = []
-    names = None if saved is None else {*saved.tensors, *tree.names_of_tensors(saved.common)}
+
+    @cache
+    def names() -> set[str] | None:
+        return None if saved is None else {*saved.tensors, *tree.names_of_tensors(saved.common)}
 
     def changed(path: tree.KeyPath, part: Any) -> Any:
         return tree.mapped(part, change, path, same=tree.PLAIN | tree.BRANCHES | {ShardedTensor})
@@ -127,7 +131,7 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
         elif is_stateful(leaf):
             owner, own_names = module_names.inside(leaf), dict[str, str]()
             if isinstance(owner, torch.nn.Module):
-                own, own_names = stateful.named_state_of(owner, tree.key_text(path), names)
+                own, own_names = stateful.named_state_of(owner, tree.key_text(path), names())
             else:
                 own = stateful.given_state(owner, path) if saved is None else owner.state_dict()
             built = changed(path, stateful.state_of(owner, own, path, saved))

@@ -10,7 +10,8 @@ fails at once. Groups, engine, files and threads of the generation then go; the 
 imported stay.
 
 gloo does not wake every send of a connection that is shut. A main thread that has computed nothing for ``STUCK_S``
-since then waits for what cannot come: the process ends, and another takes its place.
+since then waits for what cannot come: the process ends, and another takes its place. If it waits for another thread of
+its own, as for one that writes a snapshot, it has ``OWN_S``.
 
 [Note: a failed rank waits] It keeps its connections until it is told what comes: peers would otherwise report those.
 """
@@ -23,6 +24,7 @@ import os
 import queue
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -36,6 +38,7 @@ from sixfold.gpt.launch.spawn import failure_of, name_in_warnings, prepare_proce
 
 CUT_POLL_S = 0.1
 STUCK_S = 1.0
+OWN_S = 5.0
 Target = Callable[..., int]  # target(generation, heartbeat, *args): the run's exit status
 
 
@@ -117,7 +120,7 @@ class _Member:
             time.sleep(CUT_POLL_S)
             if worked != (worked := _main_thread_ticks()):
                 since = time.monotonic()
-            elif time.monotonic() - since > STUCK_S:
+            elif time.monotonic() - since > (OWN_S if _waits_for_own_thread() else STUCK_S):
                 os._exit(STUCK)
 
 
@@ -125,6 +128,13 @@ def _main_thread_ticks() -> int:
     """Processor time of the main thread, in the kernel's ticks."""
     fields = Path(f"/proc/self/task/{os.getpid()}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])  # utime and stime of proc(5), counted from the state on
+
+
+def _waits_for_own_thread() -> bool:
+    """Whether the main thread waits in a lock of Python, and not in a call of torch."""
+    main = threading.main_thread().ident
+    frame = sys._current_frames().get(main) if main is not None else None
+    return frame is not None and frame.f_code.co_filename == threading.__file__
 
 
 def _connections() -> dict[int, int]:

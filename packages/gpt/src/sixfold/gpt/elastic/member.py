@@ -45,6 +45,7 @@ Target = Callable[..., int]  # target(generation, heartbeat, *args): the run's e
 def member_main(channel: Connection, member: int, slots: Path, target: Target, args: tuple[Any, ...]) -> None:
     """Body of a member's process: it ends when the supervisor closes the pipe."""
     prepare_process(member)
+    gc.freeze()  # what was imported is in no cycle with a generation, and is not looked through when one is dropped
     _Member(channel, Heartbeat(slots, member)).serve(target, args)
 
 
@@ -165,10 +166,9 @@ def _drop() -> None:
     """Nothing is left of a generation whose run has been left: groups, and what cycles of objects hold."""
     import torch.distributed as dist
 
-    gc.collect()  # what the run held: engine, threads that end with it, files
     if dist.is_initialized():
         dist.destroy_process_group()
-    gc.collect()
+    gc.collect()  # what the run held: engine, threads that end with it, files
 
 
 def _forget_frames(error: BaseException) -> None:

@@ -1,0 +1,136 @@
+"""Seconds from a kill of a rank to the next update, of a run that is kept alive.
+
+    python packages/gpt/benchmarks/bench_recovery.py [--kills 30] [--signal SIGKILL] [section.key=value ...]
+
+The demo's model (4 x 192, 257 tokens of bytes, rows of 256, batch 8, fp32) on four ranks, sharded. Each step is saved
+in the foreground, so no step is lost but the one at hand. A random rank is killed at a random instant. A line per kill:
+seconds until the state was back, and until the line of the next update, which includes that update. The peer is the
+whole run started anew (`--restart`): kill it, start it, wait for its next update. Two cores; four minutes.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sixfold.indexed_data import IndexedDatasetBuilder
+
+TOML = """
+[model]
+num_layers = 4
+hidden_size = 192
+num_attention_heads = 3
+ffn_hidden_size = 512
+vocab_size = 257
+[data]
+blend = ["{data}"]
+seq_length = 256
+max_epochs = 0
+[parallel]
+dp = 4
+[train]
+steps = 1000000
+global_batch_size = 8
+micro_batch_size = 2
+precision = "fp32"
+[optimizer]
+lr = 2e-3
+[checkpoint]
+every = 1
+background = false
+[elastic]
+attempts = 1000
+[run]
+dir = "{run}"
+device = "cpu"
+"""
+
+
+class Command:
+    """`sixfold train`, and the lines that it has written."""
+
+    def __init__(self, folder: Path, words: list[str]) -> None:
+        self.metrics = folder / "run" / "metrics.jsonl"
+        with (folder / "stderr").open("ab") as told:
+            command = [sys.executable, "-m", "sixfold.gpt", "train", str(folder / "run.toml"), *words]
+            self.process = subprocess.Popen(command, stderr=told)
+
+    def records(self) -> list[dict[str, Any]]:
+        """Whole lines so far."""
+        text = self.metrics.read_text() if self.metrics.exists() else ""
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+    def wait(self, found: Callable[[list[dict[str, Any]]], Any]) -> Any:
+        """What ``found`` makes of the records, as soon as it is something."""
+        deadline = time.monotonic() + 120
+        while not (it := found(self.records())):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"the run ended with {self.process.poll()}, or stands still; see its stderr")
+            time.sleep(0.01)
+        return it
+
+
+def first_step_after(number: int, kind: str) -> Callable[[list[dict[str, Any]]], Any]:
+    """Of records: the first line ``kind`` behind the first ``number``, and the first step behind that."""
+
+    def found(records: list[dict[str, Any]]) -> Any:
+        at = next((i for i, one in enumerate(records) if i >= number and one["kind"] == kind), len(records))
+        step = next((one for one in records[at:] if one["kind"] == "step"), None)
+        return step and (records[at], step)
+
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--kills", type=int, default=30)
+    parser.add_argument("--signal", default="SIGKILL")
+    parser.add_argument("--restart", action="store_true", help="the peer: all of it is killed and started anew")
+    args = parser.parse_args()
+    generator, seconds = random.Random(1), []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with IndexedDatasetBuilder(f"{folder}/text.bin", dtype=np.uint16) as builder:
+            for length in np.random.default_rng(1).integers(50, 400, 500):
+                builder.add_document(np.append(np.random.default_rng(length).integers(0, 256, length), 256))
+        (folder / "run.toml").write_text(TOML.format(data=folder / "text", run=folder / "run"))
+        words = [*args.overrides, *([] if args.restart else ["--keep-alive"])]
+        command = Command(folder, words)
+        command.wait(lambda records: sum(one["kind"] == "step" for one in records) >= 3)
+        for number in range(args.kills):
+            time.sleep(generator.uniform(0.2, 1.5))
+            before = command.records()
+            ranks = [one for one in before if one["kind"] == "start"][-1]["ranks"]
+            killed = time.time()
+            if args.restart:
+                command.process.kill()
+                command.process.wait()
+                while any(Path(f"/proc/{one['pid']}/task").exists() for one in ranks):  # they hold the run's folder
+                    time.sleep(0.005)
+                command = Command(folder, words)
+            else:
+                os.kill(generator.choice(ranks)["pid"], getattr(signal, args.signal))
+            line, step = command.wait(first_step_after(len(before), "resume" if args.restart else "recovery"))
+            seconds.append(step["time"] - killed)
+            print(f"{number}: state {line['time'] - killed:.2f} s, update {seconds[-1]:.2f} s", flush=True)
+        command.process.terminate()
+        command.process.wait()
+    seconds.sort()
+    most = seconds[int(0.95 * (len(seconds) - 1))]
+    print(f"median {statistics.median(seconds):.2f} s, 95 % within {most:.2f} s, most {seconds[-1]:.2f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -151,7 +151,8 @@ def left_behind(session: int) -> list[str]:
     found = []
     for place in Path("/proc").glob("[0-9]*"):
         try:
-            if os.getsid(int(place.name)) == session:
+            state = (place / "stat").read_text().rpartition(")")[2].split()[0]
+            if os.getsid(int(place.name)) == session and state != "Z":  # that one has ended, and init looks soon
                 found.append(f"{place.name} {(place / 'cmdline').read_bytes()}")
         except OSError:  # it has ended
             continue

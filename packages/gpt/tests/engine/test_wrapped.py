@@ -12,7 +12,7 @@ from sixfold.fsdp.errors import FsdpError
 from sixfold.gpt import ConfigError, TrainError, train
 from sixfold.gpt.commands import train as train_verb
 from sixfold.gpt.errors import FinalError
-from sixfold.gpt.launch.spawn import Failure, _outcome, _Rank, _Stop, is_final, text_of
+from sixfold.gpt.launch.spawn import Failure, StopRequests, _outcome, _Rank, is_final, text_of
 from sixfold.gpt.model.decoder import Block
 from sixfold.indexed_data import IndexedDataError
 from sixfold.pipeline import PipelineRunner, PipelineTimeout, ScheduleError, Stage, schedules
@@ -71,7 +71,7 @@ def test_a_checkpoint_that_is_another_or_unsafe_is_so_at_the_next_start(error):
 def outcome_of(*failures):
     ranks = [_Rank(rank=f.rank, process=None, channel=None, failure=f) for f in failures]
     with pytest.raises(train_verb.RankError) as found:
-        _outcome(ranks, _Stop(), [])
+        _outcome(ranks, StopRequests(), [])
     return found.value
 
 

@@ -1,6 +1,7 @@
 """How many cases the randomised tests of dist-ckpt take (few in CI, all on demand), and the S3 server of its tests."""
 
 import importlib.util
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -72,3 +73,10 @@ def s3(s3_process, monkeypatch):
     s3_process.set()
     yield s3_process
     s3_process.set()
+
+
+@pytest.fixture
+def shm():
+    """A folder in a tmpfs."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="tier-test-") as folder:
+        yield Path(folder)

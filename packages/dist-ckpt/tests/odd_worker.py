@@ -57,7 +57,7 @@ if kind == "moving":
 
     LocalStore.publish = publish_as_an_orphan
 if kind == "orphan":
-    write, trainer = _worker.writer.write, os.getppid()
+    write, trainer = _worker.lost_ranks.writer.write, os.getppid()
     path, kind, what = what, "slow", "0"
 
     def write_as_an_orphan(*arguments):
@@ -66,7 +66,7 @@ if kind == "orphan":
         time.sleep(0.3 if os.path.exists(path) else 0.0)
         return write(*arguments)
 
-    _worker.writer.write = write_as_an_orphan
+    _worker.lost_ranks.writer.write = write_as_an_orphan
 place, _, count = (what if kind in ("dies", "stops") else f"storage.frame_file._write_at:{what}").partition(":")
 module_name, _, name = place.rpartition(".")
 module = importlib.import_module(f"sixfold.dist_ckpt.{module_name}")

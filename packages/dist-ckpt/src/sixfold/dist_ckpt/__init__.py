@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from sixfold.dist_ckpt import optimizer, optimizers, retention
     from sixfold.dist_ckpt.background.saver import AsyncSave, async_save, prepare_async_save
     from sixfold.dist_ckpt.manager import CheckpointManager
+    from sixfold.dist_ckpt.memory_tier.tier import MemoryTier
     from sixfold.dist_ckpt.tools.conversion import remove_sharded_tensors
 
 __all__ = [
@@ -62,6 +63,7 @@ __all__ = [
     "CorruptError",
     "LocalNonpersistentObject",
     "LostPeerError",
+    "MemoryTier",
     "MismatchError",
     "PerRank",
     "ShardedObject",
@@ -91,11 +93,11 @@ __all__ = [
 
 _WHERE = dict.fromkeys(["AsyncSave", "async_save", "prepare_async_save"], "background.saver") | {
     "CheckpointManager": "manager",
+    "MemoryTier": "memory_tier.tier",
     "remove_sharded_tensors": "tools.conversion",
 }
-_MODULES = frozenset(
-    ["background", "dict_utils", "hugging_face", "manager", "optimizer", "optimizers", "retention", "stores", "tools"]
-)
+_MODULES = frozenset(["background", "dict_utils", "hugging_face", "manager", "memory_tier", "optimizer", "optimizers"])
+_MODULES |= {"retention", "stores", "tools"}
 
 
 def __getattr__(name: str) -> Any:

@@ -25,14 +25,14 @@ from sixfold.dist_ckpt.background.arena import MappedArena, ProgressCounter
 from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import StorageError, typed
-from sixfold.dist_ckpt.save_load import writer
 
 _LOOK_S, _LAST_WORD_S = 0.2, 10.0
 
 
 def run(job: Job, arena: MappedArena, counter: ProgressCounter) -> Outcome:
     """One rank's half of a background save: write its share; the first rank's worker commits."""
-    share = Outcome.of(lambda: typed(lambda: _write(job, arena, counter)), f"rank {job.rank}")
+    counter.add(0)
+    share = Outcome.of(lambda: typed(lambda: job.write(arena, counter)), job.who)
     if share.error is not None:
         # A full disk must have room for the word that says so.
         for file in () if not job.ticket.save.staging else Path(job.ticket.save.staging).glob(f"__{job.rank}_*"):
@@ -46,13 +46,6 @@ def run(job: Job, arena: MappedArena, counter: ProgressCounter) -> Outcome:
     except OSError as error:
         return lost_ranks.fail(job, StorageError(str(error), error.errno), counter)
     return lost_ranks.await_outcome(job, counter)
-
-
-def _write(job: Job, arena: MappedArena, counter: ProgressCounter) -> object:
-    counter.add(0)
-    for index, tensor in zip(job.places, arena.tensors(job.places.values()), strict=True):
-        job.content.records[index].data = tensor
-    return writer.write(job.content, job.ticket.save, job.rank, job.check_finite, counter.add)
 
 
 def _end_with(trainer: int, jobs: list[Job]) -> None:

@@ -56,7 +56,7 @@ class AsyncSave:
         self._error: CheckpointError | None = CheckpointError(
             f"the background save to {job.ticket.save.target} ended without an outcome; save again"
         )
-        self._is_told = False
+        self._is_told, self._value = False, None  # what the job's ``commit`` gave, in this rank's worker
         self._mine = threading.Lock()  # of who begins the flight, or gives it up before it begins
         # No daemon: at its end Python from 3.12 on begins threads, as this one does, until those have ended.
         self._thread = threading.Thread(target=self._await_outcome, name="sixfold-async-save", daemon=False)
@@ -110,7 +110,7 @@ class AsyncSave:
         if not self._mine.acquire(blocking=False):
             return
         try:
-            self._error = self._watch.outcome().error
+            self._value, self._error, _ = self._watch.outcome()
         except BaseException as error:  # whatever it is, the trainer must hear of it
             self._worker.kill()  # the next call fills the arena anew
             self._error = error_of_thread(error)

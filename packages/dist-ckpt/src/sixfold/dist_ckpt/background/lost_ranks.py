@@ -38,7 +38,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from sixfold.dist_ckpt.background.arena import Place, ProgressCounter
+from sixfold.dist_ckpt.background.arena import MappedArena, Place, ProgressCounter
 from sixfold.dist_ckpt.background.status_and_heartbeats import FolderStatus, RankState, SaveStatus, StallTimer
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import CheckpointError, LostPeerError, typed
@@ -83,6 +83,26 @@ class Job:
     def patience_s(self, steps: float) -> float:
         """Seconds of standing still that a wait bears. See [Note: who gives up when]."""
         return self.timeout_s - steps * min(_STEP_S, self.timeout_s / 4)
+
+    @property
+    def file_rank(self) -> int:
+        """The rank that names files and errors."""
+        return self.rank
+
+    @property
+    def who(self) -> str:
+        """It, as errors call it."""
+        return f"rank {self.file_rank}"
+
+    def write(self, arena: MappedArena, counter: ProgressCounter) -> writer.Written:
+        """Write this rank's share; in its worker."""
+        for index, tensor in zip(self.places, arena.tensors(self.places.values()), strict=True):
+            self.content.records[index].data = tensor
+        return writer.write(self.content, self.ticket.save, self.file_rank, self.check_finite, counter.add)
+
+    def commit(self, shares: list[writer.Written], counter: ProgressCounter) -> Any:
+        """What the first rank's worker does when all shares are written; the save's handle keeps what it returns."""
+        saving.commit(shares, self.content, self.ticket)
 
     @property
     def beat_s(self) -> float:
@@ -213,7 +233,7 @@ def status_of(job: Job) -> SaveStatus:
 def decide(job: Job, share: Any, counter: ProgressCounter) -> Outcome:
     """What the first rank's worker does when its own share is written: wait for all, commit, tell."""
 
-    def committed() -> None:
+    def committed() -> Any:
         shares = [share]
         if job.ranks > 1:
             outcome = await_outcome(job, counter, share)
@@ -222,10 +242,10 @@ def decide(job: Job, share: Any, counter: ProgressCounter) -> Outcome:
             if status_of(job).verdict(COMMIT) != COMMIT:
                 raise LostPeerError(f"rank 0 died or was stopped during a background save; {_ADVICE}")
             shares = outcome.value
-        saving.commit(shares, job.content, job.ticket)
+        return job.commit(shares, counter)
 
-    outcome = Outcome.of(lambda: typed(committed), "rank 0")
-    return _announced(job) if outcome.error is None else fail(job, outcome.error, counter)
+    outcome = Outcome.of(lambda: typed(committed), job.who)
+    return _announced(job, outcome.value) if outcome.error is None else fail(job, outcome.error, counter)
 
 
 def await_outcome(job: Job, counter: ProgressCounter, share: Any = None) -> Outcome:
@@ -255,12 +275,12 @@ def fail(job: Job, error: CheckpointError, counter: ProgressCounter) -> Outcome:
         return Outcome(error=error)
 
 
-def _announced(job: Job) -> Outcome:
+def _announced(job: Job, value: Any = None) -> Outcome:
     """The first rank's save is committed; if the others do not hear it, they look at the target."""
     if job.ranks > 1:
         with suppress(OSError):
             publish(status_of(job), Outcome())
-    return Outcome()
+    return Outcome(value)
 
 
 def give_up(job: Job, status: SaveStatus, error: CheckpointError, *, waits: bool = True) -> Outcome | None:

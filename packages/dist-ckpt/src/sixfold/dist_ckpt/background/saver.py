@@ -127,6 +127,11 @@ class AsyncSaver:
         self.close()
 
     def _begun(self, request: SaveRequest) -> AsyncSave:
+        return self._started(
+            request, lambda: saving.agree_on(request, begins_later=isinstance(request.store, ByPointer))
+        )
+
+    def _started(self, request: SaveRequest, agree: Callable[[], saving.Agreed]) -> AsyncSave:
         start = time.monotonic()
         with self._in_turn(), ExitStack() as undo:
             with errors_to_all(request.group, request.timeout_s):
@@ -136,7 +141,7 @@ class AsyncSaver:
                 self._let_go()
                 await_saves_to(request.store)
                 worker = typed(self._ready_worker)
-            agreed = saving.agree_on(request, begins_later=isinstance(request.store, ByPointer))
+            agreed = agree()
             undo.callback(agreed.abandon)
             self._save_id = agreed.ticket.save.save_id
             job, heartbeat = self._hand_over(agreed, request, undo)
@@ -159,7 +164,7 @@ class AsyncSaver:
                 raise CheckpointError("this AsyncSaver is closed; make a new one")
             if self._flight is not None:
                 return  # which has made all that there is to prepare
-            tensors = _own_tensors(state, exchange.rank, exchange.ranks)
+            tensors = own_tensors(state, exchange.rank, exchange.ranks)
             self._ready_worker()
 
             def reserve() -> None:
@@ -337,7 +342,7 @@ def prepare_async_save(
     _saver_of(os.getpid())._prepare(sharded_state_dict, Exchange(group, timeout_s))
 
 
-def _own_tensors(state: Mapping[Any, Any], rank: int, ranks: int) -> list[torch.Tensor]:
+def own_tensors(state: Mapping[Any, Any], rank: int, ranks: int) -> list[torch.Tensor]:
     """What a rank writes of a state dict: no group is asked, and nothing is compared."""
     parts = tree.split(factory.expand(tree.checked(state), rank, ranks)[0])
     records = [record for _, record in parts.records]

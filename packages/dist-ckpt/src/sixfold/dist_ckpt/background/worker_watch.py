@@ -49,7 +49,7 @@ class WorkerWatch:
 
     def outcome(self) -> Outcome:
         """Hand the job over and wait for its outcome; of a worker that died or hangs, what all ranks make of that."""
-        worker, rank = self._worker, self._job.rank
+        worker, who = self._worker, self._job.who
         try:
             self._meter = Meter(self._progress, lambda: self._job.content.total_bytes, in_call=False)
             self._file_bytes = self._job.content.file_bytes
@@ -63,7 +63,7 @@ class WorkerWatch:
                     reason = "hangs and was killed"
                     break
             else:
-                outcome = Outcome.decode(worker.connection.recv_bytes(), f"the worker of rank {rank}")
+                outcome = Outcome.decode(worker.connection.recv_bytes(), f"the worker of {who}")
                 if outcome.error is None:
                     self._meter.finish()
                 return outcome
@@ -73,10 +73,10 @@ class WorkerWatch:
             worker.kill()
             known = error_of_thread(error)
             kind = StorageError if isinstance(known, StorageError) else CheckpointError
-            outcome = lost_ranks.report_dead_worker(self._job, f"rank {rank}: {known}", self._counter, kind)
+            outcome = lost_ranks.report_dead_worker(self._job, f"{who}: {known}", self._counter, kind)
             return Outcome(error=outcome.error or CheckpointError(f"{known}. The checkpoint is committed all the same"))
         ending = worker.kill()
-        return lost_ranks.report_dead_worker(self._job, f"the worker of rank {rank} {reason} ({ending})", self._counter)
+        return lost_ranks.report_dead_worker(self._job, f"the worker of {who} {reason} ({ending})", self._counter)
 
     def _settled_more(self) -> None:
         """A piece is in the arena: this rank is not standing still."""

@@ -15,11 +15,11 @@ rank for a part of it, or another rank that tells which keys are damaged. Then i
 again. What is fetched again nobody has hashed. So reader.py takes a block only where one run alone wants it, and
 hashes what it has to read again.
 
-[Note: a mirror's end] The folder lies where ``tempfile`` puts files and is deleted when the load ends, well or not.
-Each rank holds a lock in it while it lives, which the system takes back when the rank is killed. The next load on the
-host removes the folders whose locks nobody holds. Where no exchange says that all have read, each leaves a mark, and
-the rank that finds the marks of all deletes the folder. A folder that has been without a lock for long was left by a
-process that was killed before it held one. It is deleted too.
+[Note: a mirror's end] The folder lies where ``tempfile`` puts files, or where a ``PartlyLocal`` store says. It is
+deleted when the load ends, well or not. Each rank holds a lock in it while it lives, which the system takes back when
+the rank is killed. The next load on the host removes the folders whose locks nobody holds. Where no exchange says that
+all have read, each leaves a mark, and the rank that finds the marks of all deletes the folder. A folder that has been
+without a lock for long was left by a process that was killed before it held one. It is deleted too.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.mirror.leases import hold, is_held, lock_path, mirror_name, no_room, remove_dead
 from sixfold.dist_ckpt.storage.by_pointer import TAIL_BYTES, check_finished, check_for_torch, flat, visible
 from sixfold.dist_ckpt.storage.range_reads import MOST_RANGE_BYTES, at_once, begun, cut, ranges_of
-from sixfold.dist_ckpt.storage.store import POINTER, Store, is_small_file
+from sixfold.dist_ckpt.storage.store import POINTER, PartlyLocal, Store, is_small_file
 
 _READY, _IN_MEMORY = 1, 2  # in the file; arrived, and kept for its rank
 _MEMORY_BYTES = 1 << 26
@@ -82,7 +82,9 @@ class Mirror:
 
     def __init__(self, store: Store, token: str = "", rank: int = 0, timeout_s: float = 600.0) -> None:
         self.token = token or secrets.token_hex(8)
-        self._root = Path(os.path.realpath(tempfile.gettempdir())) / mirror_name(self.token)
+        self._linked = store.local_files if isinstance(store, PartlyLocal) else dict[str, Path]()
+        parent = store.mirrors if isinstance(store, PartlyLocal) else Path(os.path.realpath(tempfile.gettempdir()))
+        self._root = parent / mirror_name(self.token)
         self.folder = self._root / "checkpoint"
         self._store, self._rank, self._timeout_s = store, rank, timeout_s
         self._base = ""  # the folder in the store of what is mirrored
@@ -134,11 +136,15 @@ class Mirror:
         for name, size in sizes.items():
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
+            if name in self._linked:
+                path.hardlink_to(self._linked[name])
+                continue
             with path.open("wb") as file:
                 file.truncate(size)
         (self._root / "listing").write_text(json.dumps([self._base, sizes]))
         self._list(sizes)
-        small = [part for name in sorted(self._whole) for part in cut(name, 0, sizes[name], MOST_RANGE_BYTES)]
+        names = sorted(self._whole - self._linked.keys())
+        small = [part for name in names for part in cut(name, 0, sizes[name], MOST_RANGE_BYTES)]
         self._asked(partial(self._fill, small), partial(self._check_for_torch, found))
         self._asked(self._fill_heads)
 
@@ -333,7 +339,7 @@ class Mirror:
             if sizes.get(".metadata", 0) > SMALL_BYTES and compact_manifest.FILE_NAME in sizes
             else set[str]()
         )
-        self._whole = frozenset(name for name in sizes if is_small_file(name)) - unread
+        self._whole = frozenset(name for name in sizes if is_small_file(name) or name in self._linked) - unread
 
     def _fill_heads(self) -> None:
         """Headers of safetensors files, which are looked at when they are opened."""

@@ -19,7 +19,7 @@ from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.formats.integrity import Span, spans_of
 from sixfold.dist_ckpt.geometry.manifest import ByteRange
 from sixfold.dist_ckpt.plans.plan import assign
-from sixfold.dist_ckpt.storage.store import Store
+from sixfold.dist_ckpt.storage.store import PartlyLocal, Store
 
 if TYPE_CHECKING:
     from sixfold.dist_ckpt.mirror.leases import Host
@@ -131,12 +131,12 @@ def open_host_view(store: Store, exchange: Exchange) -> Iterator[HostView]:
     from sixfold.dist_ckpt.mirror.leases import this_host
     from sixfold.dist_ckpt.mirror.mirror import Mirror
 
-    def here() -> tuple[None, Host]:
+    def here() -> tuple[None, Host | str]:
         if exchange.ranks > 1 and not store.is_shared:
             raise CheckpointError(f"{store.name} is seen by one process alone; load it with group=None")
-        return None, this_host()
+        return None, store.host if isinstance(store, PartlyLocal) else this_host()
 
-    def by_host(found: list[Host]) -> tuple[str, tuple[tuple[int, ...], ...]]:
+    def by_host(found: list[Host | str]) -> tuple[str, tuple[tuple[int, ...], ...]]:
         hosts = tuple(tuple(rank for rank in everyone if found[rank] == host) for host in dict.fromkeys(found))
         return secrets.token_hex(8), hosts
 

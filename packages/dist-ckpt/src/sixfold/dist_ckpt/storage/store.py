@@ -108,13 +108,16 @@ class Store(Protocol):
     def name(self) -> str: ...
 
     @property
-    def local_folder(self) -> Path | None: ...
+    def local_folder(self) -> Path | None:
+        return None
 
     @property
-    def is_shared(self) -> bool: ...
+    def is_shared(self) -> bool:
+        return True
 
     @property
-    def streams(self) -> int: ...
+    def streams(self) -> int:
+        return 1
 
     @abstractmethod
     def list_files(self) -> dict[str, int]:
@@ -141,21 +144,27 @@ class Store(Protocol):
         self, save_id: str, nbytes: int, if_exists: str = "replace", owns_file: Callable[[str], bool] | None = None
     ) -> Save:
         """First rank: refuse a target that must not be touched; make room for ``nbytes``."""
+        return Save(save_id=save_id, target=self.name)
 
     def join(self, save: Save) -> None:
         """Other ranks: StorageError unless this process sees what ``begin`` has made."""
+        return
 
     def write_part(self, save: Save, part: Part) -> FileDigest:
         """Write a file of frames and hash it in the same pass; it is durable when this returns."""
+        raise OSError(errno.EROFS, f"{self.name} takes no files")
 
     def take_over(self, other: Save, save: Save, name: str) -> None:
         """Have a part of another save in this one; the other is to be abandoned when all of them are here."""
+        return
 
     def prepare(self, save: Save, parts: Mapping[str, FileDigest]) -> None:
         """First rank: all parts are there as their ranks wrote them; from here on small files may be written."""
+        return
 
     def write(self, save: Save, name: str, data: Content) -> FileDigest:
         """Write a file besides the parts, whole or as a stream of pieces, and hash it in the same pass."""
+        raise OSError(errno.EROFS, f"{self.name} takes no files")
 
     def commit(
         self,
@@ -171,16 +180,33 @@ class Store(Protocol):
             for_torch: where files do not lie beside ``metadata.json``: a ``.metadata`` that names them by ``inside``.
             files: what was written besides the pointer; it is an error if one of them is gone.
         """
+        return
 
     def abandon(self, save: Save) -> None:
         """Remove what was written, unless it is committed, as far as that goes. Raises nothing."""
+        return
 
     def holds(self, save_id: str) -> bool:
         """Whether the checkpoint that is visible is of this save."""
+        return False
 
     @abstractmethod
     def delete(self, name: str) -> None:
         """Delete a file; that others have done so is no error."""
+
+
+class PartlyLocal(Store):
+    """A store of which each host has some files already; a load links those and fetches the others.
+
+    Attributes:
+        host: of this process. Ranks whose stores give the same one share a mirror.
+        mirrors: the folder in which the mirror of this host is made, where the files can be linked.
+        local_files: those that are here, by name.
+    """
+
+    host: str
+    mirrors: Path
+    local_files: Mapping[str, Path]
 
 
 def check_names(

@@ -81,3 +81,50 @@ def test_an_optimizer_that_steps_two_stages_is_refused():
     runner = PipelineRunner(one_f_one_b(P, M), stages, loss_fn=square_loss)  # whose script steps it
     runner.step(*batch_of(FLUSHED))
     one.step()
+
+
+def test_gradients_that_a_stage_s_optimizer_does_not_hold_are_left_to_another_one():
+    """One optimizer for matrices, which STEPs run, and one for the rest, which the script steps (Muon and AdamW)."""
+    modules, oracle, batches = layers(P), layers(P), made_batches(STEPS, M)
+
+    def two(of: list[nn.Module]) -> tuple[list[torch.optim.Optimizer], torch.optim.Optimizer]:
+        every = [[p for p in module.parameters() if p.dim() > 1] for module in of]
+        rest = [p for module in of for p in module.parameters() if p.dim() == 1]
+        return [torch.optim.SGD(some, lr=0.1) for some in every], torch.optim.AdamW(rest, lr=0.1)
+
+    inside, behind = two(modules)
+    stages = [Stage(module, s, optimizer=inside[s]) for s, module in enumerate(modules)]
+    runner = PipelineRunner(FLUSHED, stages, loss_fn=square_loss)
+    steps, other = two(oracle)
+    for x, y in batches:
+        runner.step(x, y)
+        behind.step()
+        behind.zero_grad()
+        for a, b in zip(x, y, strict=True):
+            (square_loss(nn.Sequential(*oracle)(a), b) / M).backward()
+        for one in (*steps, other):
+            one.step()
+            one.zero_grad()
+    assert same_weights(modules, oracle)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_gradients_that_no_optimizer_holds_add_up_over_steps(program):
+    modules, oracle, m = layers(P), layers(P), len(batch_of(program)[0])
+    batches = made_batches(STEPS, m)
+    stages = [
+        Stage(module, s, optimizer=torch.optim.SGD([p for p in module.parameters() if p.dim() > 1], lr=0.0))
+        for s, module in enumerate(modules)
+    ]
+    runner = PipelineRunner(program, stages, loss_fn=square_loss)
+    for x, y in batches:
+        runner.step(x, y)
+        for a, b in zip(x, y, strict=True):
+            (square_loss(nn.Sequential(*oracle)(a), b) / m).backward()
+    runner.drain()
+    for module, other in zip(modules, oracle, strict=True):
+        for ours, theirs in zip(module.parameters(), other.parameters(), strict=True):
+            if ours.dim() == 1:
+                torch.testing.assert_close(ours.grad, theirs.grad)
+            else:
+                assert ours.grad is None, "the STEP's own"

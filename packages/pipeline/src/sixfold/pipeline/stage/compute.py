@@ -273,12 +273,10 @@ class StageRun:
         self.hand_back(k, inputs)
 
     def step(self) -> None:
-        """STEP: the stage's optimizer steps, and its gradients are dropped."""
+        """STEP: the stage's optimizer steps, and the gradients of its parameters are dropped."""
         if (optimizer := self.stage.optimizer) is not None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        for parameter in self.stage.parameters():
-            parameter.grad = None
 
     # ---- results
 

@@ -55,7 +55,8 @@ class Stage:
             on. Of a DistributedDataParallel the module inside runs; DDP's process group averages its gradients once, at
             REDUCE_GRAD.
         index: its place in the pipeline, from 0 on.
-        optimizer: steps at the STEPs of a program that has them; its parameters are the stage's.
+        optimizer: steps at the STEPs of a program that has them; its parameters are the stage's. Gradients of others
+            are left alone.
         tied: parameters of which several stages hold a copy, by one name on all of them. A runner gives each copy the
             value of the lowest stage. After a step each has the sum of their gradients.
         checkpoint: keep only the stage's inputs, and run its forward again in the backward

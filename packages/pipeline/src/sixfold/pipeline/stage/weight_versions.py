@@ -138,17 +138,20 @@ class Versions:
         """REDUCE_GRAD: the gradients of the batch go to the parameters.
 
         Raises:
-            ScheduleError: a parameter has a gradient already, which no STEP of this runner left there.
+            ScheduleError: a parameter of the optimizer has a gradient already, which no STEP of this runner left there.
         """
         version, self._gathering = self._gathering, None
+        groups: Any = getattr(getattr(self._stage, "optimizer", None), "param_groups", None)
+        stepped = self._module.parameters() if groups is None else (p for group in groups for p in group["params"])
+        own = {id(p) for p in stepped}  # gradients of others add up until somebody takes them
         for name, parameter in self._trained().items():
-            if parameter.grad is not None and self._accumulate is None:
+            if parameter.grad is not None and self._accumulate is None and id(parameter) in own:
                 raise ScheduleError(
                     f"stage {self._stage.index}: {name} has a gradient that this runner did not make: of a backward of "
                     "one's own, or because the module reaches it other than as its attribute; clear it before step()"
                 )
             if version is not None and (leaf := version.leaves.get(name)) is not None and leaf.grad is not None:
-                parameter.grad = leaf.grad
+                parameter.grad = leaf.grad if parameter.grad is None else parameter.grad + leaf.grad
                 leaf.grad = None
 
     def step(self) -> None:
@@ -164,8 +167,6 @@ class Versions:
         if optimizer is not None:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        for parameter in self._module.parameters():
-            parameter.grad = None
         self.made += 1
         self._seal = self._sealed()
 

@@ -272,6 +272,40 @@ def test_what_has_the_rows_of_the_batch_and_is_not_cut_is_refused_by_name(form, 
     assert all(seen is value for seen in given_to(place, value))
 
 
+LISTS = {
+    "lengths": lambda n: list(range(n)),
+    "names": lambda n: tuple("abcdefghij"[:n]),
+    "pairs": lambda n: [(1, 2)] * n,
+    "some": lambda n: [None] * (n - 1) + [3],
+}
+
+
+@pytest.mark.parametrize("place", ["kwargs", "tuple", "dict"])
+@pytest.mark.parametrize("form", list(LISTS))
+def test_a_list_with_an_entry_per_row_is_refused_by_name(form, place):
+    name = {"kwargs": r"kwargs\['held'\]", "tuple": r"targets\[1\]", "dict": r"targets\['held'\]"}[place]
+    with pytest.raises(ScheduleError, match=rf"{name} is a (list|tuple) of 8 rows, which are not cut"):
+        given_to(place, LISTS[form](8))
+    assert given_to(place, LISTS[form](5)) == [LISTS[form](5)] * 4
+
+
+@pytest.mark.parametrize("value", ["a" * 8, [None] * 8, torch.Size([2] * 8), dict.fromkeys(range(8), 1)])
+def test_what_is_no_list_of_rows_reaches_each_microbatch(value):
+    assert given_to("kwargs", value) == [value] * 4
+
+
+def test_a_list_of_tensors_as_long_as_the_batch_is_cut_tensor_by_tensor():
+    seen = given_to("kwargs", [torch.arange(8)] * 8)
+    assert [[part.tolist() for part in one] for one in seen] == [[[2 * k, 2 * k + 1]] * 8 for k in range(4)]
+
+
+def test_a_list_alone_is_refused_where_the_rows_of_the_batch_are_not_known():
+    runner = PipelineRunner(gpipe(1, 4), Stage(layers(1)[0], 0), loss_fn=lambda output, _: output.sum())
+    parts = list(batch(8)[0].chunk(4))
+    with pytest.raises(ScheduleError, match=r"targets\['names'\] is a list of 8 rows, which are not cut"):
+        runner.step(parts, {"names": list("abcdefgh")})
+
+
 def test_an_array_alone_is_refused_where_the_rows_of_the_batch_are_not_known():
     pytest.importorskip("numpy", reason="an array of a user's")
     module, (x, y) = layers(1)[0], batch(8)

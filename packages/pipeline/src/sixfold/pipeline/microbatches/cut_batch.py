@@ -173,7 +173,8 @@ def cut(
 
     Args:
         equal: refuse rows that m does not divide; ``rule`` is the reason.
-        rows_of_batch: refuse another leaf that has or holds so many rows, any with -1; None looks into none.
+        rows_of_batch: refuse another leaf that has or holds so many rows, any with -1, and a list or tuple without
+            tensors of so many entries; None looks into none.
     Raises:
         ScheduleError: a tensor has fewer rows than m, or rows that m does not divide where ``equal``.
     """
@@ -190,7 +191,16 @@ def cut(
         if isinstance(value, Tensor):
             return list(torch.tensor_split(value, m))
         return cut_block_mask(value, [len(part) for part in torch.arange(rows).tensor_split(m)])
-    if isinstance(value, Mapping | tuple | list):
+    parted = isinstance(value, Mapping | tuple | list)
+    held = None
+    if rows_of_batch is not None:
+        held = _entry_per_row(value, m, rows_of_batch) if parted else _held_rows(value, rows_of_batch)
+    if held is not None:
+        raise ScheduleError(
+            f"{name} is a {type(value).__name__} {held} rows, which are not cut; tensors are, also those in a tuple, "
+            f"list or dict: give tensors, or {_a_list(m, name)}"
+        )
+    if parted:
         entries = value.items() if isinstance(value, Mapping) else enumerate(value)
         parts = {
             key: cut(each, m, f"{name}[{key!r}]", equal=equal, rule=rule, rows_of_batch=rows_of_batch)
@@ -199,12 +209,23 @@ def cut(
         if isinstance(value, Mapping):
             return [_mapping_alike(value, {key: part[k] for key, part in parts.items()}, m, name) for k in range(m)]
         return [alike(value, [part[k] for part in parts.values()]) for k in range(m)]
-    if rows_of_batch is not None and (held := _held_rows(value, rows_of_batch)) is not None:
-        raise ScheduleError(
-            f"{name} is a {type(value).__name__} {held} rows, which are not cut; tensors are, also those in a tuple, "
-            f"list or dict: give tensors, or {_a_list(m, name)}"
-        )
     return [value] * m
+
+
+def _entry_per_row(value: Any, m: int, rows: int) -> str | None:
+    """How ``value``, if it is a list or plain tuple without tensors, has ``rows`` (-1: any that m can cut) entries."""
+    if m == 1 or not (isinstance(value, list) or type(value) is tuple):
+        return None
+    long = len(value) == rows or (rows == -1 and len(value) >= m)
+    told = long and any(part is not None for part in value) and not any(map(_has_cut, value))
+    return f"of {len(value)}" if told else None
+
+
+def _has_cut(value: Any) -> bool:
+    """Whether something in ``value`` is cut, or refused as a tensor."""
+    if isinstance(value, Mapping | tuple | list):
+        return any(map(_has_cut, value.values() if isinstance(value, Mapping) else value))
+    return isinstance(value, Tensor) or block_mask_rows(value) is not None
 
 
 def _held_rows(value: Any, rows: int, depth: int = 3) -> str | None:

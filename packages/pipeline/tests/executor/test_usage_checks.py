@@ -8,7 +8,7 @@ from functools import partial
 
 import pytest
 import torch
-from pipeline_helpers import batch, layers, square_loss
+from pipeline_helpers import WIDTH, batch, layers, square_loss
 from torch import nn
 
 from sixfold.pipeline import PipelineRunner, Stage, gpipe, passes
@@ -86,6 +86,37 @@ def test_gradients_in_double_precision_are_clipped_by_their_norm_in_it():
     torch.testing.assert_close(runner.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(copies, 0.1))
     for copy, parameter in zip(copies, parameters, strict=True):
         torch.testing.assert_close(parameter.grad, copy.grad, rtol=1e-12, atol=0.0)
+
+
+class Proxies(nn.Module):
+    """A loss with parameters, and one that it shares with a stage."""
+
+    def __init__(self, shared: nn.Module) -> None:
+        super().__init__()
+        self.shared, self.scale = shared, nn.Parameter(torch.full((WIDTH,), 3.0))
+
+    def forward(self, output, target):
+        return square_loss(self.shared(output) * self.scale, target)
+
+    def other(self, output, target):
+        return self(output, target)
+
+
+@pytest.mark.parametrize("method", [False, True])
+def test_parameters_of_a_loss_are_clipped_with_the_stages_and_once(method):
+    modules, (x, y) = layers(2), batch(8)
+    loss = Proxies(modules[1])
+    runner = PipelineRunner(
+        gpipe(2, 2), [Stage(m, i) for i, m in enumerate(modules)], None, loss.other if method else loss
+    )
+    runner.step(x, y)
+    parameters = list(dict.fromkeys([*modules[0].parameters(), *modules[1].parameters(), loss.scale]))
+    copies = [p.detach().clone() for p in parameters]
+    for copy, parameter in zip(copies, parameters, strict=True):
+        copy.grad = parameter.grad.clone()
+    torch.testing.assert_close(runner.clip_grad_norm_(0.1), nn.utils.clip_grad_norm_(copies, 0.1))
+    for copy, parameter in zip(copies, parameters, strict=True):
+        torch.testing.assert_close(parameter.grad, copy.grad)
 
 
 def test_an_evaluation_leaves_the_buffers_of_a_loss_in_training_mode_as_they_were():

@@ -45,6 +45,7 @@ from sixfold.pipeline.program.program import Program, Weights, program_given
 from sixfold.pipeline.simulation.simulate import Timeline, measured
 from sixfold.pipeline.stage.distributed_data_parallel import Replicas
 from sixfold.pipeline.stage.fully_shard import shard_again
+from sixfold.pipeline.stage.side_effects import module_of
 from sixfold.pipeline.stage.stage import Stage
 from sixfold.pipeline.transport.agreement import broadcast
 from sixfold.pipeline.transport.protocol import Links, Transport
@@ -347,7 +348,8 @@ class PipelineRunner:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale gradients so that their norm over all stages is at most ``max_norm``, as torch's of the whole model.
 
-        All ranks call it, after a step and before the optimizer. A tied parameter counts once. If the program has
+        All ranks call it, after a step and before the optimizer. A tied parameter counts once. Parameters of a
+        ``loss_fn`` that is a module, on the rank of the last stage, count too. If the program has
         STEPs, the optimizers have stepped by then: clip in a ``register_step_pre_hook`` of each optimizer.
 
         Returns:
@@ -369,6 +371,8 @@ class PipelineRunner:
         if owned:
             self._fail(ScheduleError(f"stage {owned[0]} has data_parallel, which owns its gradients; clip them there"))
         every = dict.fromkeys(p for _, stage in sorted(self._stages.items()) for p in stage.parameters())
+        if self._program.stages - 1 in self._stages and (loss := module_of(self._loss_fn)) is not None:
+            every |= dict.fromkeys(loss.parameters())
         copies = set() if self._ties is None else self._ties.copies()
         gather = None if self._here is None else self._links[self._here].control.gather
         try:

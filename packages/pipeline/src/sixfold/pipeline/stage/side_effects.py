@@ -36,7 +36,7 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.microbatches.cut_batch import alike
 from sixfold.pipeline.stage.stage import Stage
 
-__all__ = ["SideEffects", "StateBefore", "access", "part_of", "process_generators"]
+__all__ = ["SideEffects", "StateBefore", "access", "module_of", "part_of", "process_generators"]
 
 Place = tuple[dict[str, Any], str]  # an attribute or buffer
 Mark = int | list[tuple[Any, int]] | None  # by which a change in place is seen; None where none is looked for
@@ -49,6 +49,12 @@ _ABSENT = object()  # in the place of an attribute that is not there
 OF_ALL_MODULES = frozenset(nn.Module().__dict__)
 _SAMPLE = 64  # elements
 _ROUNDING = 64  # in units of the dtype's last place
+
+
+def module_of(loss_fn: Callable[..., Any] | None) -> nn.Module | None:
+    """The module that ``loss_fn`` is, or is a method of."""
+    owner = getattr(loss_fn, "__self__", loss_fn)
+    return owner if isinstance(owner, nn.Module) else None
 
 
 class StateBefore:
@@ -79,8 +85,7 @@ class SideEffects:
 
     def watch(self, loss_fn: Callable[..., Any] | None) -> None:
         """The loss runs with the stage; if it is a module, or a method of one, its state is looked at too."""
-        owner = getattr(loss_fn, "__self__", loss_fn)
-        self._loss = owner if isinstance(owner, nn.Module) else None
+        self._loss = module_of(loss_fn)
 
     def compare(self, what: str, first: list[Tensor], again: list[Tensor]) -> None:
         """What RECOMPUTE made is what F made. On a device the host looks in ``settle``.

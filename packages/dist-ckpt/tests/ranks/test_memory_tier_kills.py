@@ -121,7 +121,8 @@ def test_a_kill_in_a_restore_leaves_the_step_for_the_next_one(shm, instant, who)
     found = run_ranks(killed_in_restore, 2, shm, 2, instant, who, allow_exit={*who})
     first_only, other_only = {"in the index", "in what serves a block"}, {"before a block is fetched"}
     expected = {0, 1} - ({1} if instant in first_only else {0} if instant in other_only else set())
-    assert {rank for rank in who if found[rank] != "lives"} == expected & {*who}
+    died, may_die = {rank for rank in who if found[rank] != "lives"}, expected & {*who}
+    assert died <= may_die and bool(died) == bool(may_die)  # of two, one may hear of the other's death first
     for restored in run_ranks(restores, 2, shm, 2):
         assert restored.step == 3
     assert not list(shm.rglob("sixfold-mirror-*"))

@@ -57,6 +57,10 @@ def test_what_has_no_form_is_refused_by_name_with_what_to_do(tmp_path):
     dist_ckpt.save({"w": made("float8_e8m0fnu")}, tmp_path / "b", group=None)
     with pytest.raises(CheckpointError, match=r"w: zarr has no name for torch.float8_e8m0fnu; the torch_dist format"):
         tools.convert(tmp_path / "b", tmp_path / "c", to="zarr")
+
+
+def test_what_safetensors_has_no_form_for_is_refused_by_name_with_what_to_do(tmp_path):
+    pytest.importorskip("safetensors", reason="export to Hugging Face is an extra")
     with pytest.raises(CheckpointError, match=r"w: safetensors knows no torch.float4_e2m1fn_x2; leave"):
         hugging_face.export({"w": made("float4_e2m1fn_x2")[0, 0].clone()}, tmp_path / "d", group=None)
 

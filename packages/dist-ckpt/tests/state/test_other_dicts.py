@@ -96,6 +96,11 @@ def test_it_may_hold_modules_and_stand_in_values_of_ranks(tmp_path):
     dist_ckpt.save(DotDict(model=first, own=PerRank(DotDict(at=3))), tmp_path / "c", group=None)
     loaded = dist_ckpt.load(DotDict(model=second, own=PerRank(None)), tmp_path / "c", group=None)
     assert torch.equal(first.weight, second.weight) and loaded["own"] == {"at": 3}
+
+
+def test_it_may_be_exported(tmp_path):
+    pytest.importorskip("safetensors", reason="export to Hugging Face is an extra")
+    first = nn.Linear(2, 2)
     hugging_face.export(Strict(model=first), tmp_path / "e", group=None)
     into = nn.Linear(2, 2)
     hugging_face.load(Strict(model=into), tmp_path / "e", group=None)

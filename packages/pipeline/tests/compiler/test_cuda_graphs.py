@@ -172,10 +172,12 @@ class Smoothed(nn.Module):
         [self.layer] = layers(1)
         self.register_buffer("mean", torch.zeros(8))
         self.in_place = in_place
+        self.older: list[torch.Tensor] = []  # kept, so that no later one gets the memory of an earlier one
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.training:
             mean = self.mean * 0.9 + x.detach().mean(0) * 0.1
+            self.older.append(self.mean)
             self.mean = self.mean.copy_(mean) if self.in_place else mean
         return self.layer(x - self.mean)
 

@@ -299,7 +299,7 @@ def write_small(
 def overtaken(target: Path | str) -> StorageError:
     """The error of a save whose files others have removed."""
     place, gone = Path(target), f"the files of this save to {target} were removed while it went on"
-    if "://" not in str(target) and not place.exists():
+    if place.is_absolute() and not place.exists():  # a folder, and no store
         last = place if place.parent.exists() else place.parent
         return StorageError(
             f"{gone}: {last} is not there. Something has deleted it; this save is lost, save again", errno.ESTALE

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, gpipe, passes, zb_h1
 from sixfold.pipeline.program.program import Program
+from sixfold.pipeline.stage.distributed_data_parallel import Parts
 
 M = 4
 
@@ -181,3 +182,38 @@ def test_a_module_that_a_stage_gets_behind_the_runner_is_refused_and_a_new_runne
     assert other.head.weight.grad is None
     PipelineRunner(zb_h1(2, M), stages, None, square_loss).step(*batch(M))
     assert other.head.weight.grad is not None
+
+
+@pytest.mark.parametrize(("name", "value"), [("checkpoint", True), ("data_parallel", object()), ("cuda_graphs", True)])
+def test_an_option_of_a_stage_that_is_set_after_its_runner_was_made_is_refused(name, value):
+    x, y = batch(2 * M)
+    stages = [Stage(nn.Linear(8, 8), index) for index in range(2)]
+    runner = PipelineRunner(gpipe(2, M), stages, None, square_loss)
+    runner.step(x, y)
+    setattr(stages[1], name, value)
+    with pytest.raises(ScheduleError, match=f"{name} of stage 1 was set after its runner was made"):
+        runner.step(x, y)
+
+
+def test_modules_that_come_go_or_get_another_class_are_seen_and_equal_ones_are_not_walked(monkeypatch):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()))
+    parts = Parts(model)
+    inner: Any = model[1]
+
+    def another_class() -> None:
+        model[0].__class__ = type("Other", (nn.Linear,), {})
+
+    for change in (
+        lambda: None,  # the first look
+        lambda: inner.append(nn.Linear(8, 8)),
+        lambda: inner.__setitem__(1, nn.ReLU()),
+        lambda: inner.__delitem__(2),
+        lambda: model.register_module("none", None),
+        another_class,
+    ):
+        change()
+        assert parts.changed()
+        parts.keep()
+        with monkeypatch.context() as patch:
+            patch.setattr(nn.Module, "modules", None)
+            assert not parts.changed()

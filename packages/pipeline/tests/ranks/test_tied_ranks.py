@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -114,6 +115,32 @@ def tied_replicas(rank: int, ranks: int) -> None:
 @pytest.mark.slow
 def test_tied_copies_on_replicated_stages_have_the_gradient_of_the_whole_model():
     run_ranks(tied_replicas, 4)
+
+
+def unsynced(rank: int, ranks: int, within: tuple[bool, ...]) -> Report:
+    """A step of tied replicas, some of whose stages are within no_sync()."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pp, dp = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    first, last = tied_model()
+    module, table = ((first, first.table.weight), (last, last[2].weight))[pp]
+    ddp = DistributedDataParallel(module, process_group=mesh["dp"].get_group())
+    group = mesh["pp"].get_group()
+    runner = PipelineRunner(one_f_one_b(2, 4), Stage(ddp, pp, tied={"table": table}), group, token_loss, timeout_s=30)
+    x, targets = tokens(dp)
+    with ddp.no_sync() if within[pp] else nullcontext():
+        runner.evaluate(x, targets)  # which makes no gradients
+        told = report(lambda: runner.step(x, targets))
+    assert all(parameter.grad is None for parameter in module.parameters()), "a refused step leaves no gradients"
+    return told
+
+
+@pytest.mark.parametrize("within", [(True, True), (True, False), (False, True)])
+@pytest.mark.slow
+def test_tied_replicas_within_no_sync_are_refused_on_every_rank(within):
+    words = f"stage {within.index(True)} is within no_sync(), and the averages of its tied parameters are summed over"
+    for rank, (kind, text, took) in enumerate(run_ranks(unsynced, 4, within)):
+        either = words if within != (True, True) else "is within no_sync(), and the averages of its tied parameters"
+        assert kind == "ScheduleError" and either in text and took < 10.0, (rank, kind, text, took)
 
 
 def alone(rank: int, ranks: int, names: tuple[str | None, ...], data_parallel: bool) -> Report:

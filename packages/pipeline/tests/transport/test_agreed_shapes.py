@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_helpers import layers, square_loss
+from pipeline_helpers import batch, equal_bits, gradients, layers, plain_loop, square_loss
 from thread_helpers import on_threads, values_or_raise
 from torch import Tensor, nn
 
-from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, interleaved, one_f_one_b
+from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, interleaved, one_f_one_b, zb_interleaved, zb_v
 from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.transport import Transport
 
@@ -100,20 +100,26 @@ def test_threads_and_one_process_answer_as_groups_do(seed, dynamic):
         assert all(seen == expected for seen in (here, *there))
 
 
-def test_stages_unfrozen_between_steps_are_named_by_the_gradient_and_the_remedy_trains_them():
-    x = torch.randn(8, 4)
-    for dynamic in (False, True):
-        modules = [nn.Linear(4, 4) for _ in range(4)]
-        for module in modules[:3]:
-            module.requires_grad_(False)
-        stages = [Stage(module, index) for index, module in enumerate(modules)]
-        runner = PipelineRunner(interleaved(2, 4, 2), stages, None, square_loss, dynamic_shapes=dynamic)
-        runner.step(x, x)
-        modules[2].requires_grad_(True)
-        if not dynamic:
-            words = r"stage 2 made torch.float32 \(2, 4\) with a gradient of microbatch 0, in the step before "
-            with pytest.raises(ScheduleError, match=words + r"torch.float32 \(2, 4\) without a gradient; make the run"):
-                runner.step(x, x)
-            continue
-        runner.step(x, x)
-        assert modules[2].weight.grad is not None and modules[1].weight.grad is None, "stage 2 alone was unfrozen"
+def trained_or_not(program: Program, where: Any) -> None:
+    """Stages of ``where`` that are frozen and trained by turns, after each step beside a plain loop of all stages."""
+    draw = random.Random(5)
+    ours, theirs = layers(program.stages), layers(program.stages)
+    mine = range(program.stages) if where is None else program.stages_of(where.rank)
+    stages = [Stage(ours[index], index) for index in mine]
+    runner = PipelineRunner(program, stages, where, square_loss, timeout_s=20)
+    for step in range(12):
+        frozen = [draw.random() < 0.7 for _ in range(program.stages - 1)] + [False]
+        for module, off in zip((*ours, *theirs), 2 * frozen, strict=True):
+            module.requires_grad_(not off)
+            module.zero_grad()
+        x, y = batch(8, step)
+        runner.step(x, y)
+        plain_loop(theirs, list(x.chunk(4)), list(y.chunk(4)))
+        for index in mine:
+            assert equal_bits(gradients(ours[index]), gradients(theirs[index])), (step, index, frozen)
+
+
+@pytest.mark.parametrize("program", [interleaved(2, 4, 3), zb_v(2, 4), zb_interleaved(2, 4, 2)], ids=lambda p: p.name)
+def test_stages_may_be_frozen_and_trained_by_turns_between_steps(program):
+    trained_or_not(program, None)
+    values_or_raise(on_threads(2, lambda transport: trained_or_not(program, transport)))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from sixfold.pipeline.compiler.overlap_streams import SideStream, make_side, on_the_side, side_by_side
 from sixfold.pipeline.compiler.token_scaling import TokenCount
-from sixfold.pipeline.compiler.wiring import Call, Goal, Wiring
+from sixfold.pipeline.compiler.wiring import BatchRows, Call, Goal, Wiring
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.measured.action_times import ActionTimer
 from sixfold.pipeline.microbatches.cut_batch import Values
@@ -118,7 +118,8 @@ class Compiled(ABC):
                 program.placement, slots, backward=goal.train, number=number, dynamic_shapes=dynamic_shapes
             )
             here = {stage: stages[stage] for stage in program.stages_of(rank)}
-            self._wirings[rank] = Wiring(program, rank, here, lane, goal, stores, slots, versions)
+            tells = dynamic_shapes != "announced"
+            self._wirings[rank] = Wiring(program, rank, here, lane, goal, stores, slots, versions, tells=tells)
         self.runs: dict[int, StageRun] = {i: r for wiring in self._wirings.values() for i, r in wiring.runs.items()}
         self.tail = next((wiring.tail for wiring in self._wirings.values() if wiring.tail is not None), None)
 
@@ -127,7 +128,9 @@ class Compiled(ABC):
         """Shapes of this step may differ from those of the one before."""
 
     @abstractmethod
-    def begin(self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool) -> None:
+    def begin(
+        self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool, rows: BatchRows
+    ) -> None:
         """Fill the slots for a step; ``inputs`` is [] where another process has stage 0."""
 
     @abstractmethod
@@ -139,7 +142,13 @@ class Compiled(ABC):
         """The calls went through, or failed: drop every tensor that is not in flight."""
 
     def _fill(
-        self, slots: slice, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool
+        self,
+        slots: slice,
+        inputs: list[Values],
+        targets: list[Any],
+        kwargs: list[Mapping[str, Any]],
+        keep: bool,
+        rows: BatchRows,
     ) -> None:
         """Lay a batch into ``slots``, and tell the edges of it."""
         for run in self.runs.values():
@@ -149,6 +158,8 @@ class Compiled(ABC):
         if self.tail is not None:
             self.tail.targets[slots] = targets
             self.tail.keep = keep
+        for wiring in self._wirings.values():
+            wiring.rows[slots.start or 0] = rows
         for rank, lane in self._lanes.items():
             first = rank == self._source
             lane.begin([[signature(value) for value in values] for values in inputs] if first else None)
@@ -235,9 +246,11 @@ class CompiledBatch(Compiled):
         for lane in self._lanes.values():
             lane.renew()
 
-    def begin(self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool) -> None:
+    def begin(
+        self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool, rows: BatchRows
+    ) -> None:
         """See Compiled."""
-        self._fill(_EVERY, inputs, targets, kwargs, keep)
+        self._fill(_EVERY, inputs, targets, kwargs, keep, rows)
         if self.tokens is not None:
             self.tokens.begin([inputs, kwargs])
         if self._timer is not None:

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from sixfold.pipeline.compiler.compile import Compiled, StepResult
-from sixfold.pipeline.compiler.wiring import Call, Facts, Goal
+from sixfold.pipeline.compiler.wiring import BatchRows, Call, Facts, Goal
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.measured.action_times import ActionTimer
 from sixfold.pipeline.microbatches.cut_batch import Values, as_tuple
@@ -111,7 +111,9 @@ class CompiledEndless(Compiled):
             "overlap: make the runner with dynamic_shapes=True"
         )
 
-    def begin(self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool) -> None:
+    def begin(
+        self, inputs: list[Values], targets: list[Any], kwargs: list[Mapping[str, Any]], keep: bool, rows: BatchRows
+    ) -> None:
         """Fill the slots of a batch, and choose its list.
 
         What backwards in later steps read is copied: the caller may fill its batch again.
@@ -128,7 +130,7 @@ class CompiledEndless(Compiled):
         at = (batch - piece) % self._rings  # the ring of the piece's batch 0
         self._choose(piece, False, at)
         self._later, self._draining = batch - piece - at, False
-        self._fill(self._ring(batch), inputs, targets, kwargs, keep)
+        self._fill(self._ring(batch), inputs, targets, kwargs, keep, rows)
 
     def drain(self) -> None:
         """Choose the list of what is left."""

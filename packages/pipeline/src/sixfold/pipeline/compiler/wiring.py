@@ -19,6 +19,7 @@ import torch
 from sixfold.pipeline.compiler.cuda_graphs import Graphed
 from sixfold.pipeline.compiler.token_scaling import TokenCount
 from sixfold.pipeline.errors import ScheduleError
+from sixfold.pipeline.microbatches.cut_batch import Values
 from sixfold.pipeline.program.action import BACKWARD_ENDS, MESSAGES, Action, Kind
 from sixfold.pipeline.program.program import Program
 from sixfold.pipeline.stage.compute import StageRun, ToNextStage, WeightGradients, WholeBackward
@@ -28,7 +29,7 @@ from sixfold.pipeline.stage.stage import Stage
 from sixfold.pipeline.stage.weight_versions import Versions
 from sixfold.pipeline.transport.protocol import Lane, Receipt
 
-__all__ = ["Call", "Facts", "Goal", "Wiring"]
+__all__ = ["BatchRows", "Call", "Facts", "Goal", "Wiring"]
 
 Run = Callable[[], object]
 _BACKWARDS = frozenset({Kind.B, Kind.I, Kind.W})
@@ -73,6 +74,28 @@ class Call:
     main: bool = False
     awaits: Action | None = None
     side: bool = False
+
+
+class BatchRows:
+    """Those of a batch, for a rank that has no part of it: each stage's first message says how many there are.
+
+    Args:
+        number: None where it is not known here.
+        check: refuses what does not fit a number that is told later; None where nothing is to be checked.
+    """
+
+    __slots__ = ("_check", "number")
+
+    def __init__(self, number: int | None = None, check: Callable[..., object] | None = None) -> None:
+        self.number, self._check = number, check
+
+    def hear(self, number: int | None) -> None:
+        """The batch has so many. Raises ScheduleError."""
+        if self.number is None and number is not None:
+            self.number = number
+            if (check := self._check) is not None:
+                self._check = None
+                check(rows=number)
 
 
 class Facts:
@@ -130,9 +153,11 @@ class Wiring:
         stores: makes the store of a stage's weight gradients.
         slots: microbatch k is in slot k modulo this; at least as many as are ever in flight.
         versions: of the stages' weights, by index; None where they are flushed.
+        tells: the first message of a batch says how many rows the batch has, which may change with its shapes.
     Attributes:
         runs: the stages, by index.
         tail: the end of the last stage, None where another rank has it.
+        rows: of each batch that may be in flight, by its first slot.
     """
 
     def __init__(
@@ -145,6 +170,8 @@ class Wiring:
         stores: Callable[[Stage], WeightGradients],
         slots: int,
         versions: Mapping[int, Versions] | None = None,
+        *,
+        tells: bool = True,
     ) -> None:
         self.program, self.rank, self.goal, self.slots = program, rank, goal, slots
         self._lane = lane
@@ -165,6 +192,8 @@ class Wiring:
             if run.index:  # the first stage's inputs are the caller's
                 run.calls[:] = [partial(_of_no_leaves, call) for call in run.calls]
         self.tail: LossTail | None = None
+        self.rows: dict[int, BatchRows] = {}
+        self._tells = tells
         self._versions = {} if versions is None else versions
         self._seen: dict[int, int] = {}  # STEPs of each stage that were bound
         for run in self.runs.values():
@@ -176,6 +205,7 @@ class Wiring:
             run.clear()
         if self.tail is not None:
             self.tail.clear()
+        self.rows.clear()
 
     def bind(self, entries: Iterable[tuple[int, Action]], tokens: TokenCount | None = None) -> list[Call]:
         """The calls of a part of the list: (position, action)."""
@@ -217,7 +247,8 @@ class Wiring:
         if not self.goal.train and action.kind in (Kind.SEND_B, Kind.RECV_B):
             return []
         if action.kind is Kind.SEND_F:
-            call = partial(run.send, self._lane.sender(action), k)
+            sender = self._lane.sender(action)
+            call = partial(run.send, partial(self._tell, k, sender) if self._first(action) else sender, k)
         elif action.kind is Kind.SEND_B:
             call = partial(run.send_gradients, self._lane.sender(action), k)
         else:
@@ -291,7 +322,7 @@ class Wiring:
         assert k is not None, f"{action}: it has a microbatch"
         if action.kind is Kind.F and stage and stage - 1 not in self.runs:
             receive, send = Action(stage, Kind.RECV_F, k), Action(stage - 1, Kind.SEND_F, k)
-            arrive = run.arrive
+            arrive = partial(self._hear, run) if self._first(action) else run.arrive
         elif action.kind in (Kind.B, Kind.I) and stage + 1 < self.program.stages and stage + 1 not in self.runs:
             receive, send, arrive = (
                 Action(stage, Kind.RECV_B, k),
@@ -301,6 +332,18 @@ class Wiring:
         else:
             return None
         return partial(arrive, self.receipt(receive).wait, k % self.slots), receive, send
+
+    def _first(self, action: Action) -> bool:
+        """Whether the output that is sent or taken is of a batch's first microbatch, and says how many rows it has."""
+        return self._tells and action.microbatch is not None and action.microbatch % self.facts.batch == 0
+
+    def _tell(self, k: int, sender: Callable[[Values], None], values: Values) -> None:
+        sender((*values, self.rows[k].number))
+
+    def _hear(self, run: StageRun, wait: Callable[[], Values], k: int) -> None:
+        *values, rows = wait()
+        run.inbox[k] = tuple(values)
+        self.rows[k].hear(rows)
 
     def _slot(self, run: StageRun, action: Action, tokens: TokenCount | None) -> list[Run]:
         """UNSHARD, RESHARD and REDUCE_GRAD."""

@@ -2,13 +2,15 @@
 
     model, layers of one stage --> the model as it was cut (this file) --> each forward of the stage
 
+What a stage's part shares with the model (layers, hooks, buffers) needs no look. Attributes are looked at, the class,
+what calling the model runs, and which parts it has.
 The model is not kept alive: a rank that keeps its stages alone has the memory of the others' layers back.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -16,25 +18,36 @@ from torch import nn
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.stage.side_effects import OF_ALL_MODULES
 
-__all__ = ["Origin", "base_of", "check_layers"]
+__all__ = ["ABSENT", "Origin", "SequentialOrigin", "base_of", "check_compiled", "check_layers"]
 
 Held = dict[str, "weakref.ref[nn.Module]"]
+ABSENT: Any = object()  # the value of an attribute that was deleted
+_COMPILED = "_compiled_call_impl"
 
 
 class Origin:
-    """A model as it was cut; a copy of a stage has none."""
+    """A model as it was cut; a copy of a stage has none.
 
-    def __init__(self, model: Any = None, layers: str = "", mine: range = range(0)) -> None:
+    Args:
+        head: the model's, where the stage has a copy of it.
+    """
+
+    def __init__(
+        self, model: Any = None, layers: str = "", mine: range = range(0), head: nn.Module | None = None
+    ) -> None:
         self._model: Callable[[], Any] = lambda: None
         if model is None:
             return
         base = base_of(model)
         self._model = weakref.ref(model)
         self._layers = layers
-        self._parts: tuple[Held, Held] = _held(model, layers), _held(base, layers)
+        self._head: Callable[[], Any] = (lambda: None) if head is None else weakref.ref(head)
+        holders = self._holders(model)
+        self._parts: list[Held] = [_held(holder, layers) for holder in holders]
+        self._kinds = [type(holder) for holder in holders]
         self._count = len(base._modules[layers])
         self._own = {str(at): weakref.ref(base._modules[layers][at]) for at in mine}
-        self._told = _attributes(model), _attributes(base)
+        self._told = [_attributes(holder) for holder in holders]
 
     def __deepcopy__(self, _: Any) -> Origin:
         return Origin()
@@ -43,28 +56,38 @@ class Origin:
         return Origin, ()
 
     def look(self) -> Iterator[tuple[int, str, Any]]:
-        """What was set since the last look: 0 for the model and 1 for its base, name and value.
+        """What was set since the last look: 0 for the model, 1 for its base, 2 for its head; name and value.
 
         Raises:
-            ScheduleError: a part that stages have was replaced, or layers are left out by chance.
+            ScheduleError: a part that stages have was replaced or added, something was set that only a call of the
+                model runs, or layers are left out by chance.
         """
         model = self._model()
         if model is None:
             return
         base: Any = base_of(model)
         check_layers(model, base)
-        for holder, held in zip((model, base), self._parts, strict=True):
-            if "forward" in vars(holder):
+        holders = self._holders(model)
+        for holder, held, kind in zip(holders, self._parts, self._kinds, strict=True):
+            if "forward" in vars(holder) or type(holder) is not kind:
+                what = "a forward" if "forward" in vars(holder) else f"the class {type(holder).__name__}"
                 raise ScheduleError(
-                    f"the model is a {type(model).__name__}, and a forward was set on it after stages_of_causal_lm, "
+                    f"the model is a {type(model).__name__}, and {what} was set on it after stages_of_causal_lm, "
                     "which its stages would not run; remove it (del model.forward), and do in loss_fn or in a hook of "
                     "a layer what it adds"
                 )
+            check_compiled(holder, "stages_of_causal_lm")
             modules = holder._modules
             for name, part in held.items():
                 now = modules.get(name)
                 if now is not None and now is not part():
                     _refuse(model, name)
+            if len(modules) > len(held) and (
+                new := next((n for n in _held(holder, self._layers) if n not in held), "")
+            ):
+                _refuse(model, new)
+        if own := next(iter((*model._parameters, *base._parameters)), None):
+            _refuse(model, own)
         layers: Any = base._modules.get(self._layers)
         if layers is not None:  # else its memory was given back
             if len(layers) != self._count:
@@ -72,11 +95,72 @@ class Origin:
             for name, part in self._own.items():
                 if layers._modules.get(name) is not part():
                     _refuse(model, f"layer {name}")
-        for place, (holder, told) in enumerate(zip((model, base), self._told, strict=True)):
-            now = vars(holder)
-            for name in [name for name, value in told.items() if now.get(name) is not value]:
-                told[name] = now.get(name)
-                yield place, name, told[name]
+        for place, (holder, told) in enumerate(zip(holders, self._told, strict=True)):
+            now = _attributes(holder)
+            for name in [name for name in {**told, **now} if told.get(name, ABSENT) is not now.get(name, ABSENT)]:
+                yield place, name, now.get(name, ABSENT)
+            told.clear()
+            told.update(now)
+
+    def _holders(self, model: Any) -> list[Any]:
+        """Whose attributes stages have copies of."""
+        head = self._head()
+        return [model, base_of(model)] if head is None else [model, base_of(model), head]
+
+
+class SequentialOrigin:
+    """An nn.Sequential as it was cut; a copy of a stage has none.
+
+    Args:
+        mine: the names of the stage's layers.
+    """
+
+    def __init__(self, model: nn.Sequential | None = None, mine: Iterable[str] = ()) -> None:
+        self._model: Callable[[], Any] = (lambda: None) if model is None else weakref.ref(model)
+        layers: dict[str, Any] = {} if model is None else model._modules
+        self._own = {name: weakref.ref(layers[name]) for name in mine}
+        self._count = 0 if model is None else len(model)
+        self._kind: type = type(model)
+
+    def __deepcopy__(self, _: Any) -> SequentialOrigin:
+        return SequentialOrigin()
+
+    def __reduce__(self) -> Any:
+        return SequentialOrigin, ()
+
+    def look(self) -> None:
+        """Raises ScheduleError: the model has other layers than it had, or does more than run them."""
+        model: Any = self._model()
+        if model is None:
+            return
+        kind: Any = type(model)
+        if "forward" in vars(model) or kind is not self._kind or _hooked(model):
+            raise ScheduleError(
+                f"the model is a {type(model).__name__}, and a forward, a hook or a class was set on it after "
+                "stages_of_sequential, which its stages would not run; remove it, and put it on a layer"
+            )
+        check_compiled(model, "stages_of_sequential")
+        modules = model._modules
+        if len(modules) != self._count or any(modules.get(name) is not one() for name, one in self._own.items()):
+            raise ScheduleError(
+                f"the model is a {type(model).__name__}, whose layers were replaced, added or deleted after "
+                "stages_of_sequential, and its stages still hold the old ones; cut the model again, and make a new "
+                "optimizer and runner"
+            )
+
+
+def check_compiled(model: Any, cut: str) -> None:
+    """Nothing was compiled that no stage calls. Raises ScheduleError."""
+    if vars(model).get(_COMPILED) is not None:
+        raise ScheduleError(
+            f"the model is a {type(model).__name__} with a compile() of its own, and the graph of all its layers fits "
+            f"no stage of {cut}; compile the layers, or each stage's module, and set model._compiled_call_impl = None"
+        )
+
+
+def _hooked(model: nn.Module) -> bool:
+    hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
+    return any(hooks)
 
 
 def base_of(model: Any) -> Any:
@@ -104,6 +188,7 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 def _refuse(model: Any, name: str) -> None:
     raise ScheduleError(
-        f"the model is a {type(model).__name__}, whose {name} was replaced after stages_of_causal_lm (a resize, a "
-        "head, an adapter); its stages still hold the old one; cut the model again, and make a new optimizer and runner"
+        f"the model is a {type(model).__name__}, whose {name} was replaced or added after stages_of_causal_lm (a "
+        "resize, a head, an adapter); its stages hold what there was; cut the model again, and make a new optimizer "
+        "and runner"
     )

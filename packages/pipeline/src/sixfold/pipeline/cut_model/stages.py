@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.pipeline.cut_model.comparison import prove
-from sixfold.pipeline.cut_model.original import Origin, base_of, check_layers
+from sixfold.pipeline.cut_model.original import ABSENT, Origin, SequentialOrigin, base_of, check_compiled, check_layers
 from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.plan.partition import partition
 from sixfold.pipeline.stage.stage import Stage, check_made
@@ -42,6 +42,7 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
     own = "a forward" if "forward" in vars(model) or type(model).forward is not nn.Sequential.forward else ""
     hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     own = own or ("hooks" if any(hooks) else "")
+    check_compiled(model, "stages_of_sequential")
     if own:
         raise ScheduleError(
             f"the model is a {type(model).__name__} that has {own} of its own, which no stage would run; "
@@ -55,6 +56,7 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
         part = _Layers(first=begin == 0, last=begin + size == len(layers))
         for name, layer in layers[begin : begin + size]:
             part.add_module(name, layer)  # under its own name, so that state dicts fit
+        part._origin = SequentialOrigin(model, part._modules)
         parts.append(part)
         begin += size
     return [
@@ -71,8 +73,10 @@ class _Layers(nn.Sequential):
     def __init__(self, *layers: Any, first: bool = True, last: bool = True) -> None:
         super().__init__(*layers)  # as nn.Sequential's own slices make it
         self._first, self._last = first, last
+        self._origin = SequentialOrigin()
 
     def forward(self, *parts: Any) -> Any:
+        self._origin.look()
         value: Any = parts[0] if len(parts) == 1 else parts
         if len(parts) > 1 and not self._first:
             value = list(parts[:-1]) if parts[-1] else parts[:-1]
@@ -140,6 +144,8 @@ def stages_of_causal_lm(model: Any, stages: int, *, check: bool = True) -> list[
     _check_routers(model, {})
     _check_hooks(model)
     check_layers(model, base)
+    for part in (model, base):
+        check_compiled(part, "stages_of_causal_lm")
     tied = head.weight is embedding.weight
     sizes = _cut(list(layers), list(layers), stages)
     parts: list[_Part] = []
@@ -164,7 +170,11 @@ def stages_of_causal_lm(model: Any, stages: int, *, check: bool = True) -> list[
 def _copied(head: Any) -> Any:
     """``head`` with a copy of its weight; what it has besides (a bias, an adapter) is the model's."""
     others = [p for p in (*head.parameters(), *head.buffers()) if p is not head.weight]
-    return copy.deepcopy(head, {id(p): p for p in others})
+    made = copy.deepcopy(head, {id(p): p for p in others})
+    for name, value in vars(head).items():  # hooks that the model's head is given later run here too
+        if name.endswith("_hooks"):
+            vars(made)[name] = value
+    return made
 
 
 def _check_form(model: Any, base: Any, name: str, embedding: nn.Module, head: nn.Module) -> None:
@@ -248,7 +258,8 @@ class _Part(nn.Module):
         self._whole: list[nn.Module] = []  # no part of this module: it has the same parameters
         self._config: Any = getattr(base_of(model), "config", None)
         self._mine, self._count = mine, len(getattr(base_of(model), layers))
-        self._origin = Origin(model, layers, mine)
+        whole_head = model.get_output_embeddings()
+        self._origin = Origin(model, layers, mine, None if head is None or head is whole_head else whole_head)
         self._follow()
         if head is not None:
             whole = copy.copy(model)
@@ -287,17 +298,19 @@ class _Part(nn.Module):
         return found
 
     def _set(self, place: int, name: str, value: Any) -> None:
-        """The model's (0) or its base's (1) attribute is another now."""
-        if place == 0:
-            for whole in self._whole:
-                vars(whole)[name] = value
-        elif name == "config":
+        """An attribute of the model (0), its base (1) or its head (2) is another now."""
+        if place == 1 and name == "config" and value is not ABSENT:
             self._config = value
             self._follow()
-        else:
-            attributes = {name: value}
+            return
+        attributes = {name: value}
+        if place == 1:
             _cut_lists(attributes, self._count, self._mine)
-            vars(self.base).update(attributes)
+        for holder in (*self._whole,) if place == 0 else (self.base,) if place == 1 else (self.head,):
+            if value is ABSENT:
+                vars(holder).pop(name, None)
+            else:
+                vars(holder).update(attributes)
 
     def _follow(self) -> None:
         """``base`` has what the model's configuration says now: another attention may be set after the cut."""

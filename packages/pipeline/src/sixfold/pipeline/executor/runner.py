@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from operator import length_hint
 from typing import Any, Literal, NoReturn
 
@@ -20,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sixfold.pipeline.compiler.compile import Compiled, CompiledBatch, StepResult, step_device
 from sixfold.pipeline.compiler.compile_endless import CompiledEndless
-from sixfold.pipeline.compiler.wiring import Goal
+from sixfold.pipeline.compiler.wiring import BatchRows, Goal
 from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.executor.arguments import check_stages, check_timeout, given_stages, refusal
 from sixfold.pipeline.executor.connect import connect, group_of, refuse, transport_of
@@ -39,8 +40,9 @@ from sixfold.pipeline.microbatches.cut_batch import (
     keyword_microbatches,
     rows_of,
     target_microbatches,
+    total_of,
 )
-from sixfold.pipeline.microbatches.outer_graph import OuterGraph, refuse_shared_graph
+from sixfold.pipeline.microbatches.outer_graph import OuterGraph, freed_graph, refuse_shared_graph
 from sixfold.pipeline.program.program import Program, Weights, program_given
 from sixfold.pipeline.simulation.simulate import Timeline, measured
 from sixfold.pipeline.stage.distributed_data_parallel import Replicas
@@ -74,7 +76,7 @@ class PipelineRunner:
         store: ranks write there where they stand after a failure; None takes the group's.
         lookahead: a receive is posted so many compute actions before its place.
         profile: results say when each action began and ended. ``step(..., profile=False)`` leaves that out.
-        dynamic_shapes: False: shapes may change from step to step, if stage 0's inputs or the first output of a rank
+        dynamic_shapes: False: shapes may change from step to step, if stage 0's inputs or a stage's first output
             change. True: in every message. "announced": in steps that all ranks call with ``new_shapes``; no host waits
             to hear about shapes.
         edges: an edge is one direction between two ranks. None: shared memory for CPU tensors on one host, else a
@@ -496,7 +498,10 @@ class PipelineRunner:
         except BaseException as error:
             # What is left of the iterator says which call failed; nothing is counted while all is well.
             made = 0 if compiled is None else len(compiled.calls) - length_hint(calls or ())
-            self._fail(error, compiled, -1 if calls is None else made if over else made - 1)
+            at = -1 if calls is None else made if over else made - 1
+            stage = None if compiled is None or over or at < 0 else compiled.entries[at][1].action.stage
+            told = freed_graph(error, stage, {"inputs": inputs, "kwargs": kwargs, "targets": targets})
+            self._fail(told or error, compiled, at)
         finally:
             if goal.autocast:
                 torch.clear_autocast_cache()
@@ -556,11 +561,13 @@ class PipelineRunner:
             if compiled.tail is not None:
                 refuse_shared_graph("targets", targets, m)
         rows = rows_of(inputs, targets)
+        keywords = partial(keyword_microbatches, kwargs, m, equal=equal)
         compiled.begin(
             microbatches,
             target_microbatches(targets, m, equal=equal, rows=rows) if compiled.tail is not None else [],
-            keyword_microbatches(kwargs, m, equal=equal, rows=rows),
+            keywords(rows=rows, total=total_of(inputs, targets)),
             keep_outputs,
+            BatchRows(rows, keywords if rows is None and isinstance(kwargs, Mapping) else None),
         )
         return outer if outer is not None and outer.there else None
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from sixfold.pipeline.errors import ScheduleError
-from sixfold.pipeline.stage.distributed_data_parallel import Replicas, check_reducers
+from sixfold.pipeline.stage.distributed_data_parallel import Parts, Replicas, check_reducers
 from sixfold.pipeline.stage.stage import Stage, check_made
 
 __all__ = ["BufferGuard", "ModuleCheck", "OptimizerCheck", "warn_of_empty_w"]
@@ -76,22 +76,35 @@ class BufferGuard:
 
 
 class ModuleCheck:
-    """The stages' modules are what the runner was made with: its calls are bound to them."""
+    """The stages are what the runner was made with: its calls are bound to them."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
-        self._made = [(stage, stage.module) for stage in stages]
+        self._made = [(stage, stage.module, _options(stage), Parts(stage.module)) for stage in stages]
 
     def look(self) -> None:
         """Raises ScheduleError: one is another, or has what a stage is refused with, such as a hook of its DDP."""
-        for stage, module in self._made:
+        for stage, module, options, parts in self._made:
             if stage.module is not module:
                 raise ScheduleError(
                     f"the module of stage {stage.index} was replaced, and this runner would run the one it was made "
                     "with; make a new runner on all ranks, or replace layers inside of the module"
                 )
-            check_reducers(module, stage.index)
+            for name, value in options.items():
+                if getattr(stage, name) is not value:
+                    raise ScheduleError(
+                        f"{name} of stage {stage.index} was set after its runner was made, which would run the stage "
+                        "as it was; make the stage with it, and a new runner on all ranks"
+                    )
+            if parts.changed():
+                check_reducers(module, stage.index)
+                parts.keep()
             if isinstance(stage.data_parallel, Replicas):
                 stage.data_parallel.check()
+
+
+def _options(stage: Stage) -> dict[str, object]:
+    """What a runner's calls are bound to besides the module."""
+    return {name: getattr(stage, name) for name in ("checkpoint", "data_parallel", "cuda_graphs")}
 
 
 class OptimizerCheck:

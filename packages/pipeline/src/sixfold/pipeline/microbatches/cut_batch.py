@@ -30,6 +30,7 @@ __all__ = [
     "rows_of",
     "target_microbatches",
     "tensors_in",
+    "total_of",
 ]
 
 Values = tuple[Any, ...]  # what stages exchange: tensors, and None, ints, floats and truth values beside them
@@ -114,6 +115,15 @@ def rows_of(*batches: Any) -> int | None:
     return None
 
 
+def total_of(*batches: Any) -> int | None:
+    """Rows of all parts of the first of these that is a list of microbatches; None where a part has none."""
+    for batch in batches:
+        if isinstance(batch, list):
+            rows = [rows_of(tuple(part) if isinstance(part, list) else part) for part in batch]
+            return None if None in rows else sum(filter(None, rows))
+    return None
+
+
 def _with_rows(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors in ``value`` that are cut, with their names."""
     return ((where, part) for where, part in tensors_in(value, name) if part.dim())
@@ -137,13 +147,16 @@ def keyword_microbatches(
     *,
     equal: bool = False,
     rows: int | None = None,
+    total: int | None = None,
 ) -> list[Any]:
     """The keyword arguments of every local stage's module, per microbatch; one dict is cut as a batch is.
 
     Args:
         rows: of the batch, where they are known here.
+        total: of a batch that is given as a list.
     Raises:
-        ScheduleError: they are no dict and no list of m dicts; or of a dict a tensor has other rows than the batch.
+        ScheduleError: they are no dict and no list of m dicts; or of a dict a tensor has other rows than the batch, or
+            something that is not cut has its rows.
     """
     if kwargs is None:
         return [{}] * m
@@ -155,7 +168,7 @@ def keyword_microbatches(
                     f"{name} has {value.shape[0]} rows, the batch {rows}; a dict is cut as the batch is: "
                     f"give a list of {m} dicts where a tensor is for all microbatches"
                 )
-        return cut(dict(kwargs), m, "kwargs", equal=equal, rule=_mean_rule(m), rows_of_batch=rows)
+        return cut(dict(kwargs), m, "kwargs", equal=equal, rule=_mean_rule(m), rows_of_batch=rows or total)
     if not isinstance(kwargs, list | tuple):
         raise ScheduleError(f"kwargs is a {type(kwargs).__name__}; it is a dict, or a list of {m} dicts")
     if len(kwargs) != m:

@@ -3,9 +3,9 @@
     SEND --> Outlet --> tensors on an edge, header or flag on the control channel --> Inlet (this file) --> RECV
 
 [Note: shapes] A receiver posts its buffer before the tensor exists, so it must know the shape. Gradients have the
-shapes of the outputs that this rank sent itself. Outputs are agreed upon: the first SEND_F of a batch on each edge is
+shapes of the outputs that this rank sent itself. Outputs are agreed upon: the first SEND_F of a batch of each stage is
 preceded, on the control channel, by one number: which program and call the sender runs, times two, plus a flag. 0: all
-is as in the batch before. 1: each forward message of this batch on this edge is preceded by its header. The flag is 1
+is as in the batch before. 1: each output of this batch of this stage is preceded by its header. The flag is 1
 in the first batch of a program, and always with ``dynamic_shapes``. It is also 1 when stage 0's inputs or the first
 output changed, or a flag 1 came in. (A header sent only on change could not be expected by the receiver.) Both ends
 know where a batch begins by counting messages, so it may begin in the midst of a step. A receive whose shape is not
@@ -13,7 +13,7 @@ known yet waits in the edge's queue, and so do those behind it; the ``wait`` for
 tensor (None, int, float, bool) is part of a shape: it travels in headers only, and a change of it is a change of
 shape.
 
-[Note: announced shapes] A flag is waited for by the host, once per batch and edge. With ``dynamic_shapes="announced"``
+[Note: announced shapes] A flag is waited for by the host, once per batch and stage. With ``dynamic_shapes="announced"``
 nothing is: shapes stay unless all ranks say before a step that they may change (``renew``), so both ends know which
 messages have headers: those whose shape they do not know. The number is sent all the same, and asked for when a batch
 begins. It is looked at when the next one begins or the runner checks, long after it came.
@@ -31,7 +31,7 @@ from torch import Tensor
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program.action import Action
 from sixfold.pipeline.transport.routes import Route, route_of
-from sixfold.pipeline.transport.shape_agreement import AgreedShapes, Outputs, Slot
+from sixfold.pipeline.transport.shape_agreement import AgreedShapes, Slot
 from sixfold.pipeline.transport.specs import Plain, Specs, TensorSpec, pack_specs, specs_of, unpack_specs
 
 __all__ = ["FLAGS", "GroupLane", "TensorControl", "TensorIncoming", "TensorOutgoing", "other_call"]
@@ -102,19 +102,18 @@ class GroupLane(AgreedShapes):
         outgoing: dict[int, TensorOutgoing],
         incoming: dict[int, TensorIncoming],
         *,
-        rank: int,
         tag: int,
         number: int,
         dynamic_shapes: bool | Literal["announced"],
         flush: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(placement, microbatches, rank, dynamic_shapes)
+        super().__init__(placement, microbatches, dynamic_shapes)
         self.control, self.number, self.flush = control, number, flush
         self._tag = tag
         self.received: dict[Slot, Specs] = {}
         self._receipts: dict[Route, Receipt] = {}
-        self._outlets = {peer: Outlet(self, edge, peer, self.outputs_to(peer)) for peer, edge in outgoing.items()}
-        self._inlets = {p: Inlet(self, edge, p, self._forward.get((p, rank), 0)) for p, edge in incoming.items()}
+        self._outlets = {peer: Outlet(self, edge, peer) for peer, edge in outgoing.items()}
+        self._inlets = {peer: Inlet(self, edge, peer, microbatches) for peer, edge in incoming.items()}
 
     def renew(self) -> None:
         """See Lane."""
@@ -171,16 +170,16 @@ class GroupLane(AgreedShapes):
 
 
 class Outlet:
-    """SEND_F and SEND_B on one directed edge, whose shapes are those of ``outputs``."""
+    """SEND_F and SEND_B on one directed edge."""
 
-    def __init__(self, lane: GroupLane, edge: TensorOutgoing, peer: int, outputs: Outputs) -> None:
-        self._lane, self.edge, self._peer, self._outputs = lane, edge, peer, outputs
+    def __init__(self, lane: GroupLane, edge: TensorOutgoing, peer: int) -> None:
+        self._lane, self.edge, self._peer = lane, edge, peer
 
     def send_forward(self, slot: Slot, tag: int, action: Action, values: Values) -> None:
         """An output."""
         lane = self._lane
         specs = specs_of(values)
-        first, told = self._outputs.look(slot, specs, action)
+        first, told = lane.outputs_of(slot[0]).look(slot, specs, action)
         if first:
             lane.control.send_number(2 * lane.number + told, self._peer, FLAGS, action)
         if told:
@@ -197,23 +196,24 @@ class Inlet:
 
     def __init__(self, lane: GroupLane, edge: TensorIncoming, peer: int, batch: int) -> None:
         self._lane, self._edge, self._peer, self._batch = lane, edge, peer, batch
-        self._asked = 0  # forward messages of this batch that are still to be asked for
-        self._headers = not lane.announced  # of the batch whose flag was read last
-        self._begun: Callable[[], int] | None = None  # the number of a batch, asked for and not looked at
-        self._renewed = False  # whether the first message of that batch has a header
+        # By stage:
+        self._asked: dict[int, int] = {}  # outputs of this batch that are still to be asked for
+        self._headers: dict[int, bool] = {}  # of the batch whose flag was read last
+        # The number of a batch, asked for and not looked at; whether the first message of that batch has a header.
+        self._begun: dict[int, tuple[Callable[[], int], bool]] = {}
         self._queue: deque[tuple[Receipt, bool]] = deque()  # receipts that wait for a shape; whether a flag precedes
 
     def post(self, receipt: Receipt) -> None:
         """Ask for a message, or queue it until its shape is known; an edge keeps its order."""
-        first = False
+        first, stage = False, receipt.route.stage
         if receipt.route.forward:
-            if first := not self._asked:
-                self._asked = self._batch
-            self._asked -= 1
+            if first := not (left := self._asked.get(stage, 0)):
+                left = self._batch
+            self._asked[stage] = left - 1
         if first and self._lane.announced:
-            self.settle()
-            self._renewed = self._has_header(receipt)
-            self._begun = self._lane.control.ask_number(self._peer, FLAGS, receipt.action)
+            self._settle(stage)
+            number = self._lane.control.ask_number(self._peer, FLAGS, receipt.action)
+            self._begun[stage] = number, self._has_header(receipt)
             first = False
         if self._queue or first or self._has_header(receipt):
             self._queue.append((receipt, first))
@@ -241,7 +241,7 @@ class Inlet:
         assert self._queue, f"{wanted.action}: waited for and never asked for"
         receipt, first = self._queue.popleft()
         if first:
-            self._read_flag(wanted.action)
+            self._read_flag(receipt.route.stage, wanted.action)
         if self._has_header(receipt):
             self.settle()  # the host waits anyway
             header = self._lane.control.receive(self._peer, wanted.action, receipt.tag)
@@ -249,29 +249,35 @@ class Inlet:
         self._ask(receipt)
 
     def settle(self) -> None:
-        """Look at the number of the batch that began last."""
-        if (begun := self._begun) is not None:
-            self._begun = None
-            number, renewed = divmod(begun(), 2)
+        """Look at the number of the batch that began last of each stage."""
+        for stage in tuple(self._begun):
+            self._settle(stage)
+
+    def _settle(self, stage: int) -> None:
+        begun, here = self._begun.pop(stage, (None, False))
+        if begun is not None:
+            number, there = divmod(begun(), 2)
             if number != self._lane.number:
                 raise other_call(self._peer)
-            if bool(renewed) != self._renewed:
+            if bool(there) != here:
                 raise ScheduleError(
-                    f"rank {self._peer} calls step {'with' if renewed else 'without'} new_shapes, this rank "
-                    f"{'with' if self._renewed else 'without'}; all ranks make the same calls"
+                    f"rank {self._peer} calls step {'with' if there else 'without'} new_shapes, this rank "
+                    f"{'with' if here else 'without'}; all ranks make the same calls"
                 )
 
     def _has_header(self, receipt: Receipt) -> bool:
         if not receipt.route.forward:
             return False
-        return self._headers or (self._lane.announced and receipt.slot not in self._lane.received)
+        if self._lane.announced:
+            return receipt.slot not in self._lane.received
+        return self._headers.get(receipt.route.stage, True)
 
-    def _read_flag(self, action: Action) -> None:
+    def _read_flag(self, stage: int, action: Action) -> None:
         call, flag = divmod(self._lane.control.receive_number(self._peer, FLAGS, action), 2)
         if call != self._lane.number:
             raise other_call(self._peer)
-        self._headers = bool(flag)
-        self._lane.open |= self._headers
+        self._headers[stage] = bool(flag)
+        self._lane.open |= bool(flag)
 
     def _ask(self, receipt: Receipt) -> None:
         lane, forward = self._lane, receipt.route.forward

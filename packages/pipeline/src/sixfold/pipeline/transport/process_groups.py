@@ -80,6 +80,7 @@ class Outgoing:
         self._last: dict[int, list[Sent]] = {}  # by tag its last message, where the host waits
         self._let_go = wait.let_go if isinstance(wait, HostWait) else None
         self.window = _WINDOW  # messages; see routes.window_of
+        self._widest = 1  # tensors of the largest message: of gradients there may be fewer than of outputs, or none
 
     def send(self, tensors: Sequence[Tensor], tag: int, action: Action) -> None:
         """Start to send; returns at once unless the peer is far behind."""
@@ -95,7 +96,8 @@ class Outgoing:
         self._in_flight += message
         if self._let_go is not None:
             self._last[tag] = message
-        self._wait.release(self._in_flight, self.window * len(tensors), self._rank)
+        self._widest = max(self._widest, len(message))
+        self._wait.release(self._in_flight, self.window * self._widest, self._rank)
 
     def received(self, tag: int) -> None:
         """The peer is known to have the last message of this tag: drop its tensors. [Note: sends in flight]"""
@@ -267,7 +269,6 @@ class GroupLinks:
             self.control,
             {to: self._outgoing[to] for source, to in edges if source == self.rank and to in self._outgoing},
             {source: self._incoming[source] for source, to in edges if to == self.rank and source in self._incoming},
-            rank=self.rank,
             tag=self._tags,
             number=number,
             dynamic_shapes=dynamic_shapes,
@@ -483,7 +484,7 @@ class _Lane:
         route = route_of(action, self._microbatches)
         if not route.forward:
             return partial(_send_gradients, edge.send, self._groups.number, route, action)
-        outputs = self._groups.outputs_to(self._placement[action.peer_stage])
+        outputs = self._groups.outputs_of(route.stage)
         return partial(_send_output, edge.send, outputs, self._groups.number, route, action)
 
     def receiver(self, action: Action) -> _SharedReceipt | GroupReceipt:

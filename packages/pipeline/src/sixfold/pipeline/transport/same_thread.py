@@ -55,7 +55,7 @@ class SameThreadTransport:
         self, placement: Sequence[int], microbatches: int, *, backward: bool, number: int, dynamic_shapes: Shapes
     ) -> _Lane:
         """See Links."""
-        return _Lane(self._mailbox, placement, microbatches, self.rank, number, dynamic_shapes)
+        return _Lane(self._mailbox, placement, microbatches, number, dynamic_shapes)
 
     def check(self) -> None:
         """Nothing is ever overdue."""
@@ -70,11 +70,10 @@ class _Lane(AgreedShapes):
         mailbox: Mailbox,
         placement: Sequence[int],
         microbatches: int,
-        rank: int,
         number: int,
         dynamic_shapes: Shapes,
     ) -> None:
-        super().__init__(placement, microbatches, rank, dynamic_shapes)
+        super().__init__(placement, microbatches, dynamic_shapes)
         self._mailbox, self._number = mailbox, number
 
     def sender(self, action: Action) -> Callable[[tuple[Any, ...]], None]:
@@ -82,10 +81,10 @@ class _Lane(AgreedShapes):
         put = self._messages(route).append
         if not route.forward:
             return put
-        outputs_to, peer, slot = self.outputs_to, self._placement[action.peer_stage], (route.stage, route.slot)
+        outputs_of, slot = self.outputs_of, (route.stage, route.slot)
 
         def send(values: tuple[Any, ...]) -> None:
-            outputs = outputs_to(peer)
+            outputs = outputs_of(route.stage)
             outputs.look(slot, specs_of(values), action)
             put((values, outputs.open))
 

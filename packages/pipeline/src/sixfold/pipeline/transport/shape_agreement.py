@@ -5,8 +5,9 @@
 [Note: one rule] Edges of process groups must know shapes before tensors come ([Note: shapes] in ``messages.py``);
 shared memory, threads and one process need not. A program that runs on a laptop has to run on several hosts. So all of
 them take what groups take and refuse what these refuse, at the same SEND. A batch is open, which means that its shapes
-may change, in three cases: stage 0's inputs or a rank's first output on an edge changed; it follows a message of an
-edge that was open; or ``dynamic_shapes`` is set.
+may change, in three cases: stage 0's inputs or a stage's first output changed; it follows a message of a batch that
+was open; or ``dynamic_shapes`` is set. A stage's first output is behind the first of the stage before. So a change on
+any rank (a stage that is frozen between two steps) is known to all stages behind it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.program.action import Action
-from sixfold.pipeline.transport.routes import forward_edges, route_of
+from sixfold.pipeline.transport.routes import route_of
 from sixfold.pipeline.transport.specs import Specs, specs_of, words_of
 
 __all__ = ["AgreedShapes", "Outputs", "Slot"]
@@ -30,11 +31,11 @@ class AgreedShapes:
     Attributes:
         announced: they change behind ``renew`` alone. [Note: announced shapes] in ``messages.py``
         sent: the shape of each output, of the last batch.
-        open: outputs on edges whose batch begins from here on may have other shapes.
+        open: outputs of stages whose batch begins from here on may have other shapes.
     """
 
     def __init__(
-        self, placement: Sequence[int], microbatches: int, rank: int, dynamic_shapes: bool | Literal["announced"]
+        self, placement: Sequence[int], microbatches: int, dynamic_shapes: bool | Literal["announced"]
     ) -> None:
         self.announced = dynamic_shapes == "announced"
         self.sent: dict[Slot, Specs] = {}
@@ -42,8 +43,7 @@ class AgreedShapes:
         self._dynamic = bool(dynamic_shapes) and not self.announced
         self._began = False
         self._signature: object = None
-        self._rank, self._placement, self._microbatches = rank, placement, microbatches
-        self._forward = {edge: microbatches * stages for edge, stages in forward_edges(placement).items()}
+        self._placement, self._microbatches = placement, microbatches
         self._outputs: dict[int, Outputs] = {}
 
     def begin(self, signature: object) -> None:
@@ -62,11 +62,11 @@ class AgreedShapes:
         route = route_of(action, self._microbatches)
         self.sent[route.stage, route.slot] = specs_of(values)
 
-    def outputs_to(self, peer: int) -> Outputs:
-        """Those on the edge to ``peer``."""
-        if peer not in self._outputs:
-            self._outputs[peer] = Outputs(self, self._forward.get((self._rank, peer), 0))
-        return self._outputs[peer]
+    def outputs_of(self, stage: int) -> Outputs:
+        """Those of ``stage``."""
+        if stage not in self._outputs:
+            self._outputs[stage] = Outputs(self, self._microbatches)
+        return self._outputs[stage]
 
     def forget(self) -> None:
         """A batch has failed in its midst: the next one agrees anew."""
@@ -75,7 +75,7 @@ class AgreedShapes:
 
 
 class Outputs:
-    """The outputs on one directed edge.
+    """The outputs of one stage.
 
     Args:
         batch: how many a batch has.

@@ -163,7 +163,7 @@ class _Lane(AgreedShapes):
     def __init__(
         self, links: _Links, placement: tuple[int, ...], microbatches: int, number: int, dynamic_shapes: Shapes
     ) -> None:
-        super().__init__(placement, microbatches, links.rank, dynamic_shapes)
+        super().__init__(placement, microbatches, dynamic_shapes)
         self._links, self._number = links, number
 
     def sender(self, action: Action) -> Callable[[tuple[Any, ...]], None]:
@@ -171,7 +171,7 @@ class _Lane(AgreedShapes):
         edge, route = (links.rank, peer), route_of(action, self._microbatches)
         put = links.queue(edge, self._number, route).put
         room = links.queue(edge, self._number, "room", filled=self._window(edge))
-        outputs, slot = self.outputs_to(peer), (route.stage, route.slot)
+        outputs, slot = self.outputs_of(route.stage), (route.stage, route.slot)
 
         def send(values: tuple[Any, ...]) -> None:
             if route.forward:

@@ -1,0 +1,150 @@
+"""What is set on a model after it was cut holds in its stages, or the next step refuses it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from sixfold.pipeline import PipelineRunner, ScheduleError, gpipe, stages_of_causal_lm, stages_of_sequential
+
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
+
+
+def llama(tied: bool) -> Any:
+    transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
+
+    class Gains(transformers.LlamaForCausalLM):  # type: ignore[misc, name-defined]
+        """Reads attributes that it has not from the start."""
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            made = super().forward(*args, **kwargs)
+            made.logits = made.logits * getattr(self, "gain", 1.0)
+            return made
+
+    torch.manual_seed(3)
+    return Gains(transformers.LlamaConfig(**SIZES, tie_word_embeddings=tied)).eval()
+
+
+def mean(output: Tensor, _: Any) -> Tensor:
+    return output.float().mean()
+
+
+def gained(model: Any) -> None:
+    model.gain = 3.0
+
+
+def doubled(module: nn.Module) -> None:
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: 2 * forward(*args, **kwargs)  # type: ignore[method-assign]
+
+
+def hooked(module: nn.Module) -> None:
+    module.register_forward_hook(lambda _, __, made: 2 * made)
+    module.register_forward_pre_hook(lambda _, given: (given[0] + 1,))
+
+
+def compiled(module: nn.Module) -> None:
+    module.compile(backend="eager")
+
+
+FOLLOWED: list[tuple[str, Callable[[Any], object]]] = [
+    ("an attribute that the forward reads", gained),
+    ("hooks of the head", lambda model: hooked(model.lm_head)),
+    ("a forward of the embedding", lambda model: doubled(model.model.embed_tokens)),
+    ("a forward of the norm", lambda model: doubled(model.model.norm)),
+    ("a forward of a layer's part", lambda model: doubled(model.model.layers[2].mlp)),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.slow
+def test_what_is_set_after_the_cut_holds_in_its_stages_until_it_is_removed(tied):
+    ids = torch.arange(32).view(4, 8)
+    for what, change in FOLLOWED:
+        model = llama(tied)
+        runner = PipelineRunner(gpipe(2, 2), stages_of_causal_lm(model, 2), None, mean)
+        before = torch.cat(runner.forward(ids).outputs)
+        change(model)
+        found = torch.cat(runner.forward(ids).outputs)
+        torch.testing.assert_close(found, model(ids, use_cache=False).logits.detach(), msg=what)
+        assert not torch.allclose(found, before), what
+        if change is gained:
+            del model.gain
+            torch.testing.assert_close(torch.cat(runner.forward(ids).outputs), before)
+
+
+def other_class(model: Any) -> None:
+    model.__class__ = type("Other", (type(model),), {})
+
+
+REFUSED: list[tuple[Callable[[Any], object], str]] = [
+    (compiled, r"with a compile\(\) of its own"),
+    (lambda model: compiled(model.model), r"with a compile\(\) of its own"),
+    (other_class, "and the class Other was set on it"),
+    (lambda model: other_class(model.model), "and the class Other was set on it"),
+    (lambda model: model.add_module("value", nn.Linear(2, 2)), "whose value was replaced or added"),
+    (
+        lambda model: model.model.register_parameter("prompt", nn.Parameter(torch.ones(2))),
+        "whose prompt was replaced or",
+    ),
+]
+OF_A_COPY: list[tuple[Callable[[Any], object], str]] = [
+    (lambda model: doubled(model.lm_head), "a forward was set on it"),
+    (lambda model: compiled(model.lm_head), r"a Linear with a compile\(\) of its own"),
+]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.slow
+def test_what_stages_cannot_run_is_refused_by_the_next_call(tied):
+    ids = torch.arange(32).view(4, 8)
+    for change, words in REFUSED + (OF_A_COPY if tied else []):
+        model = llama(tied)
+        runner = PipelineRunner(gpipe(2, 2), stages_of_causal_lm(model, 2), None, mean)
+        runner.forward(ids)
+        change(model)
+        for call in (runner.step, runner.evaluate):
+            with pytest.raises(ScheduleError, match=words):
+                call(ids, ids)
+    model = llama(tied)
+    compiled(model)
+    with pytest.raises(ScheduleError, match=r"with a compile\(\) of its own.*compile the layers"):
+        stages_of_causal_lm(model, 2)
+    model._compiled_call_impl = None  # as the error says
+    stages_of_causal_lm(model, 2)
+
+
+CHANGES: list[tuple[Callable[[Any], object], str]] = [
+    (lambda model: model.append(nn.Linear(8, 8)), "whose layers were replaced, added or deleted"),
+    (lambda model: model.__setitem__(1, nn.Linear(8, 8)), "whose layers were replaced, added or deleted"),
+    (lambda model: model.__delitem__(3), "whose layers were replaced, added or deleted"),
+    (doubled, "and a forward, a hook or a class was set on it"),
+    (hooked, "and a forward, a hook or a class was set on it"),
+    (compiled, r"with a compile\(\) of its own"),
+]
+
+
+@pytest.mark.parametrize(("change", "words"), CHANGES)
+def test_an_nn_sequential_that_changes_after_the_cut_is_refused_by_the_next_call(change, words):
+    model, x = nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]), torch.randn(4, 8)
+    stages = stages_of_sequential(model, 2)
+    runner, apart = (PipelineRunner(gpipe(2, 2), each, None, mean) for each in (stages, copy.deepcopy(stages)))
+    runner.step(x, x)
+    doubled(model[2])  # of a layer it holds
+    torch.testing.assert_close(torch.cat(runner.forward(x).outputs), model(x).detach())
+    change(model)
+    with pytest.raises(ScheduleError, match=words):
+        runner.step(x, x)
+    apart.step(x, x)  # copies of stages are their own

@@ -154,7 +154,6 @@ class WireTransport:
                 self.control,
                 self.outgoing,
                 self.incoming,
-                rank=self.rank,
                 tag=2 + 10_000 * len(self.lanes),
                 number=number,
                 dynamic_shapes=dynamic_shapes,

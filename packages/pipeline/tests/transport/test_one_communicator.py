@@ -59,7 +59,6 @@ class One:
             self.control,
             self.outgoing,
             self.incoming,
-            rank=self.rank,
             tag=2,
             number=number,
             dynamic_shapes=dynamic_shapes,

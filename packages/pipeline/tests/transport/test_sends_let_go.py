@@ -90,7 +90,6 @@ class End:
             Notes(torch.ones(2, requires_grad=True)),  # type: ignore[arg-type]
             {1 - rank: Outgoing(self.out, 0, wait, 1 - rank)},
             {1 - rank: Incoming(self.back, 0, wait, torch.device("cpu"), 1 - rank)},
-            rank=rank,
             tag=2,
             number=0,
             dynamic_shapes=False,
@@ -212,3 +211,18 @@ def test_proofs_stand_behind_the_backward_that_took_the_gradients(name):
 def test_of_1f1b_all_gradients_but_the_last_of_a_batch_are_proved_within_it():
     program = lower(one_f_one_b(2, 6))
     assert sorted(str(sent) for _, sent in acknowledgements(program, 1)) == [f"1SEND_B{k}" for k in range(4)]
+
+
+@pytest.mark.parametrize("fewer", [0, 1])
+def test_a_message_of_fewer_tensors_waits_for_none_before_it(fewer):
+    """Of frozen stages no gradients are sent; a wait for all that was sent would stop the list."""
+    group = Group()
+    edge = Outgoing(group, 0, HostWait(TIMEOUT_S), 1)
+    for k in range(edge.window):
+        edge.send([torch.ones(2)] * 3, 2 * k, Action.parse(f"0SEND_F{k}"))
+    edge.send([torch.ones(2)] * fewer, 1, Action.parse("0SEND_B0"))
+    assert len(group.waited()) <= fewer, (
+        "a window of messages of three tensors is in flight, and waited for in no order"
+    )
+    edge.send([torch.ones(2)] * 3, 2 * edge.window, Action.parse(f"0SEND_F{edge.window}"))
+    assert len(group.waited()) == 3 + fewer, "what is in flight is bounded"

@@ -193,7 +193,7 @@ class Wiring:
                 run.calls[:] = [partial(_of_no_leaves, call) for call in run.calls]
         self.tail: LossTail | None = None
         self.rows: dict[int, BatchRows] = {}
-        self._tells = tells
+        self._told_every = 0 if not tells else slots if versions is None else self.facts.batch  # microbatches
         self._versions = {} if versions is None else versions
         self._seen: dict[int, int] = {}  # STEPs of each stage that were bound
         for run in self.runs.values():
@@ -335,7 +335,8 @@ class Wiring:
 
     def _first(self, action: Action) -> bool:
         """Whether the output that is sent or taken is of a batch's first microbatch, and says how many rows it has."""
-        return self._tells and action.microbatch is not None and action.microbatch % self.facts.batch == 0
+        every, k = self._told_every, action.microbatch
+        return bool(every) and k is not None and k % every == 0
 
     def _tell(self, k: int, sender: Callable[[Values], None], values: Values) -> None:
         sender((*values, self.rows[k].number))

@@ -243,7 +243,7 @@ class Inlet:
         if first:
             self._read_flag(receipt.route.stage, wanted.action)
         if self._has_header(receipt):
-            self.settle()  # the host waits anyway
+            self._settle(receipt.route.stage)  # the host waits anyway, for what comes behind this number
             header = self._lane.control.receive(self._peer, wanted.action, receipt.tag)
             self._lane.received[receipt.slot] = unpack_specs(header)
         self._ask(receipt)

@@ -366,3 +366,39 @@ def test_a_loss_that_is_a_module_counts_a_microbatch_once(program):
         losses = [runner.step(torch.randn(4 * M, 4), torch.randn(4 * M, 4)).losses for _ in range(2)]
         found.append((losses, loss.mean, loss.seen, [p.grad for module in modules for p in module.parameters()]))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+class Shifted(nn.Module):
+    """Positions have an offset, as those of OPT."""
+
+    def __init__(self, copy: bool) -> None:
+        super().__init__()
+        self.words, self.copy = nn.Embedding(16, 4), copy
+
+    def forward(self, x: Tensor, *, more: dict[str, Tensor]) -> Tensor:
+        positions = more["positions"].clone() if self.copy else more["positions"]
+        return x + self.words(positions.add_(2).clone())
+
+
+@pytest.mark.parametrize("way", ["checkpoint", "RECOMPUTE"])
+def test_a_keyword_tensor_that_a_second_run_would_find_changed_is_refused_by_name(way):
+    program = one_f_one_b(1, M) if way == "checkpoint" else passes.recompute(one_f_one_b(1, M), microbatches=M)
+
+    def run(copy: bool) -> Tensor:
+        module = Shifted(copy)
+        runner = PipelineRunner(program, Stage(module, 0, checkpoint=way == "checkpoint"), None, square_loss)
+        x = torch.ones(8, 4)
+        runner.step(x, x, kwargs={"more": {"positions": torch.arange(8)}})
+        return module.words.weight.grad
+
+    again = "RECOMPUTE" if way == "RECOMPUTE" else "the second run of its checkpoint"
+    with pytest.raises(ScheduleError, match=rf"stage 0 changes kwargs\['more'\]\['positions'\] in place, and {again}"):
+        run(copy=False)
+    assert run(copy=True).abs().sum(1).nonzero().flatten().tolist() == list(range(2, 10))
+
+
+def test_targets_that_a_loss_changes_in_place_are_named_among_the_causes():
+    program = passes.recompute(one_f_one_b(1, M), microbatches=M)
+    runner = PipelineRunner(program, Stage(nn.Linear(4, 4), 0), None, lambda o, t: square_loss(o, t.sub_(1).clone()))
+    with pytest.raises(ScheduleError, match=r"made another loss than its forward.*or changes its targets in place"):
+        runner.step(torch.ones(8, 4), torch.ones(8, 4))

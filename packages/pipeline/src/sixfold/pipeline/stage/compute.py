@@ -24,7 +24,7 @@ from sixfold.pipeline.microbatches.cut_batch import Values, as_tuple, check_trav
 from sixfold.pipeline.stage.output_memory import ONE, owns_memory, with_own_memory
 from sixfold.pipeline.stage.random_state import RandomState
 from sixfold.pipeline.stage.side_effects import SideEffects, StateBefore, part_of
-from sixfold.pipeline.stage.stage import Stage
+from sixfold.pipeline.stage.stage import GivenTensors, Stage
 
 if TYPE_CHECKING:
     pass
@@ -227,15 +227,11 @@ class StageRun:
         self._inputs[k] = inputs = self.inbox[k]
         self.inbox[k] = None
         self._random[k] = RandomState(self.stage.device)
-        before = versions_of(inputs)
         kwargs = self.kwargs[k]
+        given = GivenTensors(inputs, kwargs)
         with self.effects.noted(kwargs) as self._before[k], saved_tensors_hooks(_dropped, _missing):
             self.end.light(k, self._with_part(k, self.calls[k](*inputs, **kwargs)))
-        if versions_of(inputs) != before:
-            raise ScheduleError(
-                f"stage {self.index} changes its input in place, and RECOMPUTE would start from what became of it; let "
-                "it change a copy"
-            )
+        given.check(self.index, "RECOMPUTE")
 
     def recompute(self, k: int) -> None:
         """RECOMPUTE whose backward is B."""
@@ -399,11 +395,6 @@ def _edge_of(tensor: Tensor) -> GradientEdge:
 def leaves(values: Values) -> Values:
     """``values`` without their history, still asking for gradients where they did."""
     return tuple(t.detach().requires_grad_() if isinstance(t, Tensor) and t.requires_grad else t for t in values)
-
-
-def versions_of(values: Values) -> list[int]:
-    """How often each of the tensors was changed in place."""
-    return [t._version for t in values if isinstance(t, Tensor)]
 
 
 def gradients_of(inputs: Values) -> Tensors:

@@ -423,6 +423,6 @@ def another(stage: int, what: str, names: str) -> ScheduleError:
     """RECOMPUTE did not repeat its forward."""
     return ScheduleError(
         f"RECOMPUTE of stage {stage} made another {what} than its forward{names}: the stage or loss_fn reads state "
-        "or draws from a generator that none of its modules holds; make these attributes or buffers of its modules, or "
-        "run a program without RECOMPUTE"
+        "or draws from a generator that none of its modules holds, or changes its targets in place; make these "
+        "attributes or buffers of its modules, change a copy, or run a program without RECOMPUTE"
     )

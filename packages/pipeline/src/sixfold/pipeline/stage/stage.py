@@ -5,7 +5,7 @@ nn.Module, index --> Stage (this file) --> PipelineRunner
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
@@ -18,12 +18,33 @@ from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint as checkpointed_call
 
 from sixfold.pipeline.errors import ScheduleError, whole
+from sixfold.pipeline.microbatches.cut_batch import tensors_in
 from sixfold.pipeline.stage.distributed_data_parallel import check_reducers, replicas
 
-__all__ = ["DataParallel", "Stage", "check_made"]
+__all__ = ["DataParallel", "GivenTensors", "Stage", "check_made"]
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 Around = Callable[[Mapping[str, Any]], Contexts]
+
+
+class GivenTensors:
+    """The tensors that a forward is given, as it finds them: a second run would be given what it makes of them."""
+
+    __slots__ = ("_found",)
+
+    def __init__(self, inputs: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        given = [("its input", value) for value in inputs if isinstance(value, Tensor)]
+        given += tensors_in(kwargs, "kwargs") if kwargs else ()
+        self._found = [(name, value, value._version) for name, value in given if not value.is_inference()]
+
+    def check(self, stage: int, again: str) -> None:
+        """Raises ScheduleError: one was changed in place."""
+        for name, value, version in self._found:
+            if value._version != version:
+                raise ScheduleError(
+                    f"stage {stage} changes {name} in place, and {again} would start from what became of it; let it "
+                    "change a copy"
+                )
 
 
 class DataParallel(Protocol):
@@ -147,7 +168,11 @@ class Stage:
 
         def again_in_backward(*arguments: Any, **kwargs: Any) -> Any:
             run, context_fn = partial(call, **kwargs), partial(around, kwargs)
-            return checkpointed_call(run, *arguments, use_reentrant=False, context_fn=context_fn)
+            given = GivenTensors((), kwargs)  # torch looks after the arguments itself
+            made = checkpointed_call(run, *arguments, use_reentrant=False, context_fn=context_fn)
+            if torch.is_grad_enabled():
+                given.check(self.index, "the second run of its checkpoint")
+            return made
 
         return again_in_backward
 

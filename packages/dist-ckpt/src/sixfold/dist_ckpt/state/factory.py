@@ -16,7 +16,7 @@ import torch
 from sixfold.dist_ckpt.dict_utils import dict_list_map_inplace
 from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.geometry.integers import ReplicaId
-from sixfold.dist_ckpt.state import module_names, per_rank, plain_types, stateful, tree
+from sixfold.dist_ckpt.state import module_names, parameter_names, per_rank, plain_types, stateful, tree
 from sixfold.dist_ckpt.state.per_rank import PerRank
 from sixfold.dist_ckpt.state.records import (
     LocalNonpersistentObject,
@@ -115,6 +115,10 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
     def names() -> set[str] | None:
         return None if saved is None else {*saved.tensors, *tree.names_of_tensors(saved.common)}
 
+    @cache
+    def known() -> dict[int, parameter_names.Name]:
+        return parameter_names.names_in(node)
+
     def changed(path: tree.KeyPath, part: Any) -> Any:
         return tree.mapped(part, change, path, same=tree.PLAIN | tree.BRANCHES | {ShardedTensor})
 
@@ -134,7 +138,7 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
                 own, own_names = stateful.named_state_of(owner, tree.key_text(path), names())
             else:
                 own = stateful.given_state(owner, path) if saved is None else owner.state_dict()
-            built = changed(path, stateful.state_of(owner, own, path, saved))
+            built = changed(path, stateful.state_of(owner, own, path, saved, known))
             merge = Merge(path, lambda _: leaf, owner, own_names=own_names)
         elif is_dtensor(leaf):  # a load gives the DTensor back, with the same memory
             records = ShardedTensor.all_of_dtensor(tree.key_text(path), leaf)

@@ -13,7 +13,7 @@ less. Its tensors of another shape, and elements of a longer list, are not fille
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from inspect import getattr_static
 from itertools import chain
 from typing import Any, NamedTuple
@@ -22,7 +22,9 @@ import torch
 
 from sixfold.dist_ckpt.errors import MismatchError, ShardingError
 from sixfold.dist_ckpt.geometry.manifest import Stored
-from sixfold.dist_ckpt.state import module_names, tree
+from sixfold.dist_ckpt.state import module_names, parameter_names, tree
+from sixfold.dist_ckpt.state.parameter_names import Name
+from sixfold.dist_ckpt.state.records import LocalNonpersistentObject
 from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_dtensor, local_of, memory_of
 
 
@@ -79,14 +81,19 @@ def named_state_of(module: torch.nn.Module, key: str, names: Collection[str] | N
     return module_names.renamed(state, asked), found
 
 
-def state_of(owner: Any, own: Any, path: tree.KeyPath, saved: Saved | None) -> Any:
+def state_of(
+    owner: Any, own: Any, path: tree.KeyPath, saved: Saved | None, known: Callable[[], Mapping[int, Name]]
+) -> Any:
     """The state dict of an object; at a load with what is stored and not made yet, and without what is not stored.
 
-    See [Note: an optimizer without state] and [Note: state that grows]. ``saved``: None at a save.
+    See [Note: an optimizer without state] and [Note: state that grows]. ``saved``: None at a save. ``known``: names of
+    parameters, for optimizers.
     """
+    is_optimizer = isinstance(owner, torch.optim.Optimizer)
     if saved is None:
-        return own
-    if not isinstance(owner, torch.optim.Optimizer):
+        names = parameter_names.names_of(owner, known()) if is_optimizer and type(own) is dict else []
+        return {parameter_names.KEY: [name.key for name in names]} | own if names else own
+    if not is_optimizer:
         return _without_grown(own, path, saved, is_module=isinstance(owner, torch.nn.Module))
     if type(own) is not dict:
         return own
@@ -99,18 +106,28 @@ def state_of(owner: Any, own: Any, path: tree.KeyPath, saved: Saved | None) -> A
         for named, group in pairs
         for number, parameter in zip(named["params"], group["params"], strict=True)
     }
-    _check_is_same(owner, groups, tree.get(saved.common, (*path, "param_groups")), tree.key_text(path))
+    stored, key = tree.get(saved.common, path), tree.key_text(path)
+    _check_is_same(owner, groups, tree.get(stored, ("param_groups",)), key)
+    then = parameter_names.numbers_of_then(groups, parameter_names.names_of(owner, known()), stored, key)
+    if then:
+        parameters, state = (
+            {then.get(number, number): of for number, of in each.items()} for each in (parameters, state)
+        )
+        groups = [
+            group | {"params": LocalNonpersistentObject([then[number] for number in group["params"]])}
+            for group in groups
+        ]
     where = (*path, "state")
     prefix, made = tree.key_text(where) + ".", dict(_without_new(state, where, saved))
-    for key, stored in saved.tensors.items():
+    for key, tensor in saved.tensors.items():
         if not key.startswith(prefix):
             continue
-        text, _, name = key.removeprefix(prefix).partition(".")
+        text, _, name = key.removeprefix(prefix).rpartition(".")
         number = int(text) if text.isdecimal() else text
-        if number not in parameters or "." in name or name in made.get(number, {}):
+        if number not in parameters or name in made.get(number, {}):
             continue
-        made[number] = {**made.get(number, {}), name: _like(parameters[number], stored)}
-    return own | {"state": made}
+        made[number] = {**made.get(number, {}), name: _like(parameters[number], tensor)}
+    return own | {"state": made, "param_groups": groups}
 
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
@@ -130,10 +147,7 @@ def _check_is_same(owner: torch.optim.Optimizer, groups: list[Any], stored: Any,
     if sorted(own) == sorted(old) and (
         other := next((pair for pair in zip(own, old, strict=True) if len({*pair}) > 1), None)
     ):
-        raise MismatchError(
-            f"{name}: its parameters had another order: {other[0]} stands where {other[1]} stood, and state goes by "
-            "place. Make the optimizer with its parameters in the order of then"
-        )
+        raise MismatchError(parameter_names.other_order(name, *other))
 
 
 def hand_over_all(found: Iterable[tuple[Any, Any]]) -> None:
@@ -153,6 +167,8 @@ def hand_over(owner: Any, own: Any) -> None:
         for name, mine in chain(*held):
             if _is_same(mine, own.get(name)):
                 own[name] = mine
+    if isinstance(owner, torch.optim.Optimizer):
+        own = parameter_names.without_names(own)
     owner.load_state_dict(own)
 
 

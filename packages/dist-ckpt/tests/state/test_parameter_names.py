@@ -1,0 +1,142 @@
+"""State of an optimizer goes to the parameter of its name, where the module stands beside it."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from sixfold import dist_ckpt
+from sixfold.dist_ckpt import MismatchError
+
+
+def stepped(names, order=None, seed=0):
+    """Layers made in an order of names, and an optimizer after a step in which each gradient is another."""
+    torch.manual_seed(seed)
+    layers, optimizer = fresh(names, order)
+    for number, name in enumerate(sorted(names)):
+        layers[name].weight.grad = torch.full((3, 3), number + 1.0)
+        layers[name].bias.grad = torch.full((3,), -number - 1.0)
+    optimizer.step()
+    return layers, optimizer
+
+
+def fresh(names, order=None):
+    layers = nn.ModuleDict({name: nn.Linear(3, 3) for name in names})
+    parameters = [*layers.parameters()]
+    return layers, torch.optim.AdamW(parameters if order is None else [parameters[at] for at in order], lr=0.1)
+
+
+def moments(layers, optimizer):
+    return {
+        name: optimizer.state[own]["exp_avg"].clone() for name, own in layers.named_parameters(remove_duplicate=False)
+    }
+
+
+def same(one, other):
+    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+
+
+@pytest.mark.parametrize("make", [fresh, stepped])
+@pytest.mark.parametrize(("names", "order"), [("qk", None), ("kq", None), ("qk", (3, 1, 0, 2)), ("kq", (1, 3, 2, 0))])
+def test_moments_go_with_their_weights_as_by_torchs_own_state_dicts(tmp_path, make, names, order):
+    then, optimizer = stepped("qk")
+    dist_ckpt.save({"model": then, "optimizer": optimizer}, tmp_path / "c")
+    now, own = make(names, order)
+    dist_ckpt.load({"model": now, "optimizer": own}, tmp_path / "c")
+    wanted, oracle = fresh(names, order)
+    model_state, optimizer_state = get_state_dict(then, optimizer)
+    set_state_dict(wanted, oracle, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    assert same(moments(now, own), moments(wanted, oracle))
+    assert same(now.state_dict(), then.state_dict())
+    assert own.state_dict().keys() == {"state", "param_groups"}
+    assert [group["params"] for group in own.state_dict()["param_groups"]] == [[0, 1, 2, 3]]
+
+
+def test_a_reordered_model_goes_on_as_the_one_of_before(tmp_path):
+    then, optimizer = stepped("qk")
+    dist_ckpt.save({"optimizer": optimizer, "model": nn.parallel.DataParallel(then)}, tmp_path / "c")
+    now, own = fresh("kq")
+    dist_ckpt.load({"model": torch.compile(now), "optimizer": own}, tmp_path / "c")
+    for layers, each in ((then, optimizer), (now, own)):
+        each.zero_grad()
+        (layers["q"](torch.ones(1, 3)) * layers["k"](torch.ones(1, 3))).sum().backward()
+        each.step()
+    assert same(now.state_dict(), then.state_dict())
+
+
+def test_a_new_layer_begins_without_state_and_takes_that_of_no_other(tmp_path):
+    then, optimizer = stepped(["body", "head"])
+    dist_ckpt.save({"model": then, "optimizer": optimizer}, tmp_path / "c")
+    now, own = fresh(["other", "body"])
+    dist_ckpt.load({"model": now, "optimizer": own}, tmp_path / "c", strict="log_unexpected")
+    assert torch.equal(own.state[now["body"].weight]["exp_avg"], optimizer.state[then["body"].weight]["exp_avg"])
+    assert {id(parameter) for parameter in own.state} == set(map(id, now["body"].parameters()))
+    assert own.state_dict()["state"].keys() == {2, 3}
+
+
+def test_state_under_names_of_torchs_recipe_goes_by_name_too(tmp_path):
+    then, optimizer = stepped("qk")
+    model_state, optimizer_state = get_state_dict(then, optimizer)
+    dist_ckpt.save({"model": model_state, "optimizer": optimizer_state}, tmp_path / "c")
+    now, own = fresh("kq")
+    dist_ckpt.load({"model": now, "optimizer": own}, tmp_path / "c")
+    assert same(moments(now, own), moments(then, optimizer))
+
+
+def test_tied_weights_have_one_name_in_whatever_order_they_are_made(tmp_path):
+    def of(names):
+        layers, shared = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in (*names, "own")}), None
+        for name in names:
+            shared = layers[name].weight if shared is None else shared
+            layers[name].weight = shared
+        return layers, torch.optim.AdamW(layers.parameters())
+
+    layers, optimizer = of(["embedding", "head"])
+    (layers["head"].weight.sum() + 3 * layers["own"].weight.sum()).backward()
+    optimizer.step()
+    dist_ckpt.save({"model": layers, "optimizer": optimizer}, tmp_path / "c")
+    now, own = of(["head", "embedding"])
+    dist_ckpt.load({"model": now, "optimizer": own}, tmp_path / "c")
+    assert same(moments(now, own), moments(layers, optimizer))
+
+
+def test_a_parameter_of_another_group_is_refused(tmp_path):
+    def of(first, second):
+        layers = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in "qk"})
+        groups = [{"params": [layers[first].weight], "lr": 0.1}, {"params": [layers[second].weight]}]
+        return layers, torch.optim.AdamW(groups)
+
+    layers, optimizer = of("q", "k")
+    dist_ckpt.save({"model": layers, "optimizer": optimizer}, tmp_path / "c")
+    layers, optimizer = of("k", "q")
+    with pytest.raises(MismatchError, match=r"another order: model\.k\.weight stands where model\.q\.weight stood"):
+        dist_ckpt.load({"model": layers, "optimizer": optimizer}, tmp_path / "c")
+
+
+def test_without_a_module_beside_it_state_goes_by_place_also_in_checkpoints_of_before(tmp_path):
+    then, optimizer = stepped("qk")
+    dist_ckpt.save({"optimizer": optimizer}, tmp_path / "c")
+    assert "parameter_names" not in dist_ckpt.load_common_state_dict(tmp_path / "c")["optimizer"]
+    state = copy.deepcopy(optimizer.state_dict())
+    dist_ckpt.save({"model": then.state_dict(), "optimizer": state}, tmp_path / "before")
+    for folder in ("c", "before"):
+        _, own = fresh("qk")
+        dist_ckpt.load({"optimizer": own}, tmp_path / folder)
+        assert torch.equal(own.state_dict()["state"][2]["exp_avg"], state["state"][2]["exp_avg"])
+    now, own = fresh("qk")
+    dist_ckpt.load({"model": now, "optimizer": own}, tmp_path / "before")
+    assert same(moments(now, own), moments(then, optimizer))
+
+
+def test_an_optimizer_alone_that_was_saved_beside_its_model_loads_by_place(tmp_path):
+    then, optimizer = stepped("qk")
+    dist_ckpt.save({"model": then, "optimizer": optimizer}, tmp_path / "c")
+    now, own = fresh("qk")
+    loaded = dist_ckpt.load({"optimizer": own}, tmp_path / "c")
+    assert loaded["optimizer"] is own
+    assert same(moments(now, own), moments(then, optimizer))
+    names = ["q.weight", "q.bias", "k.weight", "k.bias"]
+    common = dist_ckpt.load_common_state_dict(tmp_path / "c")["optimizer"]
+    assert common["parameter_names"] == [f"model.{name}" for name in names]

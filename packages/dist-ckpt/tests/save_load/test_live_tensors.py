@@ -10,6 +10,8 @@ from forked_worker import Forked
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import ShardedTensor
 from sixfold.dist_ckpt.background import worker_process
+from sixfold.dist_ckpt.background.arena import Arena
+from sixfold.dist_ckpt.background.saver import AsyncSaver
 from sixfold.dist_ckpt.dcp import Reader, Writer
 from sixfold.dist_ckpt.stores import MemoryStore
 
@@ -67,3 +69,22 @@ def test_a_background_save_beside_a_thread_that_writes_the_tensor_is_whole(tmp_p
     with Writing(tensor):
         dist_ckpt.async_save({"w": ShardedTensor.from_rank_offsets("w", tensor)}, tmp_path / "c", group=None).wait()
     assert dist_ckpt.load_plain_tensors(tmp_path / "c")["w"].max() <= tensor.max()
+
+
+def test_the_first_worker_starts_behind_the_copy_which_has_all_cores(tmp_path, monkeypatch):
+    order = []
+
+    def take(self, tensors, plain=Arena.take):
+        order.append("copy")
+        return plain(self, tensors)
+
+    def start(fds):
+        order.append("worker")
+        return Forked(fds)
+
+    monkeypatch.setattr(Arena, "take", take)
+    monkeypatch.setattr(worker_process, "_start_worker", start)
+    with AsyncSaver(None) as saver:
+        for step in (1, 2):
+            saver.save({"w": torch.full((9,), float(step))}, tmp_path / f"{step}").wait()
+    assert order == ["copy", "worker", "copy"]

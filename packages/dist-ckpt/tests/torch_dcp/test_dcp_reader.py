@@ -1,6 +1,8 @@
 """``dcp.Reader``: folders of torch's writer and of ours, read by torch's ``load`` as its own reader reads them."""
 
+import gc
 import io
+import pickle
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import MismatchError, dcp
+from sixfold.dist_ckpt.formats import unpickle
 
 
 @pytest.fixture(params=["ours", "torchs", "torchs, a file per item", "torchs, three threads"], scope="module")
@@ -53,6 +56,70 @@ def test_its_metadata_is_what_torchs_reader_gives(folder):
     assert entries(ours) == entries(torchs)
     assert ours.planner_data == torchs.planner_data
     assert places(ours) == places(torchs)
+
+
+def test_its_metadata_is_pickled_as_torchs_is(folder):
+    found = pickle.loads(pickle.dumps(dcp.Reader(folder).read_metadata()))
+    torchs = FileSystemReader(folder).read_metadata()
+    assert type(found.storage_data) is dict
+    assert (places(found), found.planner_data) == (places(torchs), torchs.planner_data)
+
+
+def test_a_load_decodes_the_planners_data_of_our_folders_only_for_who_asks(tmp_path, monkeypatch):
+    decoded = []
+
+    def noted(*arguments, plain=unpickle.loads, **options):
+        decoded.append(len(arguments[0]))
+        return plain(*arguments, **options)
+
+    dcp_save(contents(), dcp.Writer(tmp_path / "c"))
+    monkeypatch.setattr(unpickle, "loads", noted)
+    dcp_load(blank(), dcp.Reader(tmp_path / "c"))
+    assert not decoded
+    assert dcp.Reader(tmp_path / "c").read_metadata().planner_data["lr"] == ("lr",)
+    assert len(decoded) == 1
+
+
+@pytest.fixture
+def nothing_frozen():
+    """As in a program that has not called ``gc.freeze``; these tests run in one that has."""
+    had = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    if had:
+        gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_the_collector_skips_older_objects_while_a_load_goes_on_and_no_longer(folder):
+    seen = []
+
+    class Looking(torch_dcp.DefaultLoadPlanner):
+        def create_local_plan(self):
+            seen.append(gc.get_freeze_count() > 0)
+            return super().create_local_plan()
+
+        def commit_tensor(self, read_item, tensor):
+            seen.append(gc.get_freeze_count() > 0)
+
+    dcp_load(blank(), dcp.Reader(folder), planner=Looking())
+    assert len(seen) > 2
+    assert all(seen)
+    assert gc.get_freeze_count() == 0
+    reader = dcp.Reader(folder)
+    with pytest.raises(CheckpointException):
+        dcp_load({"extra": torch.zeros(2)}, reader)
+    assert gc.get_freeze_count() > 0  # between torch's calls nobody hears of its error
+    assert same(dcp_load(blank(), reader), contents())
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_a_program_has_frozen_stays_frozen(folder):
+    gc.freeze()
+    dcp_load(blank(), dcp.Reader(folder))
+    assert gc.get_freeze_count() > 0
 
 
 def test_a_whole_folder_loads_without_names(folder):

@@ -140,11 +140,11 @@ class AsyncSaver:
                 _check_is_possible(request)
                 self._let_go()
                 await_saves_to(request.store)
-                worker = typed(self._ready_worker)
             agreed = agree()
             undo.callback(agreed.abandon)
             self._save_id = agreed.ticket.save.save_id
             job, heartbeat = self._hand_over(agreed, request, undo)
+            worker = self._ready_worker()
             flight = AsyncSave(self, worker, job, heartbeat, request.progress, start, self._arena.settle)
             try:
                 self._flight = flight
@@ -219,7 +219,10 @@ class AsyncSaver:
         return self._worker
 
     def _hand_over(self, agreed: saving.Agreed, request: SaveRequest, undo: ExitStack) -> tuple[Job, Heartbeat | None]:
-        """Copy the tensors and try the shared folder, both on every rank or on none."""
+        """Copy the tensors, have a worker and try the shared folder, all on every rank or on none.
+
+        A new worker starts behind the copy: while it imports torch it has a core, which the copy can use.
+        """
         exchange, ticket, store = agreed.exchange, agreed.ticket, agreed.content.store
         is_local = store.local_folder is not None
         job = Job(
@@ -257,6 +260,7 @@ class AsyncSaver:
                 in_thread(opened, opening)
             content, places = self._copy(job.content)
             begun = opening.result() if asks else ticket
+            self._ready_worker()
             return (content, places, heartbeat() if asks and is_local else None), begun
 
         def meet() -> tuple[Heartbeat, bool]:

@@ -62,7 +62,9 @@ class SnapshotSaver(AsyncSaver):
         def copy() -> tuple[tuple[writer.RankContent, dict[int, Place]], None]:
             store.join(save)
             undo.callback(store.abandon, save)
-            return self._copy(agreed.content), None
+            copied = self._copy(agreed.content)
+            self._ready_worker()
+            return copied, None
 
         (self.content, places), _ = exchange.all_reduce(copy, lambda _: None)
         self.generation = store.generation(save)

@@ -11,8 +11,9 @@ that types, boxes and byte ranges are what they must be. The planner's data is t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from sixfold.dist_ckpt.formats.unpickle import Node
 from sixfold.dist_ckpt.formats.zstd import DESCRIPTOR
 from sixfold.dist_ckpt.geometry.box import Box, Ints
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Manifest, Stored, StoredChunk, StoredTensor
-from sixfold.dist_ckpt.interpreter import collection_paused
 
 _MOST_DEPTH = 64  # of a path of planner_data
 _MOST_PLACES = 1 << 24  # of all lists that the paths of planner_data stand for, together
@@ -67,7 +67,6 @@ def _written(places: Places, key: str, offset: Ints | None) -> ByteRange:
         raise ShardingError(f"{key}: the planner's metadata names {what}, and no rank has written that") from None
 
 
-@collection_paused()
 def metadata_of(manifest: Manifest, data: bytes | None, *, trusted_bytes: bool) -> Metadata:
     """torch's ``Metadata`` of a checkpoint; megatron's flattened layout has its true shapes.
 
@@ -78,28 +77,74 @@ def metadata_of(manifest: Manifest, data: bytes | None, *, trusted_bytes: bool) 
     Raises:
         CorruptError: it is not what such a file is. UnsafeError: it names what no checkpoint needs.
     """
-    found = Metadata({}, None, {}, torchs.StorageMeta(save_id=manifest.save_id))
+    entries, properties = dict[str, Any](), dict[Any, torchs.TensorProperties]()
     for key, stored in manifest.tensors.items():
-        entry = torchs.TensorStorageMetadata(torchs.TensorProperties(dtype=stored.dtype), Size(stored.shape), [])
-        found.state_dict_metadata[key] = entry
-        for number, (box, frame, _) in enumerate(stored.chunks):
-            entry.chunks.append(torchs.ChunkStorageMetadata(Size(box.offset), Size(box.size)))
-            found.storage_data[torchs.MetadataIndex(key, box.offset, number)] = _info(manifest, frame)
-    for key, frame in manifest.objects.items():
-        found.state_dict_metadata[key] = torchs.BytesStorageMetadata()
-        found.storage_data[torchs.MetadataIndex(key)] = _info(manifest, frame)
-    if data is not None:
-        root = unpickle.loads(data, trusted_bytes=trusted_bytes)
-        try:
-            found.storage_meta = _storage_meta(root.get("storage_meta"), manifest.save_id)
-            found.planner_data = _planner_data(root.get("planner_data"), [*found.state_dict_metadata])
-        except (AttributeError, TypeError, RecursionError) as error:
-            raise CorruptError(f"not a readable Metadata: {type(error).__name__}: {error}") from error
+        kind = properties.setdefault(stored.dtype, torchs.TensorProperties(dtype=stored.dtype))
+        chunks = [torchs.ChunkStorageMetadata(Size(box.offset), Size(box.size)) for box, *_ in stored.chunks]
+        entries[key] = torchs.TensorStorageMetadata(kind, Size(stored.shape), chunks)
+    for key in manifest.objects:
+        entries[key] = torchs.BytesStorageMetadata()
+    found = _Metadata(entries, None, _Places(manifest), torchs.StorageMeta(save_id=manifest.save_id))
+    if data is None:
+        return found
+    if trusted_bytes and manifest.save_id is not None:  # ours, which says no more of its save
+        found.decoded_later = data
+        del found.planner_data
+        return found
+    root = unpickle.loads(data, trusted_bytes=trusted_bytes)
+    try:
+        found.storage_meta = _storage_meta(root.get("storage_meta"), manifest.save_id)
+        found.planner_data = _planner_data(root.get("planner_data"), [*entries])
+    except (AttributeError, TypeError, RecursionError) as error:
+        raise CorruptError(f"not a readable Metadata: {type(error).__name__}: {error}") from error
     return found
 
 
-def _info(manifest: Manifest, frame: ByteRange) -> _StorageInfo:
-    return _StorageInfo(*frame, [DESCRIPTOR] if frame.file in manifest.compressed else None)
+class _Metadata(Metadata):
+    """Metadata whose planner's data is decoded when it is asked for: torch's usual load does not ask."""
+
+    decoded_later = b""
+
+    @cached_property
+    def planner_data(self) -> Any:
+        root = unpickle.loads(self.decoded_later, trusted_bytes=True)
+        return _planner_data(root.get("planner_data"), [*self.state_dict_metadata])
+
+
+class _Places(Mapping[torchs.MetadataIndex, _StorageInfo]):
+    """``storage_data``, each entry made when it is asked for; pickled as the dict that it stands for."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+
+    def __getitem__(self, index: torchs.MetadataIndex) -> _StorageInfo:
+        frame = frame_of(self._manifest, index)
+        if frame is None:
+            raise KeyError(index)
+        return _StorageInfo(*frame, [DESCRIPTOR] if frame.file in self._manifest.compressed else None)
+
+    def __iter__(self) -> Iterator[torchs.MetadataIndex]:
+        for key, stored in self._manifest.tensors.items():
+            for number, chunk in enumerate(stored.chunks):
+                yield torchs.MetadataIndex(key, chunk.box.offset, number)
+        yield from map(torchs.MetadataIndex, self._manifest.objects)
+
+    def __len__(self) -> int:
+        return sum(stored.chunk_count for stored in self._manifest.tensors.values()) + len(self._manifest.objects)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
+
+
+def frame_of(manifest: Manifest, index: torchs.MetadataIndex) -> ByteRange | None:
+    """The frame of the chunk, or of the object, that an index names; None if there is none."""
+    if index.offset is None:
+        return manifest.objects.get(index.fqn)
+    stored, start = manifest.tensors.get(index.fqn), tuple(index.offset)
+    if stored is None or len(start) != len(stored.shape):
+        return None
+    near = stored.near(Box(start, (1,) * len(start)))
+    return next((chunk.frame for chunk in near if chunk.box.offset == start), None)
 
 
 def _storage_meta(stored: Any, save_id: str | None) -> torchs.StorageMeta:

@@ -39,7 +39,7 @@ from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchErro
 from sixfold.dist_ckpt.formats.integrity import Block, Span
 from sixfold.dist_ckpt.geometry.box import Box
 from sixfold.dist_ckpt.geometry.manifest import ByteRange, Stored
-from sixfold.dist_ckpt.interpreter import collection_paused
+from sixfold.dist_ckpt.interpreter import collection_paused, older_objects_skipped
 from sixfold.dist_ckpt.mirror.leases import Host, this_host
 from sixfold.dist_ckpt.mirror.mirror import Mirror
 from sixfold.dist_ckpt.plans import plan as plans
@@ -115,9 +115,9 @@ class _Opened:
         """The blocks of the chunks that these items name, those that are hashed or come into a mirror."""
         frames = set[ByteRange]()
         for item in items:
-            place = self.metadata.storage_data.get(item.storage_index)
-            if place is not None:
-                frames.add(ByteRange(place.relative_path, place.offset, place.length))
+            frame = dcp_metadata.frame_of(self.checkpoint.manifest, item.storage_index)
+            if frame is not None:
+                frames.add(frame)
             elif item.type == LoadItemType.BYTE_IO:
                 frames.add(self.bytes_at(item))
             else:
@@ -247,11 +247,12 @@ class Reader(StorageReader):
             checkpoint = view.opened(self.verify)
             data = checkpoint.small_file(".metadata")
             trusted = checkpoint.integrity is not None and self.verify != "off"
-            checkpoint.manifest = checkpoint.manifest.in_memory()  # torch is told of each chunk
-            found = at(
-                checkpoint.folder / ".metadata",
-                lambda: dcp_metadata.metadata_of(checkpoint.manifest, data, trusted_bytes=trusted),
-            )
+            with collection_paused():
+                checkpoint.manifest = checkpoint.manifest.in_memory()  # torch is told of each chunk
+                found = at(
+                    checkpoint.folder / ".metadata",
+                    lambda: dcp_metadata.metadata_of(checkpoint.manifest, data, trusted_bytes=trusted),
+                )
         self._now = _Opened(view, checkpoint, found, mirrors)
         return found
 
@@ -264,7 +265,8 @@ class Reader(StorageReader):
         """Each rank. The metadata is that of ``read_metadata``, which has opened the folder."""
         if self._failure is not None:
             raise self._failure
-        self._opened()
+        # Until the load ends: torch's plans of 8,000 tensors are a million objects.
+        self._opened().mirrors.enter_context(older_objects_skipped())
 
     def _opened(self) -> _Opened:
         if self._now is None:

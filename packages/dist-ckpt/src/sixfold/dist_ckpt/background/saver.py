@@ -144,7 +144,8 @@ class AsyncSaver:
             undo.callback(agreed.abandon)
             self._save_id = agreed.ticket.save.save_id
             job, heartbeat = self._hand_over(agreed, request, undo)
-            worker = self._ready_worker()
+            worker = self._worker
+            assert worker is not None, "_hand_over has one ready"
             flight = AsyncSave(self, worker, job, heartbeat, request.progress, start, self._arena.settle)
             try:
                 self._flight = flight

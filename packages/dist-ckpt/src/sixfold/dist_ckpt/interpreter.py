@@ -1,6 +1,6 @@
 """What the interpreter does besides: its garbage collector pauses, its pools of threads work until it has ended.
 
-objects by the million --> collection_paused (this file) --> saving.py, loading.py, metadata.py, reader.py
+objects by the million --> collection_paused, older_objects_skipped (this file) --> saving.py, loading.py, reader.py
 work --> Pool (this file) --> threads, or the caller where none are given any more --> frame_file.py, reader.py
 """
 

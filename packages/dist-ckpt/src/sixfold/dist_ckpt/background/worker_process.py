@@ -28,7 +28,7 @@ def _start_worker(fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
 
 
 class Worker:
-    """The process, started and not waited for: it imports torch while the trainer copies.
+    """The process, started and not waited for: it imports torch while the trainer goes on.
 
     Attributes:
         connection: jobs go there, outcomes come back; ``poll`` it before ``recv_bytes``.

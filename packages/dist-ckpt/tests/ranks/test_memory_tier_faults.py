@@ -225,6 +225,28 @@ def test_a_slow_disk_holds_up_no_snapshot_and_its_generation_stays_till_then(shm
     assert [step for step, _ in retention.checkpoints(tmp_path)] == [1]
 
 
+def slow_rank(rank, ranks, shm, with_restore):
+    """Rank 1's worker takes a second longer than rank 0's."""
+    inner = jobs.SnapshotJob.commit
+
+    def slow(self, shares, counter):
+        time.sleep(rank)
+        return inner(self, shares, counter)
+
+    jobs.SnapshotJob.commit = slow
+    with tier_of(shm, rank, ranks, 1) as tier:
+        tier.save(1, state_of(rank, ranks, 1)).wait()
+        tier.save(2, state_of(rank, ranks, 2)).wait()
+        if not with_restore:
+            return tier.steps()
+        return [tier.restore(state_of(rank, ranks, 0, fill=False)).step]
+
+
+@pytest.mark.parametrize(("with_restore", "expected"), [(False, [1, 2]), (True, [2])])
+def test_who_has_waited_for_its_own_part_finds_the_snapshot_of_all(shm, with_restore, expected):
+    assert run_ranks(slow_rank, 2, shm, with_restore) == [expected, expected]
+
+
 def no_disk(rank, ranks, shm, disk):
     with tier_of(shm, rank, ranks, 1, drain_to=disk, drain_every=1) as tier:
         tier.save(1, state_of(rank, ranks, 1)).wait()

@@ -19,11 +19,11 @@ import secrets
 import socket
 import time
 import warnings
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from sixfold.dist_ckpt import retention, serialization
 from sixfold.dist_ckpt.background.saver import own_tensors
@@ -44,6 +44,7 @@ from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.storage.local import located, resolved, store_at
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 
+T = TypeVar("T")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _IO_S = 10.0  # the longest that a rank waits for a byte of another, or a quarter of timeout_s
 
@@ -258,10 +259,7 @@ class MemoryTier:
     def steps(self) -> list[int]:
         """The steps of snapshots that are whole, ascending. Collective."""
         self._meet()
-        _, steps = self._exchange().all_reduce(
-            self._listed, lambda found: [choice.generation.step for choice in whole_ones(_by_domain(found))[0]]
-        )
-        return sorted({*steps})
+        return sorted({*self._of_listings(lambda found: [one.generation.step for one in whole_ones(found)[0]])})
 
     def needed_bytes(self, state: Mapping[Any, Any]) -> dict[str, int]:
         """Memory that snapshots of ``state`` need at most on each domain, besides ``state``. Collective; saves nothing.
@@ -371,9 +369,18 @@ class MemoryTier:
                 stacklevel=3,
             )
 
-    def _listed(self) -> tuple[None, tuple[str, dict[Generation, Held]] | None]:
-        """What this domain has, told by its first rank."""
-        return None, (self.domain, self._folder.listing()) if self._is_first else None
+    def _of_listings(self, judged: Callable[[dict[str, dict[Generation, Held]]], T]) -> T:
+        """What the first rank judges of all domains' files, told by the first rank of each. Collective.
+
+        They look when all ranks are here: each has waited for its own part of the last snapshot, and for no other.
+        """
+        exchange = self._exchange()
+        exchange.run_on_all(lambda: None)
+
+        def listed() -> tuple[None, tuple[str, dict[Generation, Held]] | None]:
+            return None, (self.domain, self._folder.listing()) if self._is_first else None
+
+        return exchange.all_reduce(listed, lambda found: judged(dict(own for own in found if own is not None)))[1]
 
     def _end(self) -> None:
         """End what this process has begun."""
@@ -479,8 +486,7 @@ class MemoryTier:
     def _find(self, step: int | None, banned: Set[Copy], refused: Set[int], with_disk: bool = True) -> _Found:
         """The newest that is whole. Collective."""
 
-        def chosen(found: list[tuple[str, dict[Generation, Held]] | None]) -> _Found:
-            listings = _by_domain(found)
+        def chosen(listings: dict[str, dict[Generation, Held]]) -> _Found:
             attempt = max((g.attempt for listing in listings.values() for g in listing), default=0)
             choices, skipped = whole_ones(listings, banned)
             choice = next((one for one in choices if step in (None, one.generation.step)), None)
@@ -498,7 +504,7 @@ class MemoryTier:
                 told = tuple(str(one) for one in skipped if choice is None or one.generation > choice.generation)
             return _Found(max(attempt + 1, time.time_ns() // 10**6), choice, disk, told)
 
-        return self._exchange().all_reduce(self._listed, chosen)[1]
+        return self._of_listings(chosen)
 
     def _loaded(self, state: Any, found: _Found, options: dict[str, Any]) -> Any:
         """What ``load`` returns of what was found."""
@@ -560,10 +566,6 @@ class MemoryTier:
         _, found = self._exchange().all_reduce(own, lambda by_rank: [copy for own in by_rank for copy in own])
         everything = [(choice.generation, rank, name) for rank, names in enumerate(choice.holders) for name in names]
         return {*(found or everything)}
-
-
-def _by_domain(found: list[tuple[str, dict[Generation, Held]] | None]) -> dict[str, dict[Generation, Held]]:
-    return dict(listing for listing in found if listing is not None)
 
 
 def _as_ours(error: BaseException) -> CheckpointError:

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -140,3 +141,80 @@ def test_an_optimizer_alone_that_was_saved_beside_its_model_loads_by_place(tmp_p
     names = ["q.weight", "q.bias", "k.weight", "k.bias"]
     common = dist_ckpt.load_common_state_dict(tmp_path / "c")["optimizer"]
     assert common["parameter_names"] == [f"model.{name}" for name in names]
+
+
+class Plain(torch.optim.Optimizer):
+    """Of a user: a moment of its parameter's shape, and one number for each row of a matrix."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            state["moment"] = parameter.grad.clone()
+            state["rows"] = parameter.grad.flatten(1).sum(1) if parameter.dim() > 1 else parameter.grad.sum()
+
+
+def with_step(parameters, kind, **options):
+    optimizer = kind(parameters, **options)
+    for number, parameter in enumerate(parameters):
+        parameter.grad = torch.full_like(parameter, number + 1.0)
+    optimizer.step()
+    return optimizer
+
+
+KINDS = [
+    *((kind, {}) for kind in (torch.optim.AdamW, torch.optim.Rprop, torch.optim.Adagrad, torch.optim.ASGD)),
+    (torch.optim.SGD, {"momentum": 0.9}),
+    (torch.optim.RMSprop, {"centered": True}),
+]
+
+
+@pytest.mark.parametrize("loads", ["a fresh one", "one with state"])
+@pytest.mark.parametrize("saved_as", ["alone", "beside the model", "state dict", "by torch"])
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+def test_moments_of_another_shape_than_their_parameters_are_an_error(tmp_path, kind, options, saved_as, loads):
+    then = nn.Linear(3, 4)
+    optimizer, folder = with_step([*then.parameters()], kind, **options), tmp_path / "c"
+    state = {"optimizer": optimizer, "model": then} if saved_as == "beside the model" else {"optimizer": optimizer}
+    if saved_as == "by torch":
+        torch.distributed.checkpoint.save({"optimizer": optimizer.state_dict()}, checkpoint_id=folder, no_dist=True)
+    else:
+        dist_ckpt.save({"optimizer": optimizer.state_dict()} if saved_as == "state dict" else state, folder)
+    now = nn.Linear(6, 4)
+    own = kind(now.parameters(), **options) if loads == "a fresh one" else with_step([*now.parameters()], kind)
+    with pytest.raises(
+        MismatchError, match=r"parameter 0 was saved with shape \(4, 3\), and the parameter has \(4, 6\)"
+    ):
+        dist_ckpt.load({"optimizer": own}, folder)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Plain])
+def test_moments_of_parameters_in_another_order_are_an_error_that_names_the_parameter(tmp_path, kind):
+    then = nn.Linear(3, 4)
+    dist_ckpt.save({"optimizer": with_step([*then.parameters()], kind)}, tmp_path / "c")
+    now = nn.Linear(3, 4)
+    own = kind([now.bias, now.weight])
+    wanted = r"of parameter 0 \(model\.bias\) was saved with shape \(4, 3\), and the parameter has \(4,\)"
+    with pytest.raises(MismatchError, match=wanted):
+        dist_ckpt.load({"model": now, "optimizer": own}, tmp_path / "c", strict="log_unexpected")
+    assert not own.state
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.LBFGS, Plain])
+def test_optimizers_whose_state_has_shapes_of_its_own_come_back(tmp_path, kind):
+    def of():
+        return nn.Sequential(nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 1))
+
+    then, now = of(), of()
+    optimizer, own = kind(then.parameters()), kind(now.parameters())
+    then(torch.ones(2, 4)).sum().backward()
+    optimizer.step(*[lambda: torch.tensor(1.0)] * (kind is torch.optim.LBFGS))
+    dist_ckpt.save({"optimizer": optimizer}, tmp_path / "c")
+    dist_ckpt.load({"optimizer": own}, tmp_path / "c")
+    assert [*map(in_order, own.state.values())] == [*map(in_order, optimizer.state.values())]
+
+
+def in_order(state):
+    return repr(sorted(state.items()))

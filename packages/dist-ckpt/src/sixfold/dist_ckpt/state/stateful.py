@@ -13,6 +13,7 @@ less. Its tensors of another shape, and elements of a longer list, are not fille
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from inspect import getattr_static
 from itertools import chain
@@ -118,16 +119,68 @@ def state_of(
             for group in groups
         ]
     where = (*path, "state")
-    prefix, made = tree.key_text(where) + ".", dict(_without_new(state, where, saved))
-    for key, tensor in saved.tensors.items():
-        if not key.startswith(prefix):
-            continue
-        text, _, name = key.removeprefix(prefix).rpartition(".")
-        number = int(text) if text.isdecimal() else text
-        if number not in parameters or name in made.get(number, {}):
-            continue
-        made[number] = {**made.get(number, {}), name: _like(parameters[number], tensor)}
+    moments = _moments(tree.key_text(where) + ".", tree.get(stored, ("state",)), parameters, saved.tensors)
+    labels = dict(zip(parameters, parameter_names.names_of(owner, known()), strict=False))
+    _check_shapes(owner, parameters, moments, {number: f" ({name.key})" for number, name in labels.items()}, key)
+    made = dict(_without_new(state, where, saved))
+    for name, found in moments.items():
+        for number, tensor in found.items():
+            if not isinstance(tensor, torch.Tensor) and name not in made.get(number, {}):
+                made[number] = {**made.get(number, {}), name: _like(parameters[number], tensor)}
     return own | {"state": made, "param_groups": groups}
+
+
+def _moments(
+    prefix: str, common: Any, parameters: Mapping[Any, torch.Tensor], stored: Mapping[str, Stored]
+) -> dict[str, dict[Any, Stored | torch.Tensor]]:
+    """By name, then by number of a parameter, what is stored of it below ``prefix`` or in common data."""
+    found = dict[str, dict[Any, Stored | torch.Tensor]]()
+    for number, part in common.items() if type(common) is dict else ():
+        for name, leaf in part.items() if type(part) is dict and number in parameters else ():
+            if isinstance(leaf, torch.Tensor):
+                found.setdefault(name, {})[number] = leaf
+    for key, tensor in stored.items():
+        if key.startswith(prefix):
+            text, _, name = key.removeprefix(prefix).rpartition(".")
+            number = int(text) if text.isdecimal() else text
+            if number in parameters:
+                found.setdefault(name, {})[number] = tensor
+    return found
+
+
+# Of torch's optimizers: what has the shape of its parameter. Adafactor and LBFGS hold other shapes beside.
+_LIKE_PARAMETERS = {"acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"} | {
+    *("momentum_buffer", "prev", "square_avg", "step_size", "sum")
+}
+
+
+def _check_shapes(
+    owner: torch.optim.Optimizer,
+    parameters: Mapping[Any, torch.Tensor],
+    moments: Mapping[str, Mapping[Any, Stored | torch.Tensor]],
+    labels: Mapping[Any, str],
+    key: str,
+) -> None:
+    """MismatchError where a moment has another shape than its parameter: torch would take it.
+
+    The names of torch's optimizers tell which state that is. Of others it is what has, for all parameters together, the
+    shapes of the parameters in another order.
+    """
+    kinds = {kind.__module__ for kind in type(owner).__mro__} - {torch.optim.Optimizer.__module__}
+    is_torchs = any(kind.startswith("torch.optim.") for kind in kinds)
+    with_state = set[Any]().union(*moments.values())
+    for name, found in moments.items():
+        shapes = {number: (tuple(tensor.shape), tuple(parameters[number].shape)) for number, tensor in found.items()}
+        then, now = (Counter(each[at] for each in shapes.values()) for at in (0, 1))
+        if name not in _LIKE_PARAMETERS if is_torchs else then != now or with_state != shapes.keys():
+            continue
+        for number, (was, shape) in shapes.items():
+            if was != shape:
+                raise MismatchError(
+                    f"{key}: {name} of parameter {number}{labels.get(number, '')} was saved with shape {was}, and the "
+                    f"parameter has {shape}. Make the optimizer over the parameters of then, in their order; or leave "
+                    f"{key} out, and this one begins without state"
+                )
 
 
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sixfold.pipeline import PipelineRunner, ScheduleError, gpipe, stages_of_causal_lm, stages_of_sequential
+from sixfold.pipeline import PipelineRunner, ScheduleError, gpipe, stages_of_causal_lm, stages_of_sequential, zb_h1
 
 SIZES = {
     "vocab_size": 32,
@@ -148,3 +148,54 @@ def test_an_nn_sequential_that_changes_after_the_cut_is_refused_by_the_next_call
     with pytest.raises(ScheduleError, match=words):
         runner.step(x, x)
     apart.step(x, x)  # copies of stages are their own
+
+
+def gradients_of(model: Any, ids: Tensor) -> dict[str, Tensor]:
+    """By plain torch: two microbatches one behind the other."""
+    model.zero_grad()
+    for x in ids.chunk(2):
+        (mean(model(x, use_cache=False).logits, None) / 2).backward()
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def check_gradients(program: Any, change: Callable[[Any], object], *, tied: bool = True) -> None:
+    """``change`` is made between two steps."""
+    model, ids = llama(tied), torch.arange(32).view(4, 8)
+    stages = stages_of_causal_lm(model, 2)
+    runner = PipelineRunner(program, stages, None, mean)
+    runner.step(ids, ids)
+    change(model)
+    for stage in stages:
+        for parameter in stage.parameters():
+            parameter.grad = None
+    runner.step(ids, ids)
+    ours = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    copied = stages[-1].tied.get("embedding") if tied else None
+    if copied is not None and copied.grad is not None:
+        torch.testing.assert_close(copied.grad, ours["model.embed_tokens.weight"])
+    for stage in stages:
+        stage.module.zero_grad()
+    expected = gradients_of(model, ids)
+    assert ours.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(ours[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def backward_hooks(model: Any) -> None:
+    model.lm_head.register_full_backward_hook(lambda _, gradients, __: (2 * gradients[0],))
+    model.lm_head.register_full_backward_pre_hook(lambda _, gradients: (3 * gradients[0],))
+    model.model.norm.register_full_backward_hook(lambda _, gradients, __: (0.5 * gradients[0],))
+
+
+def hooks_with_keywords(model: Any) -> None:
+    model.lm_head.register_forward_pre_hook(lambda _, x, kwargs: ((x[0] + 1,), kwargs), with_kwargs=True)
+    model.lm_head.register_forward_hook(lambda _, x, kwargs, made: made + len(kwargs) + x[0].mean(), with_kwargs=True)
+
+
+@pytest.mark.parametrize("program", [gpipe(2, 2), zb_h1(2, 2)], ids=["B", "I and W"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("change", [backward_hooks, hooks_with_keywords])
+def test_hooks_of_any_sort_that_are_set_after_the_cut_have_the_gradients_of_plain_torch(change, tied, program):
+    check_gradients(program, change, tied=tied)

@@ -23,6 +23,7 @@ __all__ = ["ABSENT", "Origin", "SequentialOrigin", "base_of", "check_compiled", 
 Held = dict[str, "weakref.ref[nn.Module]"]
 ABSENT: Any = object()  # the value of an attribute that was deleted
 _COMPILED = "_compiled_call_impl"
+_NOT_LOOKED_AT = OF_ALL_MODULES - {"_is_full_backward_hook"}  # stages share hooks, and must know of which sort they are
 
 
 class Origin:
@@ -183,7 +184,7 @@ def _held(module: nn.Module, layers: str) -> Held:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    return {name: value for name, value in vars(module).items() if name not in OF_ALL_MODULES}
+    return {name: value for name, value in vars(module).items() if name not in _NOT_LOOKED_AT}
 
 
 def _refuse(model: Any, name: str) -> None:

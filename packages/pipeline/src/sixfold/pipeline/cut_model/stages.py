@@ -155,7 +155,7 @@ def stages_of_causal_lm(model: Any, stages: int, *, check: bool = True) -> list[
         first, last = index == 0, index == stages - 1
         mine = range(begin, begin + size)
         part = _part(base, name, mine, embedding, first, last)
-        own = _copied(head) if last and tied and stages > 1 else head
+        own = _copied(head, head.weight) if last and tied and stages > 1 else head
         parts.append(_Part(part, own if last else None, first, name, model, mine))
         ranges.append(mine)
         begin += size
@@ -167,13 +167,14 @@ def stages_of_causal_lm(model: Any, stages: int, *, check: bool = True) -> list[
     return [Stage(part, index, tied=ends) for index, (part, ends) in enumerate(zip(parts, ties, strict=True))]
 
 
-def _copied(head: Any) -> Any:
-    """``head`` with a copy of its weight; what it has besides (a bias, an adapter) is the model's."""
-    others = [p for p in (*head.parameters(), *head.buffers()) if p is not head.weight]
-    made = copy.deepcopy(head, {id(p): p for p in others})
-    for name, value in vars(head).items():  # hooks that the model's head is given later run here too
-        if name.endswith("_hooks"):
-            vars(made)[name] = value
+def _copied(module: Any, weight: nn.Parameter) -> Any:
+    """``module`` with a copy of its ``weight``; all that it has besides, hooks of later too, is the model's."""
+    made = copy.copy(module)
+    made._parameters = {n: copy.deepcopy(p) if p is weight else p for n, p in module._parameters.items()}
+    made._modules = {
+        n: _copied(part, weight) if part is not None and any(p is weight for p in part.parameters()) else part
+        for n, part in module._modules.items()
+    }
     return made
 
 

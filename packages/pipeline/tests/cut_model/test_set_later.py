@@ -199,3 +199,84 @@ def hooks_with_keywords(model: Any) -> None:
 @pytest.mark.parametrize("change", [backward_hooks, hooks_with_keywords])
 def test_hooks_of_any_sort_that_are_set_after_the_cut_have_the_gradients_of_plain_torch(change, tied, program):
     check_gradients(program, change, tied=tied)
+
+
+def with_bias(model: Any) -> None:
+    model.lm_head.bias = nn.Parameter(torch.linspace(-1, 1, 32))
+
+
+def with_adapter(model: Any) -> None:
+    """As a LoRA by hand does it: parameters on the head, and a hook that reads them."""
+    head = model.lm_head
+    head.down, head.up = nn.Parameter(torch.randn(2, 16)), nn.Parameter(torch.randn(32, 2))
+    head.register_buffer("scale", torch.tensor(0.5))
+    head.register_forward_hook(lambda m, x, made: made + x[0] @ m.down.T @ m.up.T * m.scale)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("change", [with_bias, with_adapter])
+def test_parameters_that_a_head_is_given_after_the_cut_have_the_gradients_of_plain_torch(change, tied):
+    check_gradients(gpipe(2, 2), change, tied=tied)
+
+
+def freeze(model: Any) -> None:
+    model.lm_head.weight.requires_grad_(False)
+
+
+def tied_anew(model: Any) -> None:
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+
+
+@pytest.mark.parametrize("change", [freeze, lambda model: model.tie_weights(), tied_anew])
+def test_a_tied_weight_that_is_frozen_or_tied_again_after_the_cut_has_the_gradients_of_plain_torch(change):
+    check_gradients(gpipe(2, 2), change)
+
+
+def test_a_tied_weight_that_is_frozen_and_trained_by_turns_is_so_in_both_stages():
+    model, ids = llama(True), torch.arange(32).view(4, 8)
+    stages = stages_of_causal_lm(model, 2)
+    freeze(model)  # before the runner is made
+    runner = PipelineRunner(gpipe(2, 2), stages, None, mean)
+    for trained in (False, True, False):
+        model.lm_head.weight.requires_grad_(trained)
+        runner.step(ids, ids)
+        for stage in stages:
+            assert (stage.tied["embedding"].grad is not None) == trained
+            stage.module.zero_grad()
+    for parameter in stages[1].parameters():  # the caller's own word about the stage holds
+        parameter.requires_grad_()
+    with pytest.raises(ScheduleError, match=r"tied\['embedding'\]: the copies on stages 0 and 1 are not both trained"):
+        runner.step(ids, ids)
+
+
+def new_weight(model: Any) -> None:
+    model.lm_head.weight = nn.Parameter(torch.ones(32, 16))
+
+
+def reparametrized(model: Any) -> None:
+    nn.utils.parametrize.register_parametrization(model.lm_head, "weight", nn.Softplus())
+
+
+def weight_norm(model: Any) -> None:
+    nn.utils.weight_norm(model.lm_head)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (new_weight, "whose tied output embedding's weight was replaced or added after stages_of_causal_lm"),
+        (weight_norm, "whose tied output embedding's weight was replaced or added after stages_of_causal_lm"),
+        (reparametrized, "and the class ParametrizedLinear was set on it"),
+        (lambda model: model.lm_head.add_module("lora", nn.Linear(16, 2)), "whose lora was replaced or added"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_a_tied_head_that_gets_another_weight_after_the_cut_is_refused_by_the_next_step(change, words):
+    model, ids = llama(True), torch.arange(32).view(4, 8)
+    runner = PipelineRunner(gpipe(2, 2), stages_of_causal_lm(model, 2), None, mean)
+    runner.step(ids, ids)
+    change(model)
+    with pytest.raises(ScheduleError, match=words):
+        runner.step(ids, ids)

@@ -313,3 +313,34 @@ def test_copies_that_differ_by_the_rounding_of_their_optimizers_are_taken_as_one
     assert not _far(_norms(value.t().contiguous().t()), _norms(value), value)
     other[3] += 10
     assert _far(_norms(other), _norms(value), value)
+
+
+@pytest.mark.parametrize("where", ["one process", "threads"])
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1)])
+def test_copies_are_frozen_and_trained_together_or_the_next_step_names_them_on_all_ranks(frozen, where):
+    x, y = batch(4)
+
+    def run(ranks: Any, modules: list[nn.Module]) -> None:
+        here = (0, 1) if ranks is None else (ranks.rank,)
+        stages = [Stage(modules[i], i, tied={"factor": modules[i].factor}) for i in here]
+        runner = PipelineRunner(gpipe(2, 2), stages, ranks, square_loss, timeout_s=20)
+        runner.step(x, y)
+        for i in here:
+            modules[i].zero_grad()
+            modules[i].factor.requires_grad_(i not in frozen)
+        if len(frozen) == 2:
+            runner.step(x, y)
+            assert all(stage.module.factor.grad is None for stage in stages)
+            for stage in stages:
+                stage.tied["factor"].requires_grad_()
+            runner.step(x, y)
+            assert all(stage.module.factor.grad is not None for stage in stages)
+            return
+        runner.evaluate(x, y)  # whose values do not depend on it
+        with pytest.raises(ScheduleError, match=r"tied\['factor'\]: the copies on stages 0 and 1 are not both trained"):
+            runner.step(x, y)
+
+    if where == "one process":
+        run(None, two_shared())
+    else:
+        values_or_raise(on_threads(2, run, two_shared()))

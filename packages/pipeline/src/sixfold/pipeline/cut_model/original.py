@@ -43,6 +43,8 @@ class Origin:
         self._model = weakref.ref(model)
         self._layers = layers
         self._head: Callable[[], Any] = (lambda: None) if head is None else weakref.ref(head)
+        if head is not None:
+            self._weight, self._trained = weakref.ref(head.weight), head.weight.requires_grad
         holders = self._holders(model)
         self._parts: list[Held] = [_held(holder, layers) for holder in holders]
         self._kinds = [type(holder) for holder in holders]
@@ -59,9 +61,11 @@ class Origin:
     def look(self) -> Iterator[tuple[int, str, Any]]:
         """What was set since the last look: 0 for the model, 1 for its base, 2 for its head; name and value.
 
+        Of a head that the stage has a copy of, also whether its tied weight (3) is trained, and its parameters.
+
         Raises:
-            ScheduleError: a part that stages have was replaced or added, something was set that only a call of the
-                model runs, or layers are left out by chance.
+            ScheduleError: a part that stages have was replaced or added, a head is tied no more, something was set
+                that only a call of the model runs, or layers are left out by chance.
         """
         model = self._model()
         if model is None:
@@ -102,6 +106,19 @@ class Origin:
                 yield place, name, now.get(name, ABSENT)
             told.clear()
             told.update(now)
+        if len(holders) > 2:
+            yield from self._look_at_head(model, holders[2])
+
+    def _look_at_head(self, model: Any, head: Any) -> Iterator[tuple[int, str, Any]]:
+        weight = getattr(head, "weight", None)
+        if weight is None or weight is not self._weight():
+            if weight is None or weight is not getattr(model.get_input_embeddings(), "weight", None):
+                _refuse(model, "tied output embedding's weight")
+            self._weight = weakref.ref(weight)
+        if weight.requires_grad != self._trained:
+            self._trained = weight.requires_grad
+            yield 3, "requires_grad", weight.requires_grad
+        yield 2, "_parameters", dict(head._parameters)
 
     def _holders(self, model: Any) -> list[Any]:
         """Whose attributes stages have copies of."""

@@ -299,7 +299,11 @@ class _Part(nn.Module):
         return found
 
     def _set(self, place: int, name: str, value: Any) -> None:
-        """An attribute of the model (0), its base (1) or its head (2) is another now."""
+        """An attribute of the model (0), its base (1), its head (2) or the head's tied weight (3) is another now."""
+        head: Any = self.head
+        if place == 3:
+            head.weight.requires_grad_(value)
+            return
         if place == 1 and name == "config" and value is not ABSENT:
             self._config = value
             self._follow()
@@ -307,7 +311,9 @@ class _Part(nn.Module):
         attributes = {name: value}
         if place == 1:
             _cut_lists(attributes, self._count, self._mine)
-        for holder in (*self._whole,) if place == 0 else (self.base,) if place == 1 else (self.head,):
+        if name == "_parameters":  # a bias or an adapter is the model's, the tied weight this stage's own
+            value.update({n: p for n, p in head._parameters.items() if n == "weight"})
+        for holder in (*self._whole,) if place == 0 else (self.base,) if place == 1 else (head,):
             if value is ABSENT:
                 vars(holder).pop(name, None)
             else:

@@ -10,7 +10,7 @@ They show that a copy, or a row of it, was loaded or changed alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,11 @@ __all__ = ["Ties", "tie"]
 Told = list[list[Any]]  # name, stage, rank, form
 _NUMBER = 2**55  # of their lanes; programs have hashes
 _PARTS = 64  # whose norms are compared
+_FROZEN = "are not both trained, so one was frozen alone; set requires_grad of stage.tied alike on every stage"
+_OTHER_VALUES = (
+    "have other values, so one was loaded or changed alone; give the optimizers the parameters of every stage "
+    "(stage.parameters()), or load both copies, or call tie() of the runner on all ranks"
+)
 
 
 @dataclass(frozen=True)
@@ -125,6 +130,18 @@ def _far(below: Tensor, norms: Tensor, value: Tensor) -> Tensor:
     limit = norms.nan_to_num(0.0).amax() * rounding
     far: Tensor = ((below - norms).abs() > limit) | (below.isnan() != norms.isnan())
     return far.any()
+
+
+def _frozen(held: Sequence[nn.Parameter]) -> Tensor:
+    return torch.tensor([not parameter.requires_grad for parameter in held], device=_mine(held[0]).device)
+
+
+def _doubt(verdict: Tensor | bool, error: ScheduleError) -> Iterator[tuple[Tensor, ScheduleError]]:
+    """What is not known before a device has compared. Raises ``error``: it is known."""
+    if isinstance(verdict, Tensor) and verdict.device.type != "cpu":
+        yield verdict, error
+    elif verdict:
+        raise error
 
 
 def _as(parameter: Tensor, mine: Tensor) -> Tensor:
@@ -276,7 +293,7 @@ class _Chain:
             new = [id(parameter) not in taken for parameter in held]
             taken.update(map(id, held))
             own = [torch.zeros_like(_mine(p)) if p.grad is None else _mine(p.grad) for p in held]
-            marks = _marks(held)
+            marks = [*_marks(held), _frozen(held)]
             if values is None:
                 return own + marks
             doubts.extend(self._doubts(at, values[len(held) :], marks))
@@ -313,25 +330,20 @@ class _Chain:
     def _doubts(self, at: int, below: list[Tensor], marks: list[Tensor]) -> Iterable[tuple[Tensor, ScheduleError]]:
         """Marks of the copies at a place, beside those of the place before."""
         count = len(self._names)
-        norms = zip(below[count:], marks[count:], strict=True)
-        for name, theirs, mine, value, (other, own) in zip(
-            self._names, below[:count], marks[:count], map(_mine, self._of(at)), norms, strict=True
+        norms = zip(below[count : 2 * count], marks[count : 2 * count], strict=True)
+        frozen = (below[-1] != marks[-1]).unbind() if len(marks) > 2 * count else [False] * count  # of a step alone
+        for name, theirs, mine, value, (other, own), apart in zip(
+            self._names, below[:count], marks[:count], map(_mine, self._of(at)), norms, frozen, strict=True
         ):
+            yield from _doubt(apart, self._apart(name, at, _FROZEN))
             verdict = differs([theirs], [mine])
             if own.numel():
                 verdict = verdict | _far(other, own, value)
-            if isinstance(verdict, Tensor) and verdict.device.type != "cpu":
-                yield verdict, self._apart(name, at)
-            elif verdict:
-                raise self._apart(name, at)
+            yield from _doubt(verdict, self._apart(name, at, _OTHER_VALUES))
 
-    def _apart(self, name: str, at: int) -> ScheduleError:
+    def _apart(self, name: str, at: int, how: str) -> ScheduleError:
         below, here = self._holders[at - 1][0], self._holders[at][0]
-        return ScheduleError(
-            f"tied[{name!r}]: the copies on stages {below} and {here} have other values, so one was loaded or changed "
-            "alone; give the optimizers the parameters of every stage (stage.parameters()), or load both copies, or "
-            "call tie() of the runner on all ranks"
-        )
+        return ScheduleError(f"tied[{name!r}]: the copies on stages {below} and {here} {how}")
 
     def _up(
         self,

@@ -34,12 +34,14 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
     the value of another microbatch. Return such a value, in a tuple.
 
     Raises:
-        ScheduleError: it is no nn.Sequential, or has a forward or hooks of its own. A layer has no shapes yet (a lazy
+        ScheduleError: it is no nn.Sequential, or has a forward, a __call__ or hooks of its own. A layer has no shapes yet (a lazy
             one). Or it has fewer layers than stages.
     """
     if not isinstance(model, nn.Sequential):
         raise ScheduleError(f"the model is a {type(model).__name__}; stages_of_sequential cuts an nn.Sequential")
-    own = "a forward" if "forward" in vars(model) or type(model).forward is not nn.Sequential.forward else ""
+    kind = type(model)
+    own = "a forward" if "forward" in vars(model) or kind.forward is not nn.Sequential.forward else ""
+    own = own or ("a __call__" if kind.__call__ is not nn.Sequential.__call__ else "")
     hooks = (model._forward_hooks, model._forward_pre_hooks, model._backward_hooks, model._backward_pre_hooks)
     own = own or ("hooks" if any(hooks) else "")
     check_compiled(model, "stages_of_sequential")

@@ -151,3 +151,89 @@ def test_the_ranks_parts_by_the_models_names_are_the_checkpoint_of_a_tied_model_
         optimizer.zero_grad()
     assert not set(first) & set(second)
     torch.testing.assert_close({**first, **second}, dict(whole.named_parameters()), atol=1e-5, rtol=1e-4)
+
+
+class Moving(nn.Module):
+    """Keeps a mean of what it saw in another tensor each time, beside a table that it only reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(8))
+        self.register_buffer("table", torch.linspace(0.0, 1.0, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.seen = 0.9 * self.seen + 0.1 * x.detach().mean(0)
+        return x + self.table
+
+
+def with_a_layer_twice(layer: nn.Module) -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(8, 8), layer, nn.Linear(8, 8), layer)
+
+
+def trained(model: nn.Sequential, ranks: Any = None) -> None:
+    """Two steps of its stages, one of which is another rank's perhaps."""
+    program = one_f_one_b(2, M)
+    stages = stages_of_sequential(model, 2)
+    mine = stages if ranks is None else [stages[i] for i in program.stages_of(ranks.rank)]
+    runner = PipelineRunner(program, mine, ranks, square_loss, timeout_s=20)
+    for seed in (1, 2):
+        x = torch.randn(4 * M, 8, generator=torch.Generator().manual_seed(seed))
+        runner.step(x, x)
+
+
+@pytest.mark.parametrize("where", ["one process", "threads"])
+@pytest.mark.parametrize(
+    ("layer", "name"),
+    [(nn.BatchNorm1d(8), "running_mean"), (nn.Sequential(Moving()), "0.seen")],
+    ids=["a batch norm", "a mean of its own"],
+)
+def test_statistics_of_a_layer_on_two_stages_are_refused_until_each_has_its_own_or_they_rest(layer, name, where):
+    def run(model: nn.Sequential) -> None:
+        if where == "one process":
+            trained(model)
+        else:
+            values_or_raise(on_threads(2, lambda ranks: trained(copy.deepcopy(model), ranks)))
+
+    model = with_a_layer_twice(copy.deepcopy(layer))
+    with pytest.raises(ScheduleError, match=rf"the forward changes 1\.{name}, a buffer of a layer that several stages"):
+        run(model)
+    model = with_a_layer_twice(copy.deepcopy(layer))
+    model[1].eval()
+    run(model)
+    model = with_a_layer_twice(copy.deepcopy(layer))
+    model[3] = copy.deepcopy(model[1])
+    run(model)
+
+
+def test_a_layer_on_two_stages_whose_statistics_rest_at_first_is_refused_when_they_move():
+    model = with_a_layer_twice(nn.BatchNorm1d(8))
+    model[1].eval()
+    runner = PipelineRunner(one_f_one_b(2, M), stages_of_sequential(model, 2), None, square_loss)
+    x = torch.randn(4 * M, 8)
+    runner.step(x, x)
+    model.train()
+    with pytest.raises(ScheduleError, match=r"the forward changes 1\.running_mean"):
+        runner.step(x, x)
+
+
+def test_a_layer_on_two_stages_with_tables_alone_has_the_gradients_of_plain_torch():
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("table", torch.tensor([0.5, float("nan"), float("inf")]))
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.layer(x) * self.table[0]
+
+    model = with_a_layer_twice(Table())
+    plain = copy.deepcopy(model)
+    trained(model)
+    for seed in (1, 2):
+        x = torch.randn(4 * M, 8, generator=torch.Generator().manual_seed(seed))
+        for part in x.chunk(M):
+            (square_loss(plain(part), part) / M).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)

@@ -9,7 +9,9 @@ Nothing of transformers is imported: what is asked of a model are ``base_model``
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from sixfold.pipeline.cut_model.comparison import prove
 from sixfold.pipeline.cut_model.original import ABSENT, Origin, SequentialOrigin, base_of, check_compiled, check_layers
 from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.plan.partition import partition
+from sixfold.pipeline.stage.side_effects import differs, part_of
 from sixfold.pipeline.stage.stage import Stage, check_made
 
 __all__ = ["stages_of_causal_lm", "stages_of_sequential"]
@@ -61,6 +64,7 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
         part._origin = SequentialOrigin(model, part._modules)
         parts.append(part)
         begin += size
+    _watch_buffers(parts)
     return [
         Stage(part, index, tied=shared) for index, (part, shared) in enumerate(zip(parts, _shared(parts), strict=True))
     ]
@@ -76,9 +80,18 @@ class _Layers(nn.Sequential):
         super().__init__(*layers)  # as nn.Sequential's own slices make it
         self._first, self._last = first, last
         self._origin = SequentialOrigin()
+        self._watched: list[tuple[str, nn.Module, str]] = []  # buffers that another stage has too, not yet looked at
 
     def forward(self, *parts: Any) -> Any:
         self._origin.look()
+        if self._watched and (now := [each for each in self._watched if each[1].training]):
+            with _unchanged(now):
+                made = self._run(*parts)
+            self._watched = [each for each in self._watched if each not in now]
+            return made
+        return self._run(*parts)
+
+    def _run(self, *parts: Any) -> Any:
         value: Any = parts[0] if len(parts) == 1 else parts
         if len(parts) > 1 and not self._first:
             value = list(parts[:-1]) if parts[-1] else parts[:-1]
@@ -86,6 +99,36 @@ class _Layers(nn.Sequential):
         if self._last or not isinstance(made, tuple | list):
             return made
         return *made, int(isinstance(made, list))
+
+
+def _watch_buffers(parts: Sequence[_Layers]) -> None:
+    """[Note: shared buffers] Layers of several stages may have tables, and no statistics.
+
+    Each rank would have statistics of its own, and in one process the schedule would say in which order they move. Which
+    buffers a forward changes is seen in its first run in training mode.
+    """
+    holders = Counter(id(buffer) for part in parts for buffer in part.buffers())
+    for part in parts:
+        part._watched = [
+            (f"{path}.{name}", module, name)
+            for path, module in part.named_modules()
+            for name, buffer in module._buffers.items()
+            if buffer is not None and holders[id(buffer)] > 1
+        ]
+
+
+@contextmanager
+def _unchanged(watched: Iterable[tuple[str, nn.Module, str]]) -> Iterator[None]:
+    """Raises ScheduleError: a forward changes one of the buffers. [Note: shared buffers]"""
+    found = [(path, module._buffers, name, module._buffers.get(name)) for path, module, name in watched]
+    before = [part_of(buffer) for *_, buffer in found]
+    yield
+    for (path, buffers, name, buffer), was in zip(found, before, strict=True):
+        if buffers.get(name) is not buffer or differs(was, part_of(buffer)):
+            raise ScheduleError(
+                f"the forward changes {path}, a buffer of a layer that several stages have, and each rank would go on "
+                "with values of its own; give each stage a layer of its own, or call eval() on this one"
+            )
 
 
 def _shared(parts: Sequence[nn.Module]) -> list[dict[str, nn.Parameter]]:

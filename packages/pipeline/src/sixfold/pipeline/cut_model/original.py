@@ -110,7 +110,7 @@ class Origin:
             yield from self._look_at_head(model, holders[2])
 
     def _look_at_head(self, model: Any, head: Any) -> Iterator[tuple[int, str, Any]]:
-        weight = getattr(head, "weight", None)
+        weight: Any = getattr(head, "weight", None)
         if weight is None or weight is not self._weight():
             if weight is None or weight is not getattr(model.get_input_embeddings(), "weight", None):
                 _refuse(model, "tied output embedding's weight")

@@ -23,6 +23,7 @@ def add_loss(output: Tensor, loss: Tensor, *, weight: float = 1.0) -> Tensor:
     """``output`` as it is; where its backward comes through, ``loss`` gets ``weight`` as its gradient.
 
     Call it in a stage's forward. With ``scale="mean"`` a microbatch's loss counts 1/m: give ``weight=1/m`` times yours.
+    If ``loss_fn`` scales its loss by a GradScaler, give ``weight=scaler.get_scale() / m``.
 
     Args:
         output: that has a gradient, and goes on in the stage.

@@ -392,3 +392,30 @@ def test_a_graph_of_one_microbatch_and_a_leaf_of_all_get_their_gradients():
             mine, weight.grad = weight.grad, None
             square_loss(module(x, mask, scale=weight if kwargs is not each and m > 1 else weight.exp()), y).backward()
             torch.testing.assert_close(mine, weight.grad)
+
+
+class Notes:
+    """What a module collects of its microbatches."""
+
+    def __init__(self) -> None:
+        self.values: list[int] = []
+
+
+class Noting(nn.Module):
+    """Puts the rows that it saw into whatever it is given."""
+
+    def forward(self, x: Tensor, *, names: list[int], found: dict[str, int], notes: Notes) -> Tensor:
+        names.append(len(x))
+        found["rows"] = len(x)
+        notes.values.append(len(x))
+        return x
+
+
+def test_containers_of_keywords_are_made_anew_for_each_microbatch_and_other_objects_and_dicts_of_a_list_are_not():
+    x, names, found, notes = torch.ones(4, 8), [], {}, Notes()
+    runner = PipelineRunner(gpipe(1, 2), Stage(Noting(), 0), None, square_loss)
+    given = {"names": names, "found": found, "notes": notes}
+    runner.forward(x, kwargs=given)
+    assert (names, found, notes.values) == ([], {}, [2, 2])
+    runner.forward(x, kwargs=[given, given])
+    assert (names, found, notes.values) == ([2, 2], {"rows": 2}, [2, 2, 2, 2])

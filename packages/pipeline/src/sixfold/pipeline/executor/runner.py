@@ -206,7 +206,7 @@ class PipelineRunner:
                 comes out of a graph of yours (an embedding), that graph's backward runs once, at the end.
             targets: on the rank of the last stage: likewise, or a dict of tensors; None gives ``loss_fn`` None.
             kwargs: for the modules of this rank's stages, never sent: a dict, whose tensors are cut along dim 0, or a
-                list of m dicts.
+                list of m dicts. Containers in a dict are made anew for each microbatch, other objects are not.
             program: for this step, the same on all ranks; compiled once and kept.
             keep_outputs: the result holds the last stage's outputs too, detached.
             new_shapes: shapes may differ from those of the step before; the same on all ranks. Only

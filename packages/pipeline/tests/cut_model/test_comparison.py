@@ -274,10 +274,11 @@ def test_a_forward_that_is_set_behind_the_cut_is_refused_until_it_is_removed(bas
     runner = runner_of(stages_of_causal_lm(model, 2))
     call = getattr(runner, verb)
     call(ids(), ids())
-    held, forward = (model.model if base else model), (model.model if base else model).forward
+    held, where = (model.model, "its base_model") if base else (model, "it")
+    forward = held.forward
     held.forward = lambda *args, **kwargs: forward(*args, **kwargs)
     for _ in range(2):
-        with pytest.raises(ScheduleError, match="a LlamaForCausalLM, and a forward was set on it after"):
+        with pytest.raises(ScheduleError, match=f"a LlamaForCausalLM, and a forward was set on {where}, which the"):
             call(ids(), ids())
     del held.forward
     call(ids(), ids())

@@ -93,7 +93,7 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (compiled, r"with a compile\(\) of its own"),
     (lambda model: compiled(model.model), r"with a compile\(\) of its own"),
     (other_class, "and the class Other was set on it"),
-    (lambda model: other_class(model.model), "and the class Other was set on it"),
+    (lambda model: other_class(model.model), "and the class Other was set on its base_model"),
     (lambda model: model.add_module("value", nn.Linear(2, 2)), "whose value was replaced or added"),
     (
         lambda model: model.model.register_parameter("prompt", nn.Parameter(torch.ones(2))),
@@ -101,7 +101,7 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
     ),
 ]
 OF_A_COPY: list[tuple[Callable[[Any], object], str]] = [
-    (lambda model: doubled(model.lm_head), "a forward was set on it"),
+    (lambda model: doubled(model.lm_head), "a forward was set on its tied output embedding"),
     (lambda model: compiled(model.lm_head), r"a Linear with a compile\(\) of its own"),
 ]
 
@@ -118,6 +118,10 @@ def test_what_stages_cannot_run_is_refused_by_the_next_call(tied):
         for call in (runner.step, runner.evaluate):
             with pytest.raises(ScheduleError, match=words):
                 call(ids, ids)
+    if tied:  # which a copy of the head would not run
+        doubled((model := llama(tied)).lm_head)
+        with pytest.raises(ScheduleError, match="a forward was set on its tied output embedding, which the stages of"):
+            stages_of_causal_lm(model, 2)
     model = llama(tied)
     compiled(model)
     with pytest.raises(ScheduleError, match=r"with a compile\(\) of its own.*compile the layers"):
@@ -268,7 +272,7 @@ def weight_norm(model: Any) -> None:
     [
         (new_weight, "whose tied output embedding's weight was replaced or added after stages_of_causal_lm"),
         (weight_norm, "whose tied output embedding's weight was replaced or added after stages_of_causal_lm"),
-        (reparametrized, "and the class ParametrizedLinear was set on it"),
+        (reparametrized, "and the class ParametrizedLinear was set on its tied output embedding"),
         (lambda model: model.lm_head.add_module("lora", nn.Linear(16, 2)), "whose lora was replaced or added"),
     ],
 )

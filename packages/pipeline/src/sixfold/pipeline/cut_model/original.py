@@ -22,6 +22,7 @@ __all__ = ["ABSENT", "Origin", "SequentialOrigin", "base_of", "check_compiled", 
 
 Held = dict[str, "weakref.ref[nn.Module]"]
 ABSENT: Any = object()  # the value of an attribute that was deleted
+_HOLDERS = "it", "its base_model", "its tied output embedding"
 _COMPILED = "_compiled_call_impl"
 _NOT_LOOKED_AT = OF_ALL_MODULES - {"_is_full_backward_hook"}  # stages share hooks, and must know of which sort they are
 
@@ -73,13 +74,13 @@ class Origin:
         base: Any = base_of(model)
         check_layers(model, base)
         holders = self._holders(model)
-        for holder, held, kind in zip(holders, self._parts, self._kinds, strict=True):
+        for holder, held, kind, where in zip(holders, self._parts, self._kinds, _HOLDERS, strict=False):
             if "forward" in vars(holder) or type(holder) is not kind:
                 what = "a forward" if "forward" in vars(holder) else f"the class {type(holder).__name__}"
                 raise ScheduleError(
-                    f"the model is a {type(model).__name__}, and {what} was set on it after stages_of_causal_lm, "
-                    "which its stages would not run; remove it (del model.forward), and do in loss_fn or in a hook of "
-                    "a layer what it adds"
+                    f"the model is a {type(model).__name__}, and {what} was set on {where}, which the stages of "
+                    "stages_of_causal_lm would not run; remove it (del its forward), and do in loss_fn or in a hook "
+                    "of a layer what it adds"
                 )
             check_compiled(holder, "stages_of_causal_lm")
             modules = holder._modules

@@ -37,8 +37,8 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
     the value of another microbatch. Return such a value, in a tuple.
 
     Raises:
-        ScheduleError: it is no nn.Sequential, or has a forward, a __call__ or hooks of its own. A layer has no shapes yet (a lazy
-            one). Or it has fewer layers than stages.
+        ScheduleError: it is no nn.Sequential, or has a forward, a ``__call__`` or hooks of its own. A layer has no
+            shapes yet (a lazy one). Or it has fewer layers than stages.
     """
     if not isinstance(model, nn.Sequential):
         raise ScheduleError(f"the model is a {type(model).__name__}; stages_of_sequential cuts an nn.Sequential")
@@ -104,8 +104,8 @@ class _Layers(nn.Sequential):
 def _watch_buffers(parts: Sequence[_Layers]) -> None:
     """[Note: shared buffers] Layers of several stages may have tables, and no statistics.
 
-    Each rank would have statistics of its own, and in one process the schedule would say in which order they move. Which
-    buffers a forward changes is seen in its first run in training mode.
+    Each rank would have statistics of its own, and in one process the schedule would say in which order they move.
+    Which buffers a forward changes is seen in its first run in training mode.
     """
     holders = Counter(id(buffer) for part in parts for buffer in part.buffers())
     for part in parts:

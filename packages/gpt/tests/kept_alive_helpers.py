@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,17 +18,26 @@ from sixfold.gpt.commands.train import train_generation
 from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.elastic.generation import Generation
 from sixfold.gpt.elastic.heartbeat import Heartbeat
+from sixfold.gpt.elastic.memory_folder import snapshots_of
 from sixfold.gpt.elastic.supervisor import keep_alive
 
 # Name of an instant -> what is called there. "after": when it has returned, as in the middle of what calls it.
 INSTANTS = {
+    "when data is there": ("sixfold.gpt.training.loop", "Run.next_batch", "after", 1),
+    "when targets are counted": ("sixfold.gpt.engine.step", "_sum_targets", "after", 1),
     "in a forward": ("sixfold.gpt.model.decoder", "Block.forward", "before", 3),
     "between two microbatches": ("sixfold.gpt.engine.rank_model", "token_loss", "after", 1),
     "before gradients are reduced": ("sixfold.fsdp", "FullyShardedDataParallel.finish_grad_sync", "before", 1),
+    "before the norm is summed": ("sixfold.gpt.engine.step", "_square_sum", "before", 1),
+    "in a collective of torch": ("torch.distributed", "all_reduce", "before", 1),
     "in the agreement of a step": ("sixfold.gpt.engine.step", "_agree", "before", 1),
     "before the optimizer": ("sixfold.gpt.engine.optimizer", "Optimizers.step", "before", 1),
     "in the optimizer": ("torch.optim.adamw", "AdamW.step", "before", 1),
     "after the optimizer": ("sixfold.gpt.engine.optimizer", "Optimizers.step", "after", 1),
+    "before a snapshot": ("sixfold.gpt.training.kept_alive", "KeptAlive.keep", "before", 1),
+    "when the snapshot of before is settled": ("sixfold.dist_ckpt.memory_tier.tier", "MemoryTier._settle", "before", 1),
+    "in the copy of a snapshot": ("sixfold.dist_ckpt.background.arena", "Arena.take", "after", 1),
+    "after a snapshot": ("sixfold.gpt.training.kept_alive", "KeptAlive.keep", "after", 1),
     "before a save": ("sixfold.gpt.training.loop", "Run.save", "before", 1),
     "in a save": ("sixfold.dist_ckpt.storage.frame_file", "FrameFile.finish", "before", 1),
     "after a save": ("sixfold.gpt.training.loop", "Run.finish_save", "after", 2),
@@ -35,8 +46,9 @@ INSTANTS = {
     "while ranks meet": ("sixfold.gpt.launch.rendezvous", "_make_group", "before", 1),
     "while groups are made": ("sixfold.gpt.training.loop", "make_mesh", "before", 1),
     "while the engine is built": ("sixfold.gpt.training.loop", "build_rank", "after", 1),
-    "while state is taken back": ("sixfold.gpt.checkpoints.training_state", "load", "before", 1),
-    "when state is back": ("sixfold.gpt.training.loop", "restore", "after", 1),
+    "when it is asked what is in memory": ("sixfold.dist_ckpt.memory_tier.tier", "MemoryTier._meet", "before", 1),
+    "while state is taken back": ("sixfold.gpt.checkpoints.training_state", "_take", "before", 1),
+    "when state is back": ("sixfold.gpt.training.kept_alive", "KeptAlive.tell", "before", 1),
 }
 
 
@@ -50,7 +62,7 @@ class Fault:
 
     instant: str
     rank: int
-    action: str  # "SIGKILL", "SIGSTOP" or "error"
+    action: str  # "SIGKILL", "SIGSTOP", "error"; "worker": that is killed; "flipped bit": in memory, and then SIGKILL
     generation: int = 1
     step: int = 3  # the step at hand, counted from 1; 0: from the start of the generation on
 
@@ -89,7 +101,28 @@ class Fault:
     def _strike(self) -> None:
         if self.action == "error":
             raise DeviceLost("the device is gone")
+        if self.action == "worker":
+            os.kill(_tier()._saver._worker.process.pid, signal.SIGKILL)
+            return
+        if self.action == "flipped bit":
+            _flip_newest(_tier()._folder.root)
+            os.kill(os.getpid(), signal.SIGKILL)
         os.kill(os.getpid(), getattr(signal, self.action))
+
+
+def _tier() -> Any:
+    """Of this process."""
+    return next(one for one in gc.get_objects() if type(one).__name__ == "MemoryTier")
+
+
+def _flip_newest(run: Path) -> None:
+    """Damage the newest snapshot; sizes stay."""
+    time.sleep(0.5)  # until each rank's part is there
+    for file in sorted(run.glob("attempt-*"))[-1].glob("*.distcp"):
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.unlink()  # it may be linked elsewhere
+        file.write_bytes(data)
 
 
 def _found(module: str, name: str) -> tuple[Any, str]:
@@ -101,13 +134,13 @@ def _found(module: str, name: str) -> tuple[Any, str]:
 
 
 def faulty_generation(
-    generation: Generation, heartbeat: Heartbeat, config: TrainConfig, faults: tuple[Fault, ...]
+    generation: Generation, heartbeat: Heartbeat, config: TrainConfig, memory_run: str, faults: tuple[Fault, ...]
 ) -> int:
     """`train_generation`, in which the faults of this rank and generation happen."""
     for fault in faults:
         if (fault.generation, fault.rank) == (generation.number, generation.rank):
             fault.put()
-    return train_generation(generation, heartbeat, config)
+    return train_generation(generation, heartbeat, config, memory_run)
 
 
 def run_kept_alive(
@@ -115,16 +148,17 @@ def run_kept_alive(
 ) -> list[str]:
     """Train as ``config`` says while faults happen; what the supervisor told."""
     told: list[str] = []
-    status = keep_alive(
-        faulty_generation,
-        ranks,
-        (config, faults),
-        spares=config.elastic.spares,
-        attempts=attempts,
-        hung_after_s=config.elastic.hung_after_seconds,
-        watch=watch,
-        tell=told.append,
-    )
+    with snapshots_of(Path(config.run.dir), Path(config.elastic.memory_folder)) as memory_run:
+        status = keep_alive(
+            faulty_generation,
+            ranks,
+            (config, memory_run, faults),
+            spares=config.elastic.spares,
+            attempts=attempts,
+            hung_after_s=config.elastic.hung_after_seconds,
+            watch=watch,
+            tell=told.append,
+        )
     assert status == 0, told
     return told
 

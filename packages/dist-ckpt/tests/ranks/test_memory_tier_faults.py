@@ -148,6 +148,30 @@ def test_a_peer_that_takes_no_copy_leaves_the_snapshot_whole_and_the_handle_says
         assert restored.step in (1, 3)
 
 
+def fills_first(rank, ranks, shm):
+    """Rank 1 finds no room, and has given up before rank 0's worker begins."""
+    inner = jobs.SnapshotJob.write
+
+    def slow(self, arena, counter):
+        time.sleep(0.5 * (1 - rank))
+        return inner(self, arena, counter)
+
+    jobs.SnapshotJob.write = slow
+    with tier_of(shm, rank, ranks, 1) as tier:
+        (shm / f"ballast-{rank}").write_bytes(bytes(2_900_000))
+        dist.barrier()
+        tier.save(1, state_of(rank, ranks, 1))
+        with pytest.raises(StorageError) as told:
+            tier.wait()
+        return str(told.value), [one.name for one in generations(shm, 0)]
+
+
+def test_of_a_full_domain_all_ranks_hear_and_no_folder_stays(small_tmpfs):
+    told = run_ranks(fills_first, 2, small_tmpfs)
+    assert told[0] == told[1] and told[0][0].startswith("ENOSPC"), told
+    assert told[0][1] == []
+
+
 def late(rank, ranks, shm):
     """A rank that comes later than the deadline is told of on those that wait, within seconds."""
     tier = tier_of(shm, rank, ranks, ranks, timeout_s=2)

@@ -5,9 +5,12 @@ The step is never older than the last one that all ranks had settled. Kills hit 
 
 import os
 import signal
+import time
 from contextlib import suppress
+from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from memory_tier_helpers import check_state, lose, restores, saves, state_of, tier_of
 
 from ranktest import run_ranks
@@ -170,3 +173,62 @@ def test_a_worker_that_dies_when_it_sends_leaves_the_snapshot_whole_and_without_
 
 def restored_steps(shm):
     return {found.step for found in run_ranks(restores, 2, shm, 2)}
+
+
+def slow_worker(rank, ranks, shm):
+    """All trainers die when their workers have begun the second snapshot; those write a second later."""
+    inner = jobs.SnapshotJob.write
+
+    def slow(self, arena, counter):
+        with suppress(PermissionError):
+            os.setsid()  # else ranktest ends it with its rank
+        (shm / f"begun-{rank}-{self.ticket.save.save_id}").touch()
+        time.sleep(1)
+        return inner(self, arena, counter)
+
+    jobs.SnapshotJob.write = slow
+    tier = tier_of(shm, rank, ranks, 2)
+    tier.save(1, state_of(rank, ranks, 1)).wait()
+    tier.save(2, state_of(rank, ranks, 2))
+    pid = tier._saver._worker.process.pid
+    (shm / f"pid-{rank}").write_text(str(pid))
+    while len(list(shm.glob("begun-*"))) < 2 * ranks:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_snapshot_that_was_handed_over_becomes_whole_though_its_trainer_dies_and_no_process_stays(shm, ranks):
+    run_ranks(slow_worker, ranks, shm, allow_exit={*range(ranks)})
+    workers = [Path(f"/proc/{(shm / f'pid-{rank}').read_text()}/task") for rank in range(ranks)]
+    deadline = time.monotonic() + 10
+    while any(worker.exists() for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(worker.exists() for worker in workers)
+    assert {one.step for one in run_ranks(restores, ranks, shm, 2)} == {2}
+
+
+def regroups(rank, ranks, shm):
+    """Rank 2 is lost; the others go on with workers and tier that they have."""
+    tier = tier_of(shm, rank, ranks, ranks, timeout_s=10)
+    for step in (1, 2):
+        tier.save(step, state_of(rank, ranks, step)).wait()
+    dist.barrier()
+    group = dist.new_group([0, 1])
+    pid = tier._saver._worker.process.pid
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    tier.regroup(group)
+    found = tier.restore(state_of(rank, 2, 0, fill=False))
+    check_state(found.state, rank, 2, 2)
+    tier.save(3, state_of(rank, 2, 3)).wait()
+    tier.wait()
+    again = tier.steps()
+    same = tier._saver._worker.process.pid == pid
+    tier.close()
+    return found.step, again, same
+
+
+def test_a_tier_goes_on_with_the_ranks_that_are_left(shm):
+    assert run_ranks(regroups, 3, shm, allow_exit={2})[:2] == [(2, [2, 3], True)] * 2
+    assert {one.step for one in run_ranks(restores, 2, shm, 3)} == {3}

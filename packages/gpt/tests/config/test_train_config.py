@@ -138,6 +138,8 @@ digest_every = 0
 spares = 1
 attempts = 3
 hung_after_seconds = 10.0
+memory_every = 1
+memory_folder = "/dev/shm"
 
 [run]
 device = "auto"

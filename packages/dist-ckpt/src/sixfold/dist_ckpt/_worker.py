@@ -3,7 +3,7 @@
     Job + arena --> run (this file) --> files, record, outcome --> the trainer's handle
 
 It joins no process group, knows no device and never sees the user's ``__main__``. It serves one job after the other
-and dies with its parent. (Not by PR_SET_PDEATHSIG: the kernel sends that when the *thread* that started the worker
+and dies with its parent; only a snapshot in memory is written to its end first. (Not by PR_SET_PDEATHSIG: the kernel sends that when the *thread* that started the worker
 ends, and a trainer may save from a thread.)
 """
 
@@ -56,8 +56,11 @@ def _end_with(trainer: int, jobs: list[Job]) -> None:
     while os.getppid() == trainer:
         time.sleep(_LOOK_S)
     threading.Timer(_LAST_WORD_S, os._exit, (0,)).start()  # whatever a store that does not answer does
-    for job in jobs:
-        lost_ranks.report_dead_trainer(job)
+    for job in list(jobs):
+        while job.outlives_trainer and jobs:
+            time.sleep(_LOOK_S / 10)
+        if not job.outlives_trainer:
+            lost_ranks.report_dead_trainer(job)
     os._exit(0)
 
 

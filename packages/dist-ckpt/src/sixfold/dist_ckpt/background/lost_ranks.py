@@ -36,7 +36,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple, cast
 
 from sixfold.dist_ckpt.background.arena import MappedArena, Place, ProgressCounter
 from sixfold.dist_ckpt.background.status_and_heartbeats import FolderStatus, RankState, SaveStatus, StallTimer
@@ -68,6 +68,8 @@ class Job:
 
     ``content`` has records without data; ``places`` says where the data of record i lies in the arena.
     """
+
+    outlives_trainer: ClassVar[bool] = False  # whether it ends in its own time when its trainer has died
 
     rank: int
     ranks: int

@@ -301,7 +301,7 @@ class DomainStore(stores.Store):
                 frames = _FRAMES.fullmatch(name)
                 if (frames and int(frames.group(1)) == self.rank) or name.removeprefix(PUT) == record_name(self.rank):
                     (folder / name).unlink(missing_ok=True)
-            folder.rmdir()  # unless others have written
+            # The folder stays: another rank may be about to write in it. The tier removes it.
 
     def holds(self, save_id: str) -> bool:
         folder = self.run_folder.path(Generation(self.attempt, self.step, save_id))

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 from sixfold.dist_ckpt.background.arena import MappedArena, ProgressCounter
 from sixfold.dist_ckpt.background.lost_ranks import Job
@@ -34,6 +35,8 @@ class SnapshotJob(Job):
         own_rank, own_ranks: of the group. place, count: of this rank in its domain, and its ranks.
         goes: generations whose memory is free from now on. receivers: who takes a copy. io_s: see peers.py.
     """
+
+    outlives_trainer: ClassVar[bool] = True  # its step is then not lost, and nobody waits for it
 
     own_rank: int
     own_ranks: int

@@ -115,6 +115,11 @@ class DrainSaver(AsyncSaver):
         flight._is_told = True
         return flight._error
 
+    def error_is_known(self) -> None:
+        """Whatever becomes of the checkpoint on its way, ``error`` tells nothing."""
+        if self._flight is not None:
+            self._flight._is_told = True
+
     def generation(self) -> Generation | None:
         """What is being copied."""
         return self._source[1] if self.is_busy() else None

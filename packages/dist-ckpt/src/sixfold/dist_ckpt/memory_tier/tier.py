@@ -279,6 +279,25 @@ class MemoryTier:
 
         return exchange.all_reduce(share, stated)[1]
 
+    def regroup(self, group: Group) -> None:
+        """Go on with the ranks of another group, after one of them was lost. Not collective; ``restore`` comes next.
+
+        Worker and memory of this process stay. What became of the last snapshot is seen by ``restore``. A checkpoint on
+        its way to ``drain_to`` ends as it does, and no call raises its error.
+        """
+        if self._is_closed:
+            raise CheckpointError("this MemoryTier is closed; make a new one")
+        with suppress(CheckpointError):  # of the last snapshot
+            self._saver.let_go()
+        self._drainer.error_is_known()
+        if self._server is not None:
+            self._server.close()
+        self._folder.unlock()
+        self._group = self._saver._group = self._drainer._group = group
+        self._server, self._domain_of_R, self._addresses = None, (), ()
+        self._strategy = TorchDistSaveShardedStrategy()
+        self._attempt, self._current, self._saved = None, None, []
+
     def discard(self) -> None:
         """Remove this run's snapshots on all domains, and close. Collective; checkpoints of ``drain_to`` stay."""
         with suppress(CheckpointError):

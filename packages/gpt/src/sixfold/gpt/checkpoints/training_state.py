@@ -29,6 +29,7 @@ from sixfold.gpt.errors import ConfigError, TrainError
 from sixfold.gpt.parallel.agreement import all_or_raise, from_rank_0, gather_objects
 
 if TYPE_CHECKING:
+    from sixfold.dist_ckpt import MemoryTier
     from sixfold.gpt.parallel.mesh import RankMesh
 
 # How long a rank waits for what rank 0 has chosen to show up: network file systems cache folders for up to a minute.
@@ -136,6 +137,19 @@ def save(
         Seconds for which training was blocked, and the handle of a background save.
     """
     start = time.monotonic()
+    state = whole_state(rank, progress, data_state, versions)
+    timeout = rank.config.run.timeout_seconds
+    if background:
+        handle = dist_ckpt.async_save(state, folder, group=rank.mesh.control, timeout_s=timeout)
+        return time.monotonic() - start, handle
+    dist_ckpt.save(state, folder, group=rank.mesh.control, timeout_s=timeout)
+    return time.monotonic() - start, None
+
+
+def whole_state(
+    rank: RankModel, progress: Progress, data_state: Mapping[str, Any], versions: Mapping[str, str]
+) -> dict[str, Any]:
+    """All that a run goes on from, with live tensors. Collective over all ranks."""
     state: dict[str, Any] = dict(sharded_state(rank))
     state |= {
         "step": progress.step,
@@ -152,12 +166,7 @@ def save(
         state[END] = rank.eod
     if rank.origin is not None:
         state[ORIGIN] = rank.origin
-    timeout = rank.config.run.timeout_seconds
-    if background:
-        handle = dist_ckpt.async_save(state, folder, group=rank.mesh.control, timeout_s=timeout)
-        return time.monotonic() - start, handle
-    dist_ckpt.save(state, folder, group=rank.mesh.control, timeout_s=timeout)
-    return time.monotonic() - start, None
+    return state
 
 
 def _set_scalars(rank: RankModel, scalars: Mapping[str, Mapping[str, float]]) -> None:
@@ -195,15 +204,35 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
     common = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
     if has_state:
         _set_scalars(rank, common["optimizer"]["scalars"])
+    progress = _take(rank, common)
+    if older:
+        rank.go_on_behind(common["step"])
+    return progress, common
+
+
+def load_snapshot(rank: RankModel, tier: MemoryTier) -> tuple[Progress, dict[str, Any]] | None:
+    """As `load`, of the newest snapshot in memory; None if there is none. Collective over all ranks.
+
+    Raises:
+        CorruptError: there were snapshots, and none is whole.
+    """
+    rank.materialize_state()
+    restored = tier.restore(dict(sharded_state(rank)))
+    if restored is None:
+        return None
+    _set_scalars(rank, restored.state["optimizer"]["scalars"])
+    return _take(rank, restored.state), restored.state
+
+
+def _take(rank: RankModel, common: dict[str, Any]) -> Progress:
+    """What is not a tensor of a checkpoint, and what follows from tensors that were loaded in place."""
     rank.origin = common.get(ORIGIN)
     _set_extra_state(rank, common)
     rank.copy_table()
     rank.model.refresh()
     if rank.config.parallel.schedule == PLAN:
         rank.stored_plan = common.get("plan")
-    if older:
-        rank.go_on_behind(common["step"])
-    return Progress(step=common["step"], samples=common["samples"], tokens=common["tokens"]), common
+    return Progress(step=common["step"], samples=common["samples"], tokens=common["tokens"])
 
 
 def load_weights(rank: RankModel, folder: Path) -> None:

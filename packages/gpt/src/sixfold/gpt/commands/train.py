@@ -87,13 +87,13 @@ def train_rank(config: TrainConfig) -> int:
         return STOPPED
 
 
-def train_generation(generation: Generation, heartbeat: Heartbeat, config: TrainConfig) -> int:
+def train_generation(generation: Generation, heartbeat: Heartbeat, config: TrainConfig, memory_run: str) -> int:
     """Body of one rank of one generation of `run_kept_alive`; its exit status."""
     from sixfold.gpt.launch import rendezvous
     from sixfold.gpt.training.kept_alive import KeptAlive
     from sixfold.gpt.training.loop import train_in
 
-    kept = KeptAlive.of(generation, heartbeat)
+    kept = KeptAlive.of(generation, heartbeat, memory_run)
     if generation.number > 1:  # whoever wrote "never" or "must" meant the first one
         config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
     if config.train.deterministic:
@@ -144,21 +144,23 @@ def run_ranks(config: TrainConfig, ranks: int) -> int:
 
 def run_kept_alive(config: TrainConfig, ranks: int) -> int:
     """As `run_ranks`; when a rank is lost another process takes its place, and the others go on in theirs."""
+    from sixfold.gpt.elastic.memory_folder import snapshots_of
     from sixfold.gpt.elastic.supervisor import keep_alive
     from sixfold.gpt.observe.metrics import ProgressLine
 
     line, elastic = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps), config.elastic
     try:
-        return keep_alive(
-            train_generation,
-            ranks,
-            (config,),
-            spares=elastic.spares,
-            attempts=elastic.attempts,
-            hung_after_s=elastic.hung_after_seconds,
-            watch=line.poll,
-            tell=line.tell,
-        )
+        with snapshots_of(Path(config.run.dir), Path(elastic.memory_folder)) as memory_run:
+            return keep_alive(
+                train_generation,
+                ranks,
+                (config, memory_run),
+                spares=elastic.spares,
+                attempts=elastic.attempts,
+                hung_after_s=elastic.hung_after_seconds,
+                watch=line.poll,
+                tell=line.tell,
+            )
     finally:
         line.close()
 

@@ -310,6 +310,11 @@ class ElasticConfig(Table):
     # A process that a signal has stopped for so long is replaced. A step has five times as long, and four times as long
     # as the longest one before.
     hung_after_seconds: Rate = 10.0
+    memory_every: Count = 1  # steps between snapshots in memory, from which the run goes on; 0 = none
+    memory_folder: str = "/dev/shm"
+
+    def check(self) -> None:
+        refuse_path("elastic.memory_folder", self.memory_folder)
 
 
 @dataclass(frozen=True, kw_only=True)

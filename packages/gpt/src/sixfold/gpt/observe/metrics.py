@@ -30,6 +30,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "resume": ("step", "checkpoint", "layout", "changed"),
     "damaged": ("step", "checkpoint", "why"),
     "recovery": ("step", "generation", "lost", "source", "seconds"),
+    "no_snapshot": ("step", "why"),
     "plan": ("step", "source", "microbatches", "bubble_over_ideal", "gap", "memory_cap", "peak_activations"),
     "step": (
         "step",

@@ -7,20 +7,31 @@ The ranks of a generation are a run that resumes, as any other; the next one of 
 
 from __future__ import annotations
 
+import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+import torch.distributed as dist
+
+from sixfold.dist_ckpt import CorruptError, MemoryTier, StorageError
+from sixfold.gpt.checkpoints import training_state
+from sixfold.gpt.checkpoints.starting_point import StartingPoint, step_of
+from sixfold.gpt.data.token_stream import continue_data
 from sixfold.gpt.elastic.generation import Generation
 from sixfold.gpt.elastic.heartbeat import Heartbeat
 from sixfold.gpt.launch.stop_signals import StopFlag
+from sixfold.gpt.parallel.agreement import all_or_raise, world_collective
+from sixfold.gpt.parallel.mesh import RankMesh
 
 if TYPE_CHECKING:
+    from sixfold.gpt.config.train_config import TrainConfig
     from sixfold.gpt.training.loop import Run
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(kw_only=True, slots=True)
 class KeptAlive:
     """One generation of a run, for this rank.
 
@@ -31,16 +42,84 @@ class KeptAlive:
     generation: Generation
     heartbeat: Heartbeat
     flag: StopFlag
+    memory_run: str  # the name of the run among those that have snapshots in memory
+    is_full: bool = False  # no room for the last snapshot
 
     @classmethod
-    def of(cls, generation: Generation, heartbeat: Heartbeat) -> KeptAlive:
+    def of(cls, generation: Generation, heartbeat: Heartbeat, memory_run: str) -> KeptAlive:
         """This process in ``generation``."""
         flag = _flag()
         flag.arm()
         flag.asked = flag.asked or generation.stop
-        return cls(generation=generation, heartbeat=heartbeat, flag=flag)
+        return cls(generation=generation, heartbeat=heartbeat, flag=flag, memory_run=memory_run)
 
-    def tell(self, run: Run) -> None:
+    def tier(self, config: TrainConfig, mesh: RankMesh) -> MemoryTier | None:
+        """Where snapshots lie; None without any. Versions of weights are of different steps, and in no snapshot."""
+        if not config.elastic.memory_every or not config.parallel.entry.flushed:
+            return None
+        return _tier(config.elastic.memory_folder, self.memory_run, config.run.timeout_seconds, mesh.control)
+
+    def newest_step(self, run: Run, start: StartingPoint) -> int:
+        """The step from which this generation goes on. Collective over all ranks."""
+        steps = [] if run.tier is None or self.generation.number == 1 else run.tier.steps()
+        return max([step_of(start.newest), *steps])
+
+    def take_back(self, run: Run, start: StartingPoint, step: int) -> bool:
+        """Take state from memory, unless a checkpoint is newer. Collective over all ranks.
+
+        Raises:
+            CorruptError: what is in memory is damaged, and there is no checkpoint either.
+        """
+        mesh, on_disk = run.rank.mesh, step_of(start.newest)
+        if run.tier is None or self.generation.number == 1 or step not in run.tier.steps():
+            return False
+        try:
+            found = training_state.load_snapshot(run.rank, run.tier)
+        except CorruptError as error:
+            if start.newest is None:
+                raise
+            found, why = None, str(error)
+        else:
+            why = "" if found is None else f"the newest snapshot that is whole is of step {found[0].step}"
+        if found is None or found[0].step < on_disk:
+            self._say(run, f"{why}; the run goes on from {start.newest}")
+            return False
+        run.progress, common = found
+        all_or_raise(mesh.control, mesh.size, lambda: continue_data(run.train_data, common["data"], run.config))
+        run.note("resume", step=run.progress.step, checkpoint="memory", layout=mesh.layout, changed={})
+        return True
+
+    def keep(self, run: Run) -> None:
+        """A snapshot of the step that was done, if one is due. Collective over all ranks.
+
+        Memory that is full costs the snapshot, not the run: what was there before stays, and a loss takes more time.
+        """
+        at = run.progress
+        if run.tier is None or at.step % run.config.elastic.memory_every:
+            return
+        with world_collective(f"snapshot of step {at.step}"), run.rank.clock.part("save"):
+            state = training_state.whole_state(run.rank, at, run.train_data.state_dict(at.samples), run.versions)
+            try:
+                run.tier.save(at.step, state)
+            except StorageError as error:  # of this snapshot or the one before; raised on all ranks alike
+                run.note("no_snapshot", step=at.step, why=str(error))
+                if not self.is_full:
+                    self._say(run, f"{error}; the run goes on without a snapshot in memory until there is room")
+                self.is_full = True
+            else:
+                self.is_full = False
+
+    def end(self, run: Run) -> None:
+        """The last snapshot has ended, well or not. Collective over all ranks."""
+        if run.tier is not None:
+            with world_collective("the last snapshot"), suppress(StorageError):
+                run.tier.wait()
+
+    def _say(self, run: Run, text: str) -> None:
+        if run.rank.mesh.rank == 0:
+            print(f"sixfold: {text}", file=sys.stderr, flush=True)
+
+    def tell(self, run: Run, *, from_memory: bool) -> None:
         """A line of metrics.jsonl, when the state is there from which a later generation goes on."""
         if self.generation.number > 1:
             run.note(
@@ -48,11 +127,25 @@ class KeptAlive:
                 step=run.progress.step,
                 generation=self.generation.number,
                 lost=[{"rank": one.rank, "why": one.why} for one in self.generation.lost],
-                source="disk" if run.progress.step else "the start",
+                source="memory" if from_memory else "disk" if run.progress.step else "the start",
                 seconds=time.monotonic() - self.generation.lost_at,
             )
 
 
 @cache
 def _flag() -> StopFlag:
+    """Of this process."""
     return StopFlag()
+
+
+def _tier(folder: str, run: str, timeout_s: float, group: dist.ProcessGroup | None) -> MemoryTier:
+    """Of this process, too: its worker takes a second to start."""
+    tier = _first_tier(folder, run, timeout_s)
+    tier.regroup(group)
+    return tier
+
+
+@cache
+def _first_tier(folder: str, run: str, timeout_s: float) -> MemoryTier:
+    # All ranks are of one host, whose memory outlives them: no copies elsewhere.
+    return MemoryTier(folder, run, replicas=0, timeout_s=timeout_s)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from sixfold.dist_ckpt import AsyncSave, retention
+from sixfold.dist_ckpt import AsyncSave, MemoryTier, retention
 from sixfold.gpt.checkpoints import training_state
 from sixfold.gpt.checkpoints.starting_point import StartingPoint, initial_weights, same_config, starting_point, step_of
 from sixfold.gpt.checkpoints.training_state import Progress
@@ -90,6 +90,7 @@ class Run:
     ) -> None:
         self.config = config
         self.kept = kept
+        self.tier: MemoryTier | None = None
         self.rank = rank
         self.metrics = metrics  # on rank 0 only
         self.train_data, valid = data
@@ -355,6 +356,8 @@ class Run:
         flag.arm()  # what comes during the first step waits for its end: a rank that died in it would lose it for all
         while self.progress.step < self.config.train.steps:
             outcome = self.step(flag.asked)
+            if self.kept is not None:
+                self.kept.keep(self)
             stopped = outcome.stop
             step = self.progress.step
             last = step == self.config.train.steps
@@ -406,6 +409,8 @@ def train_in(
         metrics = all_or_raise(mesh.control, mesh.size, open_metrics)
         data = open_on_ranks(config, mesh, datasets)
         run = all_or_raise(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data, kept))
+        if kept is not None:
+            run.tier = kept.tier(config, mesh)
         reason = _train(run, start, source)
     return TrainResult(step=run.progress.step, loss=run.loss, run_dir=Path(config.run.dir), reason=reason)
 
@@ -413,16 +418,20 @@ def train_in(
 def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
     """From where the run begins to its end; the reason."""
     flag = StopFlag() if run.kept is None else run.kept.flag
-    mesh, fresh = run.rank.mesh, start.newest is None
+    mesh = run.rank.mesh
     if run.config.log.tensorboard and mesh.rank == 0:
         run.board = TensorBoardWriter(run.config.run.dir, step_of(start.newest))
     try:
         if run.config.log.digest_every:
             all_or_raise(mesh.control, mesh.size, run.open_digests)
-        start_line(run, mesh, step_of(start.newest))
-        restore(run, start, source)
+        begins_at = step_of(start.newest) if run.kept is None else run.kept.newest_step(run, start)
+        start_line(run, mesh, begins_at)
+        from_memory = run.kept is not None and run.kept.take_back(run, start, begins_at)
+        if not from_memory:
+            restore(run, start, source)
+        fresh = start.newest is None and not from_memory
         if run.kept is not None:
-            run.kept.tell(run)
+            run.kept.tell(run, from_memory=from_memory)
         if run.config.log.digest_every:
             run.digest()  # of the weights that it begins with: those of the checkpoint, or the initial ones
         if run.config.parallel.schedule == PLAN:
@@ -434,6 +443,8 @@ def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
         with memory_errors(mesh.rank, run.config):
             reason = run.loop(flag)
         run.finish_save()
+        if run.kept is not None:
+            run.kept.end(run)
         run.note("end", step=run.progress.step, reason=reason)
     except BaseException as error:
         if run.kept is not None and not is_final(error):

@@ -27,12 +27,12 @@ from sixfold.dist_ckpt import _worker  # noqa: E402 - as late as the worker
 from sixfold.dist_ckpt.storage.local import LocalStore  # noqa: E402
 
 if kind == "late":
-    _worker.main()
+    _worker.serve(*map(int, sys.argv[-3:]))
 if kind == "counts":
     from counted import note_operations
 
     note_operations(what)
-    _worker.main()
+    _worker.serve(*map(int, sys.argv[-3:]))
 if kind == "held":
     path, decide = what, _worker.lost_ranks.decide
     kind, what = "slow", "0.4"
@@ -88,4 +88,4 @@ def odd(*arguments, **options):
 
 
 setattr(module, name, odd)
-_worker.main()
+_worker.serve(*map(int, sys.argv[-3:]))

@@ -14,7 +14,7 @@ from typing import Any
 
 from run_helpers import assert_same_tensors, final_tensors, lines
 
-from sixfold.gpt.commands.train import train_generation
+from sixfold.gpt.commands.train import prepare_member, train_generation
 from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.elastic.generation import Generation
 from sixfold.gpt.elastic.heartbeat import Heartbeat
@@ -153,6 +153,7 @@ def run_kept_alive(
             faulty_generation,
             ranks,
             (config, memory_run, faults),
+            prepare=prepare_member,
             spares=config.elastic.spares,
             attempts=attempts,
             hung_after_s=config.elastic.hung_after_seconds,

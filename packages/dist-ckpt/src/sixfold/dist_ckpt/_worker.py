@@ -3,8 +3,8 @@
     Job + arena --> run (this file) --> files, record, outcome --> the trainer's handle
 
 It joins no process group, knows no device and never sees the user's ``__main__``. It serves one job after the other
-and dies with its parent; only a snapshot in memory is written to its end first. (Not by PR_SET_PDEATHSIG: the kernel sends that when the *thread* that started the worker
-ends, and a trainer may save from a thread.)
+and dies with its parent; only a snapshot in memory is written to its end first. (It does not die by PR_SET_PDEATHSIG:
+the kernel sends that when the *thread* that started the worker ends, and a trainer may save from a thread.)
 """
 
 from __future__ import annotations
@@ -64,9 +64,8 @@ def _end_with(trainer: int, jobs: list[Job]) -> None:
     os._exit(0)
 
 
-def main() -> None:
-    """Serve jobs until the trainer ends or says so."""
-    connection_fd, arena_fd, trainer = map(int, sys.argv[1:])
+def serve(connection_fd: int, arena_fd: int, trainer: int) -> None:
+    """Serve jobs until the trainer, a process, ends or says so; never returns."""
     torch.set_num_threads(1)
     connection, counter, arena = Connection(connection_fd), ProgressCounter(arena_fd), MappedArena(arena_fd)
     jobs: list[Job] = []  # the one that is done
@@ -86,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(*map(int, sys.argv[1:]))

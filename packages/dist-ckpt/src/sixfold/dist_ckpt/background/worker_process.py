@@ -1,6 +1,6 @@
 """The worker process as its trainer holds it: started, given a job, asked whether it lives, ended.
 
-AsyncSaver --> Worker (this file) --> python -m sixfold.dist_ckpt._worker
+AsyncSaver --> Worker (this file) --> python -m sixfold.dist_ckpt._worker, or a fork of this process
 trainer <-- ProgressCounter (this file) --> worker          how much is written
 """
 
@@ -10,6 +10,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
 from pathlib import Path
@@ -27,14 +30,65 @@ def _start_worker(fds: tuple[int, ...]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=fds)
 
 
+class ForkedWorker:
+    """What ``Worker`` uses of ``Popen``, of a fork of this process, which calls ``serve(*fds, trainer)``."""
+
+    def __init__(self, fds: tuple[int, ...], serve: Callable[..., None]) -> None:
+        self._status: int | None = None
+        trainer = os.getpid()
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                for name in os.listdir("/proc/self/fd"):  # as behind exec: its trainer's end of the line least of all
+                    if int(name) > 2 and int(name) not in fds:
+                        with suppress(OSError):
+                            os.close(int(name))
+                serve(*fds, trainer)
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(1)
+
+    def poll(self) -> int | None:
+        """The exit status, if it has ended."""
+        if self._status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self._status = os.waitstatus_to_exitcode(status)
+        return self._status
+
+    def wait(self, timeout: float) -> int:
+        """The exit status, when it has ended."""
+        until = time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired("a forked worker", timeout)
+            time.sleep(0.002)
+        return status
+
+    def kill(self) -> None:
+        """End it at once."""
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
+def _fork_worker(fds: tuple[int, ...]) -> ForkedWorker:
+    from sixfold.dist_ckpt import _worker  # the program, which reads the jobs of lost_ranks.py
+
+    return ForkedWorker(fds, _worker.serve)
+
+
 class Worker:
     """The process, started and not waited for: it imports torch while the trainer goes on.
 
+    Args:
+        forks: it is a fork of this process, which has imported torch and has no other thread.
     Attributes:
         connection: jobs go there, outcomes come back; ``poll`` it before ``recv_bytes``.
     """
 
-    def __init__(self, arena_fd: int) -> None:
+    def __init__(self, arena_fd: int, *, forks: bool = False) -> None:
         self.connection, theirs = Pipe()
         self.counter, self._is_killed = ProgressCounter(arena_fd), False
         fds = theirs.fileno(), arena_fd
@@ -44,7 +98,7 @@ class Worker:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # asked first: the call that blocks may itself raise
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, _ASK_TO_STOP)
-            self.process = _start_worker(fds)
+            self.process = _fork_worker(fds) if forks else _start_worker(fds)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()

@@ -201,6 +201,17 @@ class MemoryTier:
         self._current = Snapshot(int(step), flight, receivers, time.monotonic() - started)
         return self._current
 
+    def fork_worker(self) -> None:
+        """Have this rank's worker at once, as a fork of this process; the first ``save`` then waits for no import.
+
+        Not collective; before there are groups.
+
+        Raises:
+            CheckpointError: this process has other threads, whose locks would stay shut in the fork; or it has used a
+                CUDA device, which a fork cannot.
+        """
+        self._saver.fork_worker()
+
     def wait(self) -> None:
         """Return when the last snapshot is whole on all ranks. Collective.
 

@@ -87,6 +87,14 @@ def train_rank(config: TrainConfig) -> int:
         return STOPPED
 
 
+def prepare_member(config: TrainConfig, memory_run: str, *_: object) -> None:
+    """In a process that will be a rank: what takes long and needs no ranks."""
+    if config.elastic.memory_every:
+        from sixfold.gpt.training.kept_alive import tier_of
+
+        tier_of(config, memory_run).fork_worker()
+
+
 def train_generation(generation: Generation, heartbeat: Heartbeat, config: TrainConfig, memory_run: str) -> int:
     """Body of one rank of one generation of `run_kept_alive`; its exit status."""
     from sixfold.gpt.launch import rendezvous
@@ -155,6 +163,7 @@ def run_kept_alive(config: TrainConfig, ranks: int) -> int:
                 train_generation,
                 ranks,
                 (config, memory_run),
+                prepare=prepare_member,
                 spares=elastic.spares,
                 attempts=elastic.attempts,
                 hung_after_s=elastic.hung_after_seconds,

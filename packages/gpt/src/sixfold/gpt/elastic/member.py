@@ -39,12 +39,17 @@ from sixfold.gpt.launch.spawn import failure_of, name_in_warnings, prepare_proce
 CUT_POLL_S = 0.1
 STUCK_S = 1.0
 OWN_S = 5.0
+Prepare = Callable[..., None]  # prepare(*args), in a process that may be a rank later
 Target = Callable[..., int]  # target(generation, heartbeat, *args): the run's exit status
 
 
-def member_main(channel: Connection, member: int, slots: Path, target: Target, args: tuple[Any, ...]) -> None:
+def member_main(
+    channel: Connection, member: int, slots: Path, target: Target, args: tuple[Any, ...], prepare: Prepare | None
+) -> None:
     """Body of a member's process: it ends when the supervisor closes the pipe."""
     prepare_process(member)
+    if prepare is not None:
+        prepare(*args)  # there is no other thread yet
     gc.freeze()  # what was imported is in no cycle with a generation, and is not looked through when one is dropped
     _Member(channel, Heartbeat(slots, member)).serve(target, args)
 

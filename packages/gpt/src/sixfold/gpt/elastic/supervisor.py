@@ -24,7 +24,7 @@ from typing import Any
 
 from sixfold.gpt.elastic.generation import STUCK, Done, Failed, Generation, Leave, Over, Ready
 from sixfold.gpt.elastic.heartbeat import Slot, Slots, overdue_s, patience_s
-from sixfold.gpt.elastic.member import Target, member_main
+from sixfold.gpt.elastic.member import Prepare, Target, member_main
 from sixfold.gpt.elastic.next_generation import Command, Course, End, Fork, Form, Forward, Kill, Phase, TellOver
 from sixfold.gpt.launch.spawn import Failure, RankError, StopRequests, is_stopped, silent_end, stop_requests, warm_up
 
@@ -47,6 +47,7 @@ class _Supervisor:
     slots: Slots
     target: Target
     args: tuple[Any, ...]
+    prepare: Prepare | None
     hung_after_s: float
     tell: Callable[[str], None]
     processes: dict[int, _Process] = field(default_factory=dict)  # by member; those that live
@@ -169,7 +170,7 @@ class _Supervisor:
     def _fork(self, member: int) -> None:
         context = multiprocessing.get_context("forkserver")
         here, there = context.Pipe()
-        job = (there, member, self.slots.path, self.target, self.args)
+        job = (there, member, self.slots.path, self.target, self.args, self.prepare)
         process = context.Process(target=member_main, args=job, name=f"sixfold member {member}")
         process.start()
         there.close()
@@ -239,6 +240,7 @@ def keep_alive(
     ranks: int,
     args: tuple[Any, ...] = (),
     *,
+    prepare: Prepare | None = None,
     spares: int,
     attempts: int,
     hung_after_s: float,
@@ -252,6 +254,7 @@ def keep_alive(
 
     Args:
         target: module-level function; returns 0, or 143 if it was asked to stop and has saved.
+        prepare: module-level function; each process calls ``prepare(*args)`` before all else, spares too.
         attempts: recoveries in a row without a step that was not done before.
         hung_after_s: how long a process may be stopped, and a step be behind; see heartbeat.py.
         watch: called here about ten times a second. tell: is given a line for each event.
@@ -269,6 +272,7 @@ def keep_alive(
             slots=slots,
             target=target,
             args=args,
+            prepare=prepare,
             hung_after_s=hung_after_s,
             tell=tell or (lambda text: None),
         )

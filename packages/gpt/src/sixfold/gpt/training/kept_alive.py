@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from sixfold.dist_ckpt import CorruptError, MemoryTier, StorageError
 from sixfold.gpt.checkpoints import training_state
 from sixfold.gpt.checkpoints.starting_point import StartingPoint, step_of
@@ -57,7 +55,9 @@ class KeptAlive:
         """Where snapshots lie; None without any. Versions of weights are of different steps, and in no snapshot."""
         if not config.elastic.memory_every or not config.parallel.entry.flushed:
             return None
-        return _tier(config.elastic.memory_folder, self.memory_run, config.run.timeout_seconds, mesh.control)
+        tier = tier_of(config, self.memory_run)
+        tier.regroup(mesh.control)
+        return tier
 
     def newest_step(self, run: Run, start: StartingPoint) -> int:
         """The step from which this generation goes on. Collective over all ranks."""
@@ -138,14 +138,12 @@ def _flag() -> StopFlag:
     return StopFlag()
 
 
-def _tier(folder: str, run: str, timeout_s: float, group: dist.ProcessGroup | None) -> MemoryTier:
-    """Of this process, too: its worker takes a second to start."""
-    tier = _first_tier(folder, run, timeout_s)
-    tier.regroup(group)
-    return tier
+def tier_of(config: TrainConfig, memory_run: str) -> MemoryTier:
+    """Where the snapshots of this process lie; it outlives generations, and so does its worker."""
+    return _tier(config.elastic.memory_folder, memory_run, config.run.timeout_seconds)
 
 
 @cache
-def _first_tier(folder: str, run: str, timeout_s: float) -> MemoryTier:
+def _tier(folder: str, run: str, timeout_s: float) -> MemoryTier:
     # All ranks are of one host, whose memory outlives them: no copies elsewhere.
     return MemoryTier(folder, run, replicas=0, timeout_s=timeout_s)

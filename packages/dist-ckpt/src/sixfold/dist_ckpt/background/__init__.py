@@ -3,7 +3,7 @@
 saver.py: agree, copy into arena.py --> Job --> _worker.py --> files
 trainer and worker: worker_process.py, watched by worker_watch.py; worker and worker: lost_ranks.py
 
-From outside: arena, handle, lost_ranks, status_and_heartbeats, saver.
+From outside: arena, handle, lost_ranks, status_and_heartbeats, saver, worker_process.
 """
 
 from sixfold.dist_ckpt.background.saver import AsyncSave, AsyncSaver, async_save, prepare_async_save

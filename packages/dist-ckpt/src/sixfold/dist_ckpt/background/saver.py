@@ -100,24 +100,6 @@ class AsyncSaver:
         """``prepare_async_save`` of this saver, on its group."""
         self._prepare(sharded_state_dict, Exchange(self._group, self._timeout_s))
 
-    def fork_worker(self) -> None:
-        """Have a worker at once, which is a fork of this process; one that starts as a program imports torch first.
-
-        Not collective.
-
-        Raises:
-            CheckpointError: this process has other threads, whose locks would stay shut in the fork; or it has used a
-                CUDA device, which a fork cannot.
-        """
-        with self._in_turn():
-            tasks = Path("/proc/self/task")  # those of Python, and those that torch has started
-            threads = len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
-            if threads > 1 or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-                why = f"has {threads} threads" if threads > 1 else "has used a CUDA device"
-                raise CheckpointError(f"this process {why}; fork the worker before that, or let a save start one")
-            if self._worker is None:
-                self._worker = Worker(self._arena.fd, forks=True)
-
     def close(self) -> None:
         """Wait for a save in flight, then end the worker and free the arena. May be called again.
 

@@ -73,22 +73,16 @@ class ForkedWorker:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def _fork_worker(fds: tuple[int, ...]) -> ForkedWorker:
-    from sixfold.dist_ckpt import _worker  # the program, which reads the jobs of lost_ranks.py
-
-    return ForkedWorker(fds, _worker.serve)
-
-
 class Worker:
     """The process, started and not waited for: it imports torch while the trainer goes on.
 
     Args:
-        forks: it is a fork of this process, which has imported torch and has no other thread.
+        serve: it is a fork of this process, which calls this; None: it starts as a program.
     Attributes:
         connection: jobs go there, outcomes come back; ``poll`` it before ``recv_bytes``.
     """
 
-    def __init__(self, arena_fd: int, *, forks: bool = False) -> None:
+    def __init__(self, arena_fd: int, serve: Callable[..., None] | None = None) -> None:
         self.connection, theirs = Pipe()
         self.counter, self._is_killed = ProgressCounter(arena_fd), False
         fds = theirs.fileno(), arena_fd
@@ -98,7 +92,7 @@ class Worker:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())  # asked first: the call that blocks may itself raise
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, _ASK_TO_STOP)
-            self.process = _fork_worker(fds) if forks else _start_worker(fds)
+            self.process = _start_worker(fds) if serve is None else ForkedWorker(fds, serve)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
             theirs.close()

@@ -10,18 +10,25 @@ next snapshot waiting.
 from __future__ import annotations
 
 import secrets
+import threading
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+
+from sixfold.dist_ckpt._worker import serve
 from sixfold.dist_ckpt.background import status_and_heartbeats
 from sixfold.dist_ckpt.background.arena import Place
 from sixfold.dist_ckpt.background.handle import AsyncSave
 from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.background.saver import AsyncSaver
 from sixfold.dist_ckpt.background.status_and_heartbeats import Heartbeat
+from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Exchange
+from sixfold.dist_ckpt.errors import CheckpointError
 from sixfold.dist_ckpt.memory_tier.domain_folder import DomainFolder, DomainStore
 from sixfold.dist_ckpt.memory_tier.generations import Generation
 from sixfold.dist_ckpt.memory_tier.jobs import DrainJob, SnapshotJob
@@ -45,6 +52,17 @@ class SnapshotSaver(AsyncSaver):
         """
         self._of_job = of_job
         return self._begun(request)
+
+    def fork_worker(self) -> None:
+        """See ``MemoryTier.fork_worker``."""
+        with self._in_turn():
+            tasks = Path("/proc/self/task")  # threads of Python, and those that torch has started
+            threads = len(list(tasks.iterdir())) if tasks.exists() else threading.active_count()
+            if threads > 1 or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+                why = f"has {threads} threads" if threads > 1 else "has used a CUDA device"
+                raise CheckpointError(f"this process {why}; fork the worker before that, or let a save start one")
+            if self._worker is None:
+                self._worker = Worker(self._arena.fd, serve)
 
     def let_go(self) -> AsyncSave | None:
         """Wait until the snapshot in flight has ended, well or not; it."""

@@ -202,13 +202,10 @@ class MemoryTier:
         return self._current
 
     def fork_worker(self) -> None:
-        """Have this rank's worker at once, as a fork of this process; the first ``save`` then waits for no import.
-
-        Not collective; before there are groups.
+        """Have this rank's worker at once, as a fork of this process: the first ``save`` then waits for no import.
 
         Raises:
-            CheckpointError: this process has other threads, whose locks would stay shut in the fork; or it has used a
-                CUDA device, which a fork cannot.
+            CheckpointError: this process has other threads or has used CUDA, which a fork cannot take along.
         """
         self._saver.fork_worker()
 

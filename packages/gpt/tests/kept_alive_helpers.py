@@ -105,20 +105,23 @@ class Fault:
             os.kill(_tier()._saver._worker.process.pid, signal.SIGKILL)
             return
         if self.action == "flipped bit":
-            _flip_newest(_tier()._folder.root)
+            _flip_newest(_tier())
             os.kill(os.getpid(), signal.SIGKILL)
         os.kill(os.getpid(), getattr(signal, self.action))
 
 
 def _tier() -> Any:
     """Of this process."""
+    gc.unfreeze()  # else objects of before a generation are not listed
     return next(one for one in gc.get_objects() if type(one).__name__ == "MemoryTier")
 
 
-def _flip_newest(run: Path) -> None:
-    """Damage the newest snapshot; sizes stay."""
-    time.sleep(0.5)  # until each rank's part is there
-    for file in sorted(run.glob("attempt-*"))[-1].glob("*.distcp"):
+def _flip_newest(tier: Any) -> None:
+    """Damage the newest snapshot when each rank's part is there; sizes stay."""
+    newest, deadline = sorted(tier._folder.root.glob("attempt-*"))[-1], time.monotonic() + 30
+    while len(list(newest.glob("rank-*"))) < len(tier._domain_of_R) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for file in newest.glob("*.distcp"):
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.unlink()  # it may be linked elsewhere

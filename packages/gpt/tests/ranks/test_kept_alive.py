@@ -140,15 +140,13 @@ def small_memory():
 
 
 @pytest.mark.slow
-def test_full_memory_costs_the_snapshots_and_not_the_run(tmp_path, unbroken, small_memory, capfd):
+def test_full_memory_costs_the_snapshots_and_not_the_run(tmp_path, unbroken, small_memory):
     config = tiny_config(tmp_path, *KEYS, "parallel.dp=2", f"elastic.memory_folder={small_memory}")
     told = run_kept_alive(config, 2, Fault("in a forward", 1, "SIGKILL"))
     assert len(told) == 1, told
     [recovery] = lines(config, "recovery")
     assert (recovery["source"], recovery["step"]) == ("disk", 2)
     assert "ENOSPC" in lines(config, "no_snapshot")[0]["why"]
-    told = capfd.readouterr().err
-    assert "the run goes on without a snapshot in memory until there is room" in told
     assert list(small_memory.iterdir()) == []
     assert_same_run(config, unbroken("fsdp2"))
 

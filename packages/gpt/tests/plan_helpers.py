@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
@@ -12,10 +14,12 @@ import torch.distributed as dist
 from run_helpers import world_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sixfold.dist_ckpt import MemoryTier
 from sixfold.gpt import TrainConfig
+from sixfold.gpt.checkpoints.training_state import sharded_state
 from sixfold.gpt.config.rules import check_world
 from sixfold.gpt.data.token_stream import Microbatch
-from sixfold.gpt.engine.rank_model import build_rank
+from sixfold.gpt.engine.rank_model import RankModel, build_rank
 from sixfold.gpt.engine.step import train_step
 from sixfold.gpt.engine.weight_versions import VersionedModel
 from sixfold.gpt.parallel.mesh import make_mesh
@@ -111,12 +115,12 @@ _SENT: dict[str, Callable[[Any, Any], float]] = {
 }
 
 
-def measured_rank(rank: int, ranks: int, texts: list[str]) -> list[dict[str, int]]:
+def measured_rank(rank: int, ranks: int, texts: list[str]) -> list[dict[str, Any]]:
     """Bytes of this rank for each configuration; activations are those of a microbatch."""
     return [_measured(TrainConfig.from_text(text), world_of(rank, ranks)) for text in texts]
 
 
-def _measured(config: TrainConfig, world: Any) -> dict[str, int]:
+def _measured(config: TrainConfig, world: Any) -> dict[str, Any]:
     mesh = make_mesh(check_world(config, world.size), world, world.device, 60.0)
     found = build_rank(config, mesh, world)
     count = config.train.global_batch_size // (config.train.micro_batch_size * mesh.dp)
@@ -137,7 +141,26 @@ def _measured(config: TrainConfig, world: Any) -> dict[str, int]:
     ]
     places = {"pp_rank": mesh.pp_rank, "data_rank": mesh.data_rank}
     sent = {f"{axis}_sent": round(sends.bytes[axis]) for axis in ("tp", "cp", "ep")}
-    return {**held, **places, **sent, "moments": sum(moments), "activations": activations}
+    return {**held, **places, **sent, "moments": sum(moments), "activations": activations, "state": _state_bytes(found)}
+
+
+def _state_bytes(rank: RankModel) -> dict[str, int]:
+    """Bytes of each whole tensor of which this rank has a part to save."""
+    state = sharded_state(rank).items()
+    return {key: math.prod(one.global_shape) * one.dtype.itemsize for key, one in state}
+
+
+def stated_by_tier(rank: int, ranks: int, text: str) -> dict[str, int]:
+    """What a memory tier states for each domain, where each rank is one and has a copy in another."""
+    config, world = TrainConfig.from_text(text), world_of(rank, ranks)
+    mesh = make_mesh(check_world(config, world.size), world, world.device, 60.0)
+    found = build_rank(config, mesh, world)
+    found.materialize_state()
+    with tempfile.TemporaryDirectory() as folder:
+        tier = MemoryTier(folder, "plan", domain=f"rank {rank}", replicas=1, group=mesh.control)
+        needed = tier.needed_bytes(dict(sharded_state(found)))
+        tier.discard()
+    return needed
 
 
 class Live:

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 import pytest
 
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.observe.loss_plot import curve, plot, smoothed
+from sixfold.gpt.observe.loss_plot import EVENT_STYLES, curve, figure_of, plot, smoothed
 
 
 def records(*entries):
@@ -200,3 +200,42 @@ def test_a_loss_that_falls_little_has_a_plain_axis_that_does_not_go_below_zero(t
     plot([write_run(tmp_path / "run", entries)], tmp_path / "loss.png")
     [(figure, _)] = figures
     assert figure.axes[0].get_yscale() == "linear" and figure.axes[0].get_ylim()[0] >= 0
+
+
+KEPT_ALIVE = records(
+    ("start", 0), ("step", 1, 5.0), ("step", 2, 4.0), ("save", 2), ("step", 3, 3.0), ("start", 2), ("recovery", 2),
+    ("step", 3, 3.0), ("step", 4, 2.5), ("save", 4),
+)  # fmt: skip
+KEPT_ALIVE[6]["seconds"] = 1.5
+
+
+@pytest.mark.parametrize(
+    ("axis", "places"),
+    [
+        ("step", {"failure": [3], "recovery": [2], "checkpoint": [2, 4]}),
+        ("tokens", {"failure": [192], "recovery": [128], "checkpoint": [128, 256]}),
+        ("seconds", {"failure": [4.5], "recovery": [6], "checkpoint": [3, 9]}),
+    ],
+)
+@pytest.mark.slow
+def test_events_are_vertical_lines_with_a_legend(axis, places):
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra plot")
+    one = curve(KEPT_ALIVE, "run", axis)
+    drawn = figure_of([one], by_dataset=False, events=True, references={}, marks={}).axes[0]
+    colours = {EVENT_STYLES[kind][0]: kind for kind in places}
+    found = {kind: [] for kind in places}
+    for line in drawn.lines:
+        if line.get_color() in colours and list(line.get_ydata()) == [0, 1]:
+            found[colours[line.get_color()]].append(line.get_xdata()[0])
+    assert found == places
+    assert drawn.get_legend_handles_labels()[1] == ["run", "failure (1)", "recovery (1)", "checkpoint (2)"]
+
+
+@pytest.mark.slow
+def test_events_are_drawn_only_if_asked_for(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs matplotlib, the extra plot")
+    plain = figure_of([curve(KEPT_ALIVE, "run", "step")], by_dataset=False, events=False, references={}, marks={})
+    assert not {line.get_color() for line in plain.axes[0].lines} & {style[0] for style in EVENT_STYLES.values()}
+    run = write_run(tmp_path / "run", KEPT_ALIVE)
+    text = plot([run], tmp_path / "loss.svg", events=True).read_text()
+    assert all(word in text for word in ("failure", "recovery", "checkpoint"))

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import pytest
 from config_helpers import MINIMAL
-from plan_helpers import measured_rank, rank_in_flight
+from plan_helpers import measured_rank, rank_in_flight, stated_by_tier
 
 import ranktest
+from sixfold.dist_ckpt.memory_tier import bytes_per_domain
 from sixfold.gpt import TrainConfig
 from sixfold.gpt.config.rules import check_world
 from sixfold.gpt.machine.devices import DEVICES
@@ -183,6 +184,29 @@ def test_memory_of_a_plan_is_what_a_run_holds(measured, ranks, case):
         assert saved == pytest.approx(held["activations"], rel=balanced)
         measured_total = weights + plan.gathered + gradients + reducing + plan.optimizer + held["activations"]
         assert plan.total + saved == pytest.approx(measured_total, rel=0.05)
+
+
+def test_a_checkpoint_of_a_plan_is_what_ranks_save(measured, ranks, case):
+    """All ranks' shares together, each tensor once."""
+    planned = plan_layout(config_of(ranks, KNOWN[ranks][case]), ranks, DEVICES["cpu"])
+    whole = {}
+    for held in measured[ranks, case]:
+        whole |= held["state"]
+    assert sum(planned.saved_bytes_R) == pytest.approx(sum(whole.values()), rel=0.01)
+
+
+@pytest.mark.slow
+def test_memory_of_snapshots_is_what_a_tier_states():
+    """Heads of frames and their alignment come on top: 2 % of this small model."""
+    config = TrainConfig.from_text(
+        MINIMAL, (*WIDE, "model.hidden_size=512", "model.ffn_hidden_size=1536", "train.global_batch_size=4")
+    )
+    planned = plan_layout(config, 2, DEVICES["cpu"])
+    stated = ranktest.run_ranks(stated_by_tier, 2, config.to_toml(), timeout=60)
+    assert stated[0] == stated[1]
+    domains = [f"rank {rank}" for rank in range(2)]
+    for domain, nbytes in bytes_per_domain(planned.saved_bytes_R, domains).items():
+        assert stated[0][domain] == pytest.approx(nbytes, rel=0.02), (domain, nbytes)
 
 
 def test_traffic_of_a_plan_is_what_a_run_sends_over_each_axis(measured, ranks, case):

@@ -68,10 +68,13 @@ def holders(domain_of_R: Sequence[str], rank: int, turn: int, replicas: int) -> 
     ``place`` is that of the rank in its domain, and n counts the copies. See [Note: copies move on].
     """
     domains = domains_of(domain_of_R)
-    others = len(domains) - 1
     own, place = domains.index(domain_of_R[rank]), list(domain_of_R[:rank]).count(domain_of_R[rank])
-    steps = [1 + (turn + place + n) % others for n in range(min(replicas, others))]
-    return tuple(domains[(own + step) % len(domains)] for step in steps)
+    return tuple(domains[at] for at in _holders(len(domains), own, place, turn, replicas))
+
+
+def _holders(domains: int, own: int, place: int, turn: int, replicas: int) -> list[int]:
+    others = domains - 1
+    return [(own + 1 + (turn + place + n) % others) % domains for n in range(min(replicas, others))]
 
 
 def receivers(domain_of_R: Sequence[str], rank: int, turn: int, replicas: int) -> tuple[int, ...]:
@@ -105,16 +108,14 @@ def bytes_per_domain(
         )
     domains, count = domains_of(domain_of_R), _GENERATIONS + drains
     turns = max(1, len(domains) - 1)
-    held = {name: [0] * turns for name in domains}
-    for rank, (nbytes, own) in enumerate(zip(share_bytes_R, domain_of_R, strict=True)):
+    held = [[0] * turns for _ in domains]
+    arenas, places = [0] * len(domains), [0] * len(domains)
+    index = {name: at for at, name in enumerate(domains)}
+    for nbytes, own in zip(share_bytes_R, map(index.__getitem__, domain_of_R), strict=True):
         for turn in range(turns):
-            for name in (own, *holders(domain_of_R, rank, turn, replicas)):
-                held[name][turn] += nbytes
-    arenas = dict.fromkeys(domains, 0)
-    for nbytes, own in zip(share_bytes_R, domain_of_R, strict=True):
+            for at in (own, *_holders(len(domains), own, places[own], turn, replicas)):
+                held[at][turn] += nbytes
+        places[own] += 1
         arenas[own] += -(-(nbytes + _PAGE_BYTES) // _GRAIN_BYTES) * _GRAIN_BYTES
-    most = {
-        name: max(sum(by_turn[(turn + n) % turns] for n in range(count)) for turn in range(turns))
-        for name, by_turn in held.items()
-    }
-    return {name: most[name] + arenas[name] for name in domains}
+    most = [max(sum(by_turn[(turn + n) % turns] for n in range(count)) for turn in range(turns)) for by_turn in held]
+    return {name: most[at] + arenas[at] for name, at in index.items()}

@@ -299,8 +299,7 @@ class Load:
             leaves = tree.leaves(expanded)
         parts = tree.split(expanded)
         tensors, replicated = list[ShardedTensor](), list[tuple[ShardedTensor, torch.Tensor]]()
-        policy, asked = self.asked.dtype_policy, tree.leaves(self.asked.state)
-        unlike = in_place.unlike(expanded, leaves, common, asked, stored)
+        policy, unlike = self.asked.dtype_policy, in_place.unlike_plain(expanded, leaves, common)
         tied = in_place.Tied.of(parts.records)
         for number, (place, record) in enumerate(parts.records):
             if not isinstance(record, ShardedTensor):
@@ -339,7 +338,7 @@ class Load:
         return RankLoad(
             view,
             checkpoint,
-            asked,
+            tree.leaves(self.asked.state),
             expanded,
             leaves,
             merges,

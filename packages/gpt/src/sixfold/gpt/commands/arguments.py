@@ -1,6 +1,6 @@
 """Values of the command's options, refused by argparse in one line.
 
-text of an option --> at_least_one, at_least_zero, above_zero, minutes (this file) --> cli.py, plan_and_doctor.py
+text of an option --> at_least_one, above_zero, seconds and others (this file) --> cli.py, plan_and_doctor.py
 """
 
 import argparse
@@ -39,4 +39,23 @@ def above_zero(text: str) -> float:
         value = 0.0
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r} is no number > 0")
+    return value
+
+
+def seconds(text: str) -> float:
+    """A number of seconds >= 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number >= 0")
+    return value
+
+
+def share(text: str) -> float:
+    """A number from 0 to 1."""
+    value = seconds(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no share, 0 to 1")
     return value

@@ -142,6 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     plot.add_argument("--out", type=Path, default=Path("loss.svg"), help=".svg or .png (%(default)s)")
     plot.add_argument("--x", choices=("step", "tokens", "seconds"), default="step")
     plot.add_argument("--by-dataset", action="store_true", help="also draw a curve for each dataset of the blend")
+    plot.add_argument("--events", action="store_true", help="also draw failures, recoveries and checkpoints")
     plot.set_defaults(run=_plot)
 
     sample = verbs.add_parser("sample", help="generate text with a trained model")
@@ -247,7 +248,7 @@ def _prepare(args: argparse.Namespace) -> int:
 def _plot(args: argparse.Namespace) -> int:
     from sixfold.gpt.observe.loss_plot import plot
 
-    plot(args.runs, args.out, x=args.x, by_dataset=args.by_dataset)
+    plot(args.runs, args.out, x=args.x, by_dataset=args.by_dataset, events=args.events)
     print(args.out)
     return 0
 

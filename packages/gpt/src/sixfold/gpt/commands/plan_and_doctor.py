@@ -1,6 +1,6 @@
 """The verbs that need no run: ``plan`` and ``doctor``. They are parsed here; what they do is elsewhere.
 
-    cli.py --> add_verbs (this file) --> report.py, doctor.py
+    cli.py --> add_verbs (this file) --> report.py, doctor.py, measured_run.py
 
 Imports nothing of them until one is asked for.
 """
@@ -8,9 +8,11 @@ Imports nothing of them until one is asked for.
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sixfold.gpt.commands.arguments import above_zero, at_least_one
+from sixfold.gpt.commands.arguments import above_zero, at_least_one, at_least_zero, seconds, share
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -37,6 +39,7 @@ def add_verbs(verbs: Verbs) -> None:
     plan.add_argument("--machine", metavar="FILE", help="plan for the machine that `sixfold doctor` measured into FILE")
     plan.add_argument("--search", action="store_true", help="list the layouts of so many ranks that fit, best first")
     plan.add_argument("--json", action="store_true", help="print one JSON object")
+    _add_failures(plan)
     plan.set_defaults(run=_plan)
 
     doctor = verbs.add_parser("doctor", help="check and measure this machine, or an allocation under torchrun or srun")
@@ -49,6 +52,13 @@ def add_verbs(verbs: Verbs) -> None:
         "--timeout", type=above_zero, default=30.0, metavar="S", help="longest wait for another rank (%(default)s)"
     )
     doctor.add_argument(
+        "--run",
+        type=Path,
+        dest="run_dir",
+        metavar="RUN",
+        help="measure a run folder instead: seconds of steps, saves and recoveries, for `sixfold plan --mtbf-hours`",
+    )
+    doctor.add_argument(
         "--out",
         default="sixfold-machine.json",
         metavar="FILE",
@@ -58,9 +68,35 @@ def add_verbs(verbs: Verbs) -> None:
     doctor.set_defaults(run=_doctor)
 
 
+_COSTS = {
+    "snapshot": "added to each step by its snapshot in memory",
+    "save": "for which a checkpoint blocks training",
+    "written": "from a checkpoint's begin until it is whole",
+    "detect": "from a failure until it is seen",
+    "recover": "from then until the next step begins",
+    "restart": "the same, where the state comes from a checkpoint (default: --recover-seconds)",
+}
+
+
+def _add_failures(plan: argparse.ArgumentParser) -> None:
+    group = plan.add_argument_group("failures", "the share of time in which steps are done that stay, and best saves")
+    rate = group.add_mutually_exclusive_group()
+    rate.add_argument("--mtbf-hours", type=above_zero, metavar="H", help="mean time between failures of the whole job")
+    rate.add_argument("--rank-mtbf-hours", type=above_zero, metavar="H", help="the same of one rank")
+    group.add_argument("--step-seconds", type=above_zero, metavar="S", help="of a step (default: as planned)")
+    for name, what in _COSTS.items():
+        group.add_argument(f"--{name}-seconds", type=seconds, metavar="S", help=f"seconds {what}")
+    group.add_argument(
+        "--from-checkpoint", type=share, metavar="P", help="share of failures that memory cannot mend, 0 to 1"
+    )
+    group.add_argument("--copies", type=at_least_zero, metavar="K", help="of a snapshot, on other hosts (1)")
+
+
 def _plan(args: argparse.Namespace) -> int:
+    from sixfold.gpt.plan.failure_report import FailureFlags
     from sixfold.gpt.plan.report import run
 
+    failures = FailureFlags(**{field.name: getattr(args, field.name) for field in fields(FailureFlags)})
     print(
         run(
             args.config,
@@ -71,6 +107,7 @@ def _plan(args: argparse.Namespace) -> int:
             gbps=args.gbps,
             device=args.device,
             machine=args.machine,
+            failures=failures if failures.asks else None,
             look_further=args.search,
             as_object=args.json,
         )
@@ -79,6 +116,10 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
+    if args.run_dir is not None:
+        from sixfold.gpt.commands import measured_run
+
+        return measured_run.run(args.run_dir, as_object=args.json)
     from sixfold.gpt.machine.doctor import run
     from sixfold.gpt.machine.local_checks import Options
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.files.output_files import MARK, refuse_foreign
 from sixfold.gpt.observe.metrics import last_of_each_step, read_all
+from sixfold.gpt.observe.run_costs import EVENT_KINDS, events_of
 
 Axis = Literal["step", "tokens", "seconds"]
 AXIS_LABELS: dict[str, str] = {
@@ -26,6 +27,11 @@ AXIS_LABELS: dict[str, str] = {
 COLOURS = ("#2a6f97", "#c8553d", "#588157", "#8f5ea2", "#b08900", "#3d405b")
 GREY = "#8a8a8a"
 DASHES = ("-", "--", "-.", ":")
+EVENT_STYLES = {  # colour, dashes and width of the vertical line of each kind
+    "failure": ("#d1242f", "-", 1.2),
+    "recovery": ("#2da44e", "--", 1.2),
+    "checkpoint": (GREY, ":", 0.8),
+}
 DARK = (  # of an SVG on a reader's dark page: ground, frame, letters, the first curve
     "<style>@media (prefers-color-scheme: dark) { g[id^=text] { fill: #e6edf3; } "
     '[style*="fill: #ffffff"] { fill: #0d1117 !important; } [style*="stroke: #ffffff"] { stroke: #0d1117 !important; } '
@@ -62,6 +68,7 @@ class Curve:
     eval_loss: list[float]
     resumes: list[Resume]
     datasets: dict[str, tuple[list[float], list[float]]]  # by name: x and smoothed loss
+    events: dict[str, list[float]]  # x of each, by kind; see EVENT_STYLES
 
 
 def smoothed(values: Sequence[float], reach: int) -> list[float]:
@@ -109,6 +116,7 @@ def curve(records: Sequence[dict[str, Any]], name: str, axis: Axis) -> Curve:
         eval_loss=[float(r["loss"]) for r in evals],
         resumes=_resumes(records, at, float(began), axis),
         datasets=_by_dataset(steps, at),
+        events=_events(records, at, float(began), axis),
     )
 
 
@@ -151,12 +159,23 @@ def _resumes(records: Sequence[Mapping[str, Any]], at: Mapping[int, float], bega
     return found
 
 
+def _events(
+    records: Sequence[Mapping[str, Any]], at: Mapping[int, float], began: float, axis: Axis
+) -> dict[str, list[float]]:
+    """Where each event lies."""
+    found: dict[str, list[float]] = {kind: [] for kind in EVENT_KINDS}
+    for event in events_of(records):
+        found[event.kind].append(event.time - began if axis == "seconds" else _between(at, event.step))
+    return found
+
+
 def plot(
     runs: Sequence[str | Path],
     out: str | Path,
     *,
     x: Axis = "step",
     by_dataset: bool = False,
+    events: bool = False,
     references: Mapping[str, float] | None = None,
     marks: Mapping[str, tuple[float, float]] | None = None,
     unit: str = "nats per token",
@@ -169,6 +188,7 @@ def plot(
         out: ``.svg`` or ``.png``.
         x: what lies along the axis.
         by_dataset: a thin line for each dataset of the blend as well.
+        events: a vertical line for each failure, recovery and checkpoint.
         references: dashed lines by name, in ``unit``.
         marks: points by name, (x, loss) each.
     Raises:
@@ -179,13 +199,32 @@ def plot(
         raise ConfigError(f"--out is {str(out)!r}; a plot ends in .svg or .png")
     refuse_foreign(out)
     curves = [_read(Path(run), x) for run in runs]
+    figure = figure_of(curves, by_dataset=by_dataset, events=events, references=references or {}, marks=marks or {})
+    _dress(figure.axes[0], curves, references or {}, AXIS_LABELS[x], unit, title, by_dataset)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    # No date in the file: the same losses give the same bytes.
+    figure.savefig(out, dpi=150, metadata={"Date": None, "Creator": MARK} if out.suffix == ".svg" else {"Author": MARK})
+    if out.suffix == ".svg":
+        out.write_text(out.read_text(encoding="utf-8").replace("</svg>", f"{DARK}</svg>"), encoding="utf-8")
+    return out
+
+
+def figure_of(
+    curves: Sequence[Curve],
+    *,
+    by_dataset: bool,
+    events: bool,
+    references: Mapping[str, float],
+    marks: Mapping[str, tuple[float, float]],
+) -> Any:
+    """A figure of matplotlib with all that is drawn; ``_dress`` gives it its frame and its words."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("a plot needs matplotlib: pip install 'sixfold-gpt[plot]'") from error
     figure = Figure(figsize=(9, 5), layout="constrained", facecolor="white")
     axes = figure.add_subplot()
-    _draw_references(axes, references or {})
+    _draw_references(axes, references)
     for number, one in enumerate(curves):
         _draw_curve(axes, one, COLOURS[number % len(COLOURS)])
         for i, (name, (places, losses)) in enumerate(one.datasets.items() if by_dataset else ()):
@@ -193,7 +232,9 @@ def plot(
             colour = COLOURS[(i + 1) % len(COLOURS)] if len(curves) == 1 else COLOURS[number % len(COLOURS)]
             axes.plot(places, losses, color=colour, linewidth=1.2, linestyle=DASHES[i % len(DASHES)], zorder=3,
                       label=name if len(curves) == 1 else f"{one.name}, {name}")  # fmt: skip
-    for name, (at, loss) in (marks or {}).items():
+    if events:
+        _draw_events(axes, curves)
+    for name, (at, loss) in marks.items():
         axes.plot([at], [loss], "D", color=COLOURS[1], markersize=6, markeredgecolor="white", zorder=5)
         axes.annotate(
             name,
@@ -205,13 +246,16 @@ def plot(
             color=COLOURS[1],
             fontsize=9,
         )
-    _dress(axes, curves, references or {}, AXIS_LABELS[x], unit, title, by_dataset)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    # No date in the file: the same losses give the same bytes.
-    figure.savefig(out, dpi=150, metadata={"Date": None, "Creator": MARK} if out.suffix == ".svg" else {"Author": MARK})
-    if out.suffix == ".svg":
-        out.write_text(out.read_text(encoding="utf-8").replace("</svg>", f"{DARK}</svg>"), encoding="utf-8")
-    return out
+    return figure
+
+
+def _draw_events(axes: Any, curves: Sequence[Curve]) -> None:
+    """Vertical lines behind the curves; the legend has each kind once, with how many there were."""
+    for kind, (colour, dashes, width) in EVENT_STYLES.items():
+        places = [x for one in curves for x in one.events[kind]]
+        for number, x in enumerate(places):
+            label = f"{kind} ({len(places):,})" if number == 0 else "_nolegend_"
+            axes.axvline(x, color=colour, linewidth=width, linestyle=dashes, zorder=1.5, label=label)
 
 
 def _read(run: Path, axis: Axis) -> Curve:

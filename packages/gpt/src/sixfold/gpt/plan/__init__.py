@@ -1,4 +1,4 @@
 """What a configuration takes, without a machine: memory, traffic, bubble and time of a step. Integers: no torch.
 
-From outside: layout, published_runs, report.
+From outside: failure_report, goodput, layout, published_runs, report.
 """

@@ -116,18 +116,21 @@ _NOTHING = _Spent(0.0, 0.0, 0.0)
 def goodput(costs: FailureCosts, interval: int) -> Goodput:
     """Where the time goes, with a save after each ``interval`` steps.
 
-    Exact for failures that come independently of each other (exponential times), also during saves and recoveries.
-    One step of rounding: a save that is written beside training counts from the end of a step.
+    Exact for failures that come independently of each other (exponential times), also during saves and recoveries. But
+    of the step in which a save becomes whole, memory is taken to keep the part before.
     """
     assert interval >= 1, f"a save after each {interval} steps"
     update = costs.update_s
     beside_s = max(0.0, costs.written_s - costs.save_s)  # training goes on for so long, and the save does not count
-    beside = min(interval, math.ceil(beside_s / update - 1e-9))
     waits_s = max(0.0, beside_s - interval * update)  # the next save, for this one
+    beside = min(interval, int(beside_s / update))  # whole steps, and a part of one
+    part_s = min(update, max(0.0, beside_s - waits_s - beside * update))
     step, save = _stage(costs, update), _stage(costs, costs.save_s + waits_s)
+    ahead = [(_stage(costs, update - part_s), 1), (step, interval - beside - 1)] if beside < interval else []
+    behind = [(save, 1), (step, beside), (_stage(costs, part_s), 1)]
     # From one whole save to the next; and the same again from further back, after a failure that needed the older one.
-    kept, first = _chain([(step, interval - beside), (save, 1), (step, beside)])
-    again, redone = _chain([(step, interval), (save, 1), (step, beside)])
+    kept, first = _chain([*ahead, *behind])
+    again, redone = _chain([(step, interval), *behind])
     back = _recoveries(costs)
     if again < _LEAST:
         spent, useful = redone.and_(back), 0.0

@@ -23,7 +23,7 @@ from sixfold.gpt.plan.communication_bytes import SentBytes, Traffic, dp_bytes, s
 from sixfold.gpt.plan.layout import Layout, PlannedConfig, compute_costs, device_costs, times_of
 from sixfold.gpt.plan.simulated_programs import Simulated, plan_program, say_plan, schedule_for, simulated
 from sixfold.gpt.plan.stage_times import optimizer_s, overlapped_s
-from sixfold.gpt.plan.stored_bytes import ranks_of
+from sixfold.gpt.plan.stored_bytes import ranks_of, saved_bytes
 from sixfold.gpt.plan.tensor_sizes import stage_parameters
 from sixfold.gpt.plan.time_range import TimeRange, time_range_of
 
@@ -55,6 +55,7 @@ class RankPlan:
         temporary: beside them within a backward.
         older: versions of the weights beside the newest, under schedules that keep some.
         host: activations that wait in host memory (``train.offload_activations``).
+        saved: its share of a checkpoint.
     """
 
     rank: int
@@ -63,6 +64,7 @@ class RankPlan:
     temporary: int
     older: int = 0
     host: int = 0
+    saved: int = 0
 
     @property
     def peak(self) -> int:
@@ -127,6 +129,11 @@ class LayoutPlan:
     def time_range(self) -> TimeRange:
         """How published runs of this kind lay about what is planned for them."""
         return time_range_of(self.config, self.device)
+
+    @property
+    def saved_bytes_R(self) -> list[int]:
+        """What each rank writes of a checkpoint: the ranks of a pipeline stage lie one behind the other."""
+        return [one.saved for one in self.ranks for _ in range(self.world // len(self.ranks))]
 
     @property
     def step_s_range(self) -> tuple[float, float] | None:
@@ -198,6 +205,7 @@ def _rank_plan(layout: Layout, alone: Simulated, rank: int) -> RankPlan:
         temporary=layout.temporary_bytes(stages),
         older=(alone.versions[rank] - 1) * held.parameters,
         host=host,
+        saved=saved_bytes(layout.config, layout.parallel, layout.units(stages)),
     )
 
 
@@ -309,6 +317,7 @@ def as_json(planned: LayoutPlan) -> dict[str, Any]:
                 "temporary_bytes": one.temporary,
                 "older_weights_bytes": one.older,
                 "host_bytes": one.host,
+                "saved_bytes": one.saved,
                 "peak_bytes": one.peak,
             }
             for one in planned.ranks

@@ -17,6 +17,7 @@ from typing import Any
 from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.machine.devices import Device, device_named, device_of_machine
+from sixfold.gpt.plan import failure_report
 from sixfold.gpt.plan.plan import LayoutPlan, PlannedConfig, as_json, bubbles, plan_layout, plan_program, say_plan
 from sixfold.gpt.plan.search import Choice, Ranking, search, suggestions
 
@@ -47,6 +48,7 @@ def run(
     gbps: float | None = None,
     device: str | None = None,
     machine: str | None = None,
+    failures: failure_report.FailureFlags | None = None,
     look_further: bool = False,
     as_object: bool = False,
 ) -> str:
@@ -57,6 +59,7 @@ def run(
         memory_gb: of a rank, in 10^9 bytes.
         tflops: achieved in matrix products; gbps: Gbit/s of the network for each device.
         device, machine: see ``choose_device``.
+        failures: how often the job fails, and what that costs.
         look_further: rank the layouts of this world.
     Raises:
         ConfigError: a configuration that cannot be at this world; with ``look_further`` what can is ranked instead.
@@ -72,7 +75,7 @@ def run(
     try:
         planned = plan_layout(config, ranks, chosen, memory_bytes=memory)
     except ConfigError as error:
-        if not look_further:
+        if not look_further or failures is not None:
             raise
         ranking = search(config, ranks, chosen, memory_bytes=memory)
         if as_object:
@@ -80,9 +83,11 @@ def run(
         return "\n".join([f"as given: {error}", *_ranking(ranking, config)])
     near = suggestions(planned)
     found = search(config, ranks, chosen, memory_bytes=memory) if look_further else None
+    costly = None if failures is None else failure_report.plan_failures(planned, failures)
     if as_object:
-        return json.dumps(_object(planned, near, found))
-    return _text(planned, near, found)
+        goodput = {} if costly is None else {"goodput": failure_report.as_json(costly)}
+        return json.dumps(_object(planned, near, found) | goodput)
+    return "\n".join([_text(planned, near, found), *([] if costly is None else failure_report.as_lines(costly))])
 
 
 def _object(planned: LayoutPlan, near: Sequence[Choice], ranking: Ranking | None) -> dict[str, Any]:

@@ -109,6 +109,20 @@ def stored(
     )
 
 
+def saved_bytes(config: TrainConfig, parallel: ParallelConfig, units: Sequence[Unit]) -> int:
+    """What a rank writes of a checkpoint or a snapshot: its share of main weights and moments, each of them once.
+
+    A tied head is the embedding, which another unit has.
+    """
+    itemsize, nbytes = _ITEMSIZE[config.fsdp.main_dtype], 0
+    for unit in units:
+        for stream in () if unit.kind == "head" and config.model.tie_embeddings else unit.streams:
+            ranks, copies = ranks_of(parallel, experts=stream.experts)
+            values = stream.numel + sum(map(mul, stream.moments, stream.tensors))
+            nbytes += -(-values * itemsize // (ranks * copies))
+    return nbytes
+
+
 def wire_bytes(stream: Stream, formats: BufferFormats) -> int:
     """Of a gather of the stream, padding apart."""
     narrow = sum(n for n, quantized in zip(stream.tensors, stream.quantized, strict=False) if quantized)

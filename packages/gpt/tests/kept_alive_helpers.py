@@ -58,7 +58,7 @@ class DeviceLost(RuntimeError):
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to a rank at an instant, once, in one generation."""
+    """What happens to a rank at an instant, once, in one generation; a Flip of replica_helpers is one too."""
 
     instant: str
     rank: int
@@ -141,7 +141,7 @@ def faulty_generation(
 ) -> int:
     """`train_generation`, in which the faults of this rank and generation happen."""
     for fault in faults:
-        if (fault.generation, fault.rank) == (generation.number, generation.rank):
+        if fault.generation in (0, generation.number) and fault.rank == generation.rank:
             fault.put()
     return train_generation(generation, heartbeat, config, memory_run)
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import threading
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -246,6 +247,21 @@ def test_a_worker_that_one_rank_cannot_start_is_told_by_the_call_on_every_rank(l
     for life in lives:
         for loss in LOSSES:
             assert life[loss][-1][:2] == ("StorageError", "Resource temporarily unavailable")
+
+
+def load_at_once(rank, ranks, folder):
+    """Rank 1's worker goes on later than rank 0's."""
+    worker_process._start_worker = Forked
+    worker = first_save(rank, ranks, folder)
+    os.kill(worker, signal.SIGSTOP)
+    handle = dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=60)
+    threading.Timer(0.2 + 0.2 * rank, os.kill, (worker, signal.SIGCONT)).start()
+    loaded = dist_ckpt.load(state(rank, ranks, 0), folder / "c", timeout_s=20)
+    return loaded["it"], loaded["w"].unique().tolist(), handle.done()
+
+
+def test_a_load_waits_on_all_ranks_for_their_background_save_to_the_same_folder(tmp_path):
+    assert run_ranks(load_at_once, 2, tmp_path) == [(2, [2.0], True)] * 2
 
 
 def test_a_store_without_a_place_for_a_board_is_refused_before_it_is_looked_at(lives):

@@ -16,10 +16,12 @@ import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import as_of_0_1_0, names, one, state, value_of
 from forked_worker import Forked
 
+from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import StorageError, retention
 from sixfold.dist_ckpt.background import saver as background
 from sixfold.dist_ckpt.background import worker_process
+from sixfold.dist_ckpt.dcp import Reader as DcpReader
 from sixfold.dist_ckpt.save_load import writer
 from sixfold.dist_ckpt.save_load.reader import Reader
 from sixfold.dist_ckpt.storage import local as storage
@@ -277,6 +279,50 @@ def test_a_save_waits_for_a_background_save_of_this_process_to_the_same_folder(i
     assert names(tmp_path) == ["c"]
 
 
+def by_reader(path):
+    dcp.load({"w": torch.zeros(1000)}, storage_reader=DcpReader(path), no_dist=True)
+
+
+READERS = {
+    "load": lambda path: dist_ckpt.load({}, path, group=None),
+    "load_common_state_dict": dist_ckpt.load_common_state_dict,
+    "load_tensors_metadata": dist_ckpt.load_tensors_metadata,
+    "load_sharded_metadata": dist_ckpt.load_sharded_metadata,
+    "load_plain_tensors": dist_ckpt.load_plain_tensors,
+    "load_content_metadata": dist_ckpt.load_content_metadata,
+    "check_is_distributed_checkpoint": dist_ckpt.check_is_distributed_checkpoint,
+    "a Reader of torch": by_reader,
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+def test_what_reads_waits_for_a_background_save_of_this_process_to_the_same_folder(in_flight, tmp_path, read):
+    rouse(in_flight, 0.3)
+    read(tmp_path / "d" / ".." / "c")
+    assert in_flight.done()
+    assert value_of(tmp_path / "c") == 2
+
+
+def test_a_load_of_another_folder_waits_for_none(in_flight, tmp_path):
+    dist_ckpt.save(state(3), tmp_path / "d", group=None)
+    assert value_of(tmp_path / "d") == 3
+    assert not in_flight.done()
+    rouse(in_flight)
+    in_flight.wait(60)
+
+
+def test_a_load_in_the_progress_of_a_background_save_does_not_wait_for_it(shared_saver, tmp_path):
+    found = []
+    dist_ckpt.save(state(1), tmp_path / "c", group=None)
+
+    def progress(done, total):
+        found.append(dist_ckpt.load_common_state_dict(tmp_path / "c")["it"])
+
+    shared_saver.save(state(2), tmp_path / "c", progress=progress).wait(20)
+    assert found[-1] == 2
+    assert set(found) <= {1, 2}
+
+
 def test_a_background_save_waits_for_that_of_another_saver(in_flight, tmp_path):
     rouse(in_flight, 0.3)
     with background.AsyncSaver(group=None, timeout_s=60) as other:
@@ -308,12 +354,16 @@ def test_a_background_save_that_another_process_overtakes_says_so(in_flight, tmp
     assert names(tmp_path) == ["c"]
 
 
-def test_looking_at_a_folder_while_a_background_save_to_it_is_in_flight_sees_the_old_checkpoint(in_flight, tmp_path):
-    assert value_of(tmp_path / "c") == 1
-    assert dist_ckpt.check_is_distributed_checkpoint(tmp_path / "c")
+def value_elsewhere(rank, ranks, path):
+    return value_of(path), dist_ckpt.check_is_distributed_checkpoint(path)
+
+
+def test_another_process_that_looks_while_a_background_save_is_in_flight_sees_the_old_checkpoint(in_flight, tmp_path):
+    assert run_ranks(value_elsewhere, 1, tmp_path / "c") == [(1, True)]
+    assert not in_flight.done()
     rouse(in_flight)
     in_flight.wait(60)
-    assert value_of(tmp_path / "c") == 2
+    assert run_ranks(value_elsewhere, 1, tmp_path / "c") == [(2, True)]
 
 
 def test_retention_beside_a_background_save_in_flight_sees_what_is_committed_and_leaves_it_alone(

@@ -140,6 +140,7 @@ attempts = 3
 hung_after_seconds = 10.0
 memory_every = 1
 memory_folder = "/dev/shm"
+compare_replicas_every = 0
 
 [run]
 device = "auto"

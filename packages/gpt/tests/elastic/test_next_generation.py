@@ -167,6 +167,44 @@ def test_if_all_blame_a_peer_nobody_is_replaced_but_who_does_not_answer():
     assert one.forms[1].members == (0, 1, 3)
 
 
+@pytest.mark.parametrize("tellers", [(0, 1, 2, 3), (2,), (1, 3)])
+def test_ranks_that_an_error_accuses_are_all_replaced_whoever_tells_it(tellers):
+    """All ranks know who is in the minority, and not all of them may come to say so."""
+    one, accused = world(), {1: "rank 1 has other bits", 2: "rank 2 has other bits"}
+    for member in tellers:
+        one.do(one.course.failed(member, 1, failure("ranks 1, 2"), True, one.now, accused=accused))
+    one.pass_time(2 * GRACE_S)
+    assert {1, 2}.isdisjoint(one.alive) and one.asked_to_drop == {0: 1, 3: 1}
+    one.drop(0)
+    one.drop(3)
+    [_, form] = one.forms
+    assert form.members == (0, 4, 5, 3)
+    assert [lost.why for lost in form.lost] == list(accused.values())
+
+
+def test_whoever_was_accused_in_one_generation_is_not_in_the_next():
+    one = world(ranks=2)
+    one.do(one.course.failed(0, 1, failure(), True, one.now, accused={1: "rank 1 has other bits"}))
+    one.die(1)
+    one.drop(0)
+    one.do(one.course.failed(0, 2, failure("of a device"), False, one.now))
+    one.pass_time(2 * GRACE_S)
+    assert [lost.rank for lost in one.forms[1].lost] == [1] and 0 not in one.alive and 2 in one.alive
+
+
+def test_a_generation_that_ends_without_a_loss_says_why():
+    one = world(ranks=2)
+    for member in (0, 1):
+        one.do(one.course.failed(member, 1, failure(f"rank {member}: no majority", at=1.0 + member), True, one.now))
+    one.pass_time(0.0)
+    one.drop(0)
+    one.drop(1)
+    assert (one.forms[1].lost, one.forms[1].cause) == ((), "rank 0: no majority")
+    one.die(1)
+    one.drop(0)
+    assert one.forms[2].cause == ""
+
+
 def test_an_error_that_would_come_again_ends_the_run_with_its_text():
     one = world(ranks=2)
     one.do(one.course.failed(0, 1, failure("the cause", final=True), False, one.now))
@@ -219,7 +257,7 @@ def test_words_of_an_older_generation_change_nothing():
 EVENTS = st.lists(
     st.tuples(
         st.sampled_from(
-            ["die", "die", "silent", "fail", "fail final", "drop", "drop", "drop", "late", "stall", "time"]
+            ["die", "die", "silent", "fail", "fail final", "accuse", "drop", "drop", "drop", "late", "stall", "time"]
         ),
         st.integers(0, 7),
     ),
@@ -241,6 +279,9 @@ def test_in_any_order_of_faults_generations_are_whole_and_a_quiet_world_always_g
             one.do(one.course.silent(member, failure("stopped"), one.now))
         elif kind == "fail":
             one.do(one.course.failed(member, one.course.generation, failure("own"), number % 2 == 0, one.now))
+        elif kind == "accuse":
+            why = {number % ranks: "other bits"}
+            one.do(one.course.failed(member, one.course.generation, failure("two"), True, one.now, accused=why))
         elif kind == "fail final" and number == 7:
             one.do(one.course.failed(member, one.course.generation, failure("own", final=True), False, one.now))
         elif kind == "drop" and one.asked_to_drop.get(member) == one.course.generation:

@@ -5,6 +5,9 @@
 
 Tools, torch_dcp and modules under megatron-core's names stand beside or above this file;
 all others are below it.
+
+[Note: what was saved last] A background save is begun by all ranks of its group. So each rank waits for it by itself
+before it opens the same place. A load then gives what this process saved last, and all ranks open the same.
 """
 
 from __future__ import annotations
@@ -114,12 +117,10 @@ def save(
     """
     arguments = dict(locals())
     del arguments["async_sharded_save"]
-    if _SAVER in sys.modules:  # else this process has begun no background save
-        sys.modules[_SAVER].await_save_of(since)
+    await_saves_to(since)
     request = SaveRequest(**arguments)
     if not async_sharded_save:
-        if _SAVER in sys.modules:
-            sys.modules[_SAVER].await_saves_to(request.store)
+        await_saves_to(request.store)
         (user_strategies if request.engine is None else saving).save(request)
         return None
     if request.engine is None:
@@ -146,7 +147,8 @@ def load(
 ) -> Any:
     """Load a checkpoint into the layout that the state dict describes, whatever layout it was saved at.
 
-    Collective over ``group``. The values go into the tensors of the records. The result holds these tensors, detached,
+    Collective over ``group``. The call waits for a background save of this process to the same folder, as all readers
+    do. The values go into the tensors of the records. The result holds these tensors, detached,
     with the same storage. After an error their content is undefined. An object with ``state_dict`` and
     ``load_state_dict`` gets its state last, when no rank has an error; the result holds the object.
 
@@ -175,6 +177,7 @@ def load(
         MismatchError, ShardingError, CorruptError, UnsafeError, StorageError, LostPeerError: see
             errors.py; raised on every rank, and before the result is returned.
     """
+    await_saves_to(checkpoint_dir)
     with errors_to_all(group, timeout_s):
         # Who waits for this rank does so for timeout_s: a store that fails is told of before.
         store = store_at(checkpoint_dir, timeout_s / 2)
@@ -201,6 +204,12 @@ def load(
             request, sharded, TorchCommonLoadStrategy(safe_globals) if common.is_built_in else common
         )
     return loading.load(request, engine)
+
+
+def await_saves_to(place: Any) -> None:
+    """Wait until no background save of this process to a place is in flight. See [Note: what was saved last]."""
+    if _SAVER in sys.modules:  # else this process has begun none
+        sys.modules[_SAVER].await_saves_to(place)
 
 
 def _strategies(
@@ -237,6 +246,7 @@ def with_local_view(place: str | Path | Store, read: Callable[[Path], Found]) ->
     """What ``read`` finds in a checkpoint as a local folder; errors of the system are StorageErrors."""
 
     def in_view() -> Found:
+        await_saves_to(place)
         with viewed(place) as folder:
             return read(folder)
 

@@ -43,3 +43,24 @@ class NoTargetsError(FinalError):
         super().__init__(
             f"{where}{self.TEXT}; data.eod_mask_loss is {masked}, and the loss mask leaves nothing: look at the data"
         )
+
+
+class ReplicasDifferError(TrainError):
+    """Ranks that hold copies of a shard have other bits; raised on all ranks alike.
+
+    Args:
+        step: after which it was found. tensor: the first that differs.
+        ranks: those that are named.
+        accused: what to say of each rank that a majority is against; empty where there is none.
+    """
+
+    def __init__(self, text: str, *, step: int, tensor: str, ranks: tuple[int, ...], accused: dict[int, str]) -> None:
+        super().__init__(text)
+        self.step = step
+        self.tensor = tensor
+        self.ranks = ranks
+        self.accused = accused
+
+
+class ReplicasDifferAgainError(ReplicasDifferError, FinalError):
+    """Without a majority, and again after the same steps were done a second time."""

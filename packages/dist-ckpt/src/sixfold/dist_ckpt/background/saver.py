@@ -56,7 +56,6 @@ from sixfold.dist_ckpt.state.records import ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer, ChildStore
 from sixfold.dist_ckpt.storage.local import store_at
 from sixfold.dist_ckpt.storage.range_reads import begun as in_thread
-from sixfold.dist_ckpt.storage.store import Store
 
 __all__ = ["AsyncSave", "AsyncSaver", "async_save", "prepare_async_save"]
 
@@ -91,7 +90,7 @@ class AsyncSaver:
     ) -> AsyncSave:
         """``async_save`` on this saver's group: with its arguments, but ``group`` and ``timeout_s``."""
         group, timeout_s = self._group, self._timeout_s
-        await_save_of(options.get("since"))
+        await_saves_to(options.get("since"))
         return self._begun(
             SaveRequest(sharded_state_dict, checkpoint_dir, *arguments, group=group, timeout_s=timeout_s, **options)
         )
@@ -328,7 +327,7 @@ def async_save(
     Raises:
         CheckpointError: what ``save`` raises before it writes, on every rank.
     """
-    await_save_of(since)
+    await_saves_to(since)
     return start(SaveRequest(**locals()))
 
 
@@ -391,19 +390,18 @@ def _check_is_possible(request: SaveRequest) -> None:
         raise CheckpointError(f"{store.name} {why}; or use save")
 
 
-def await_saves_to(store: Store) -> None:
-    """Wait until no background save of this process to a store is in flight; their handles tell how they end."""
-    for saver in list(_open_savers(os.getpid())):
-        flight = saver._flight
-        if flight is not None and str(flight.checkpoint_dir) == store.name:
-            flight._ended.wait()
+def await_saves_to(place: Any) -> None:
+    """Wait until no background save of this process to a place is in flight; their handles tell how they end.
 
-
-def await_save_of(since: Any) -> None:
-    """The same for the folder of which a next save links files: it is there when its own save has ended."""
-    if isinstance(since, str | Path):
+    Its own thread, which calls ``progress``, does not wait for itself.
+    """
+    flights = [saver._flight for saver in list(_open_savers(os.getpid())) if saver._flight is not None]
+    if flights and place is not None:
         with suppress(CheckpointError):  # of the request, which says what is wrong with it on all ranks
-            await_saves_to(store_at(since))
+            name = store_at(place).name
+            for flight in flights:
+                if str(flight.checkpoint_dir) == name and flight._thread is not threading.current_thread():
+                    flight._ended.wait()
 
 
 def saves_of_this_process() -> set[str]:

@@ -299,7 +299,8 @@ class Load:
             leaves = tree.leaves(expanded)
         parts = tree.split(expanded)
         tensors, replicated = list[ShardedTensor](), list[tuple[ShardedTensor, torch.Tensor]]()
-        policy, unlike = self.asked.dtype_policy, in_place.unlike_plain(expanded, leaves, common)
+        policy, asked = self.asked.dtype_policy, tree.leaves(self.asked.state)
+        unlike = in_place.unlike(expanded, leaves, common, asked, stored)
         tied = in_place.Tied.of(parts.records)
         for number, (place, record) in enumerate(parts.records):
             if not isinstance(record, ShardedTensor):
@@ -338,7 +339,7 @@ class Load:
         return RankLoad(
             view,
             checkpoint,
-            tree.leaves(self.asked.state),
+            asked,
             expanded,
             leaves,
             merges,

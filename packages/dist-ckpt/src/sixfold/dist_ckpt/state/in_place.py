@@ -9,6 +9,10 @@ from before the load must fail as after ``copy_``, so the version of each tensor
 FSDP2 model, whole models. Older saves keep plain tensors as common data. Of those, one of another shape or dtype stays
 as it is, and the result holds what was saved; the log tells.
 
+[Note: wrapped tensors are filled too] A quantised weight, as of torchao, is a tensor of a subclass around others. It
+is common data. What is filled are the tensors within, by their names: what ``copy_`` of the subclass does is its own
+affair. Where parts differ, or the checkpoint holds no such tensor, no rank loads.
+
 [Note: tied weights] One tensor under two names, as a tied embedding and head, takes one value. Where the checkpoint
 holds two that differ, one would be lost; threads that fill both at a time would mix them. So the second name is read
 into memory of its own and compared. So are views of one tensor that have some elements in common. Numbers in lists are
@@ -20,7 +24,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd
 from typing import Any, NamedTuple
@@ -66,24 +70,62 @@ def fill_plain(asked: Any, leaves: Leaves, result: Any, is_first: bool) -> None:
     """
     left, numbers = list[str](), dict[Any, torch.Tensor]()
     for path, target in leaves:
-        if type(target) not in PLAIN_TENSORS or target.is_meta:  # which ``assign=True`` replaces
-            continue
+        if not (type(target) in PLAIN_TENSORS or _is_subclass(target)) or target.is_meta:
+            continue  # ``assign=True`` replaces what is on the meta device
         found = tree.get(result, path)
-        if not isinstance(found, torch.Tensor) or share_memory(found, target):
+        if not isinstance(found, torch.Tensor) or found is target or share_memory(found, target):
             continue
-        is_dense = is_writable(target) and has_values(found)  # a nested tensor has no shape to compare
-        if is_dense and found.shape == target.shape and found.dtype == target.dtype:
-            if is_number(asked, path, target) and not same_bits(numbers.setdefault(memory_of(target), found), found):
-                continue  # [Note: tied weights]
-            own = target.detach()
-            own.copy_(found)
-            tree.put(result, path, own)
-        else:
+        pairs = _pairs(target, found)
+        if not pairs:
             left.append(tree.key_text(path))
+            continue
+        if is_number(asked, path, target) and not same_bits(numbers.setdefault(memory_of(target), found), found):
+            continue  # [Note: tied weights]
+        for own, value in pairs:
+            own.detach().copy_(value)
+        if pairs[0][0] is not target:
+            raise_versions([target])
+        tree.put(result, path, target.detach())
     if left and is_first:
         shown = ", ".join(left[:_MOST_SHOWN]) + (", ..." if len(left) > _MOST_SHOWN else "")
         what = "Saved with another shape or dtype, or yours cannot be written"
         _log.warning("%s: the result holds them, your tensors do not: %s", what, shown)
+
+
+def _is_subclass(leaf: Any) -> bool:
+    """Whether a leaf is a tensor of a subclass that no record fills."""
+    return isinstance(leaf, torch.Tensor) and type(leaf) not in PLAIN_TENSORS and not (leaf.is_meta or is_dtensor(leaf))
+
+
+def _pairs(target: torch.Tensor, found: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """The tensors with memory that a tensor is or wraps, each with that of ``found``; none if the two are not alike."""
+    if type(target) in PLAIN_TENSORS or has_values(target):
+        is_dense = is_writable(target) and has_values(found)  # a nested tensor has no shape to compare
+        return [(target, found)] * (is_dense and found.shape == target.shape and found.dtype == target.dtype)
+    if type(found) is not type(target) or not hasattr(target, "__tensor_flatten__"):
+        return []
+    (names, about), (theirs, wanted) = target.__tensor_flatten__(), found.__tensor_flatten__()  # type: ignore[attr-defined]
+    if names != theirs or about != wanted:
+        return []
+    inner = [_pairs(getattr(target, name), getattr(found, name)) for name in names]
+    return [pair for pairs in inner for pair in pairs] if all(inner) else []
+
+
+def _unlike_wrapped(leaves: Leaves, common: Any, stored: Collection[str]) -> list[str]:
+    """What is wrong where a tensor of a subclass cannot be filled. See [Note: wrapped tensors are filled too]."""
+    problems = list[str]()
+    for path, leaf in leaves:
+        if not _is_subclass(leaf) or not hasattr(leaf, "__tensor_flatten__"):
+            continue
+        found, key = tree.get(common, path), tree.key_text(path)
+        is_plain = key in stored or type(found) in PLAIN_TENSORS
+        if is_plain or (isinstance(found, torch.Tensor) and not _pairs(leaf, found)):
+            kind, other = (torch.Tensor if is_plain else type(found)).__qualname__, type(leaf).__qualname__
+            problems.append(
+                f"{key}: asked for into a {other} of shape {tuple(leaf.shape)}, saved as a {kind} of another form. "
+                "Pass the module, which converts it, or None here and take what the result holds"
+            )
+    return problems
 
 
 class _Target(NamedTuple):
@@ -218,9 +260,14 @@ def _marked(marks: torch.Tensor, data: torch.Tensor, start: int, unit: int) -> t
     return marks.as_strided((*data.shape, wide), (*strides, 1), (data.data_ptr() - start) // unit)
 
 
-def unlike_plain(expanded: Any, leaves: Leaves, common: Any) -> list[str]:
-    """What is wrong where plain tensors of a state dict are one and those that were saved are unlike."""
+def unlike(expanded: Any, leaves: Leaves, common: Any, asked: Leaves, stored: Collection[str]) -> list[str]:
+    """What is wrong where tensors of a state dict that are no records cannot be filled: tied and wrapped ones.
+
+    Args:
+        leaves: of ``expanded``. asked: of the caller's state dict. stored: names of tensors.
+    """
     places, problems = defaultdict[Any, list[tuple[tree.KeyPath, torch.Tensor]]](list), list[str]()
+    problems += _unlike_wrapped(asked, common, stored)
     for path, leaf in leaves:
         if type(leaf) in PLAIN_TENSORS and has_values(leaf) and (memory := memory_of(leaf)) is not None:
             places[memory].append((path, leaf))

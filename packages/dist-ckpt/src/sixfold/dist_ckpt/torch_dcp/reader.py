@@ -47,6 +47,7 @@ from sixfold.dist_ckpt.plans.shard_table import raise_problems
 from sixfold.dist_ckpt.save_load import loading
 from sixfold.dist_ckpt.save_load import reader as engine
 from sixfold.dist_ckpt.save_load.host_view import HostView, Shares
+from sixfold.dist_ckpt.serialization import await_saves_to
 from sixfold.dist_ckpt.state.in_place import fresh_like, raise_versions, two_values
 from sixfold.dist_ckpt.state.records import ShardedTensor
 from sixfold.dist_ckpt.state.tensor_memory import check_writable, same_bits
@@ -236,6 +237,7 @@ class Reader(StorageReader):
 
     def _open(self) -> Metadata:
         store, mirrors = store_at(self.path), ExitStack()
+        await_saves_to(store)
         self._close()
         self._at_end = weakref.finalize(self, mirrors.close)  # also where nothing is read
         view = HostView(store, store.local_folder or Path(), None, ((0,),), 0)

@@ -111,6 +111,8 @@ def check_versions(config: "TrainConfig") -> None:
         ("log.timeline_steps", list(config.log.timeline_steps), [],
          "a step has parts of several batches, which no program on paper has; log.profile_steps traces it"),
         ("log.digest_every", config.log.digest_every, 0, "where a step ends, stages have weights of different batches"),
+        ("elastic.compare_replicas_every", config.elastic.compare_replicas_every, 0,
+         "where a step ends, stages have weights of different batches"),
     ]  # fmt: skip
     if config.train.precision == "fp8":
         needs.append(("train.precision", "fp8", "bf16", "weights are quantised where they are sharded"))

@@ -302,7 +302,7 @@ class LogConfig(Table):
 
 @dataclass(frozen=True, kw_only=True)
 class ElasticConfig(Table):
-    """[elastic]: what `sixfold train --keep-alive` does when a rank is lost; nothing of it counts elsewhere."""
+    """[elastic]: what `sixfold train --keep-alive` does when a rank is lost, and how a rank that errs is found."""
 
     TABLE: ClassVar[str] = "elastic"
     spares: Count = 1  # processes that wait to take a lost rank's place
@@ -312,6 +312,7 @@ class ElasticConfig(Table):
     hung_after_seconds: Rate = 10.0
     memory_every: Count = 1  # steps between snapshots in memory, from which the run goes on; 0 = none
     memory_folder: str = "/dev/shm"
+    compare_replicas_every: Count = 0  # steps between comparisons of the bits of all copies of a shard; 0 = none
 
     def check(self) -> None:
         refuse_path("elastic.memory_folder", self.memory_folder)

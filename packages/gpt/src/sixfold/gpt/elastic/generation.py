@@ -9,7 +9,7 @@ others, and keeps its number for life.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sixfold.gpt.launch.spawn import Failure
 
@@ -73,11 +73,13 @@ class Failed:
 
     Attributes:
         blames_peer: the error says that another rank failed, is gone or late.
+        accused: ranks whose bits are not those of the majority, and what to say of each; all ranks tell the same.
     """
 
     generation: int
     failure: Failure
     blames_peer: bool
+    accused: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,6 +34,7 @@ from typing import Any
 
 from sixfold.gpt.elastic.generation import STUCK, Done, Failed, Generation, Leave, Over, Ready
 from sixfold.gpt.elastic.heartbeat import Heartbeat
+from sixfold.gpt.errors import FinalError, ReplicasDifferError
 from sixfold.gpt.launch.spawn import failure_of, name_in_warnings, prepare_process
 
 CUT_POLL_S = 0.1
@@ -80,7 +81,12 @@ class _Member:
         except BaseException as error:  # SystemExit too: the supervisor must hear of it
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # begin at the target
             failure = failure_of(error, generation.rank, generation.size)
-            report = Failed(generation=generation.number, failure=failure, blames_peer=blames_a_peer(error))
+            report = Failed(
+                generation=generation.number,
+                failure=failure,
+                blames_peer=blames_a_peer(error),
+                accused=error.accused if isinstance(error, ReplicasDifferError) else {},
+            )
             _forget_frames(error)
         self._heartbeat.rests()
         with self._changed:
@@ -195,6 +201,8 @@ def blames_a_peer(error: BaseException) -> bool:
     from sixfold.gpt.parallel.lost_ranks import is_lost_rank
     from sixfold.pipeline.errors import PipelineTimeout
 
+    if isinstance(error, ReplicasDifferError):  # raised on all ranks alike
+        return not isinstance(error, FinalError)
     seen: BaseException | None = error
     while seen is not None:
         if is_of_peer(seen) or isinstance(seen, LostPeerError | PipelineTimeout):

@@ -9,7 +9,8 @@ lost. A rank that is lost meanwhile is lost too, and nothing begins anew.
 
 [Note: who is to blame] A death is the cause of all errors that come with it, as those of its peers. So an error waits
 ``GRACE_S`` for a death. Without one the earliest error that blames no peer is the cause, and its process is replaced.
-If every rank blames a peer, all are asked to drop the generation; who does not answer is replaced.
+If every rank blames a peer, all are asked to drop the generation; who does not answer is replaced. Ranks that an error
+accuses by their numbers are all replaced, whoever tells it.
 
 [Note: giving up] An error that would come again (`spawn.is_final`) ends the run, as without a supervisor. So do more
 than ``attempts`` recoveries in a row without a step that was not done before.
@@ -19,7 +20,9 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from sixfold.gpt.elastic.generation import Lost
 from sixfold.gpt.launch.spawn import Failure, ended_at_once
@@ -52,13 +55,14 @@ class Kill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Form:
-    """Begin a generation: ``members`` by rank."""
+    """Begin a generation: ``members`` by rank; ``cause``: what ended the one before, where no rank was lost."""
 
     generation: int
     members: tuple[int, ...]
     lost: tuple[Lost, ...]
     lost_at: float
     stop: bool
+    cause: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,8 +110,10 @@ class Course:
     _gone: set[int] = field(default_factory=set)
     _lost: list[Lost] = field(default_factory=list)
     _lost_at: float = 0.0
+    _cause: str = ""
     _waiting: set[int] = field(default_factory=set)  # survivors that are not ready yet
     _failed: dict[int, tuple[Failure, bool]] = field(default_factory=dict)
+    _accused: dict[int, str] = field(default_factory=dict)  # by rank
     _failed_at: float = 0.0
     _done: dict[int, int] = field(default_factory=dict)
     _step: int = 0  # the furthest that the run has come
@@ -147,13 +153,23 @@ class Course:
         """No rank has ended a step in time; nobody knows which one is the cause."""
         return self._recover([], now, failure) if self.phase is Phase.RUNNING else []
 
-    def failed(self, member: int, generation: int, failure: Failure, blames_peer: bool, now: float) -> list[Command]:
+    def failed(
+        self,
+        member: int,
+        generation: int,
+        failure: Failure,
+        blames_peer: bool,
+        now: float,
+        *,
+        accused: Mapping[int, str] = MappingProxyType({}),
+    ) -> list[Command]:
         """A rank raised an error; see [Note: who is to blame]."""
         if self.phase is not Phase.RUNNING or generation != self.generation or member not in self.members:
             return []
         if not self._failed:
             self._failed_at = now
         self._failed[member] = failure, blames_peer
+        self._accused |= accused
         return []
 
     def ready(self, member: int, generation: int) -> list[Command]:
@@ -208,8 +224,15 @@ class Course:
         final = [failure for failure in own.values() if failure.final]
         if final:
             return self._end(End(failure=min(final, key=lambda failure: failure.time), at_once=True))
+        first = min((failure for failure, _ in self._failed.values()), key=lambda failure: failure.time)
+        if self._accused:
+            lost = [
+                self._loss(self.members[rank], replace(first, rank=rank, text=why))
+                for rank, why in sorted(self._accused.items())
+            ]
+            self._gone.update(one.member for one in lost)
+            return [*(Kill(member=one.member) for one in lost), *self._recover(lost, now)]
         if not own:
-            first = min((failure for failure, _ in self._failed.values()), key=lambda failure: failure.time)
             return self._recover([], now, first)
         culprit = min(own, key=lambda member: own[member].time)
         self._gone.add(culprit)
@@ -226,6 +249,7 @@ class Course:
             return self._end(End(failure=replace(failure, text=text), at_once=True))
         self.phase = Phase.GATHERING
         self._lost, self._lost_at = lost, now
+        self._cause = "" if cause is None else cause.text.splitlines()[-1]
         self._waiting = set(self.members) - self._gone
         survivors = [TellOver(member=member, generation=self.generation) for member in sorted(self._waiting)]
         return [*survivors, *self._forked(len(lost)), *self._formed_if_ready()]
@@ -250,9 +274,10 @@ class Course:
             lost=tuple(self._lost),
             lost_at=self._lost_at,
             stop=self._stop,
+            cause=self._cause,
         )
         self.phase = Phase.RUNNING
-        self._lost, self._failed, self._done = [], {}, {}
+        self._lost, self._failed, self._accused, self._done = [], {}, {}, {}
         return [*forked, form, *self._forked(self.spares)]
 
     def _forked(self, wanted: int) -> list[Command]:

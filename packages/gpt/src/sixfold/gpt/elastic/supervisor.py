@@ -132,7 +132,9 @@ class _Supervisor:
         if isinstance(word, Ready):
             return self.course.ready(member, word.generation)
         if isinstance(word, Failed):
-            return self.course.failed(member, word.generation, word.failure, word.blames_peer, now)
+            return self.course.failed(
+                member, word.generation, word.failure, word.blames_peer, now, accused=word.accused
+            )
         assert isinstance(word, Done), f"member {member} says {word!r}"
         return self.course.done(member, word.generation, word.status)
 
@@ -200,7 +202,7 @@ class _Supervisor:
             self._send(member, generation)
 
     def _say(self, form: Form) -> None:
-        lost = "; ".join(one.why for one in form.lost) or "no rank could be blamed"
+        lost = "; ".join(one.why for one in form.lost) or f"no rank could be blamed: {form.cause}"
         self.tell(f"{lost}; generation {form.generation} goes on")
 
     def _send(self, member: int, word: Generation | Over | Leave) -> None:

@@ -52,6 +52,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "timeline": ("step", "trace", "seconds", "bubble", "bubble_on_paper"),
     "eval": ("step", "loss", "tokens"),
     "digest": ("step", "digest", "seconds"),
+    "replicas": ("step", "result", "ranks", "tensor", "shards", "seconds"),
     "save": ("step", "checkpoint", "blocked_seconds", "seconds"),
     "straggler": ("step", "steps", "factor", "parts", "slow"),
     "nonfinite": ("step", "rank", "where", "what"),

@@ -90,12 +90,12 @@ class KeptAlive:
         return True
 
     def keep(self, run: Run) -> None:
-        """A snapshot of the step that was done, if one is due. Collective over all ranks.
+        """A snapshot of the step that was done, if one is due and copies were compared. Collective over all ranks.
 
         Memory that is full costs the snapshot, not the run: what was there before stays, and a loss takes more time.
         """
         at = run.progress
-        if run.tier is None or at.step % run.config.elastic.memory_every:
+        if run.tier is None or at.step % run.config.elastic.memory_every or not run.replicas.is_compared:
             return
         with world_collective(f"snapshot of step {at.step}"), run.rank.clock.part("save"):
             state = training_state.whole_state(run.rank, at, run.train_data.state_dict(at.samples), run.versions)

@@ -53,6 +53,7 @@ from sixfold.gpt.parallel.mesh import make_mesh
 from sixfold.gpt.parallel.sequence_parts import SequencePart
 from sixfold.gpt.training.kept_alive import KeptAlive
 from sixfold.gpt.training.learning_rate import learning_rate
+from sixfold.gpt.training.replica_check import ReplicaCheck
 from sixfold.gpt.training.resume import restore, start_line
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ class Run:
         self.board: TensorBoardWriter | None = None  # on rank 0, where the config wants one
         self.digests: digest_file.DigestWriter | None = None  # on rank 0, where the config wants them
         self._weight_digests = WeightDigests(rank)
+        self.replicas = ReplicaCheck(self, config.elastic.compare_replicas_every)
         self._stragglers = StragglerReport(rank, config.log)
         self._timelines = timeline.TimelineWriter(config.run.dir)
         self._prefetch: tuple[int, Prefetch[list[Microbatch]]] | None = None
@@ -174,6 +176,7 @@ class Run:
     def save(self, *, goes_on: bool) -> None:
         """Write a checkpoint of this step: in the background if training goes on and the config says so."""
         self.finish_save()
+        self.replicas.before_save()
         self._save_began = time.monotonic()
         with world_collective(f"what was in flight at the save of step {self.progress.step}"):
             self.rank.settle()
@@ -356,14 +359,15 @@ class Run:
         flag.arm()  # what comes during the first step waits for its end: a rank that died in it would lose it for all
         while self.progress.step < self.config.train.steps:
             outcome = self.step(flag.asked)
-            if self.kept is not None:
-                self.kept.keep(self)
             stopped = outcome.stop
             step = self.progress.step
             last = step == self.config.train.steps
             due = self.evaluation_due()
             # Saved before it is evaluated: whoever stops or kills a run in an evaluation loses nothing.
             saved = last or stopped or outcome.save or bool(every and step % every == 0)
+            self.replicas.after_step(saves=saved)
+            if self.kept is not None:
+                self.kept.keep(self)
             if saved:
                 self.save(goes_on=not (last or stopped))
             if due and not stopped:
@@ -434,6 +438,7 @@ def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
             run.kept.tell(run, from_memory=from_memory)
         if run.config.log.digest_every:
             run.digest()  # of the weights that it begins with: those of the checkpoint, or the initial ones
+        run.replicas.begin()
         if run.config.parallel.schedule == PLAN:
             plan_run(run)
         if run.config.checkpoint.save_initial and fresh:

@@ -68,7 +68,8 @@ def main() -> None:
         records = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
     step, compared = seconds_of(records, "step"), seconds_of(records, "replicas")
     shards = [one["shards"] for one in records if one["kind"] == "replicas"][-1]
-    print(f"{args.ranks} ranks, {shards} shards: step {1e3 * step:.1f} ms, comparison {1e3 * compared:.1f} ms")
+    ranks = next(one["world"] for one in records if one["kind"] == "start")
+    print(f"{ranks} ranks, {shards} shards: step {1e3 * step:.1f} ms, comparison {1e3 * compared:.1f} ms")
     elements = sum(int(np.prod(shape)) for shape in SHAPES)
     print(f"digests of {elements:,} elements in {len(SHAPES)} shards: {1e3 * cpu_seconds():.1f} ms of CPU")
 

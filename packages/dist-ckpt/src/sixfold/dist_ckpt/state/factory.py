@@ -27,6 +27,8 @@ from sixfold.dist_ckpt.state.records import (
 from sixfold.dist_ckpt.state.stateful import Saved, is_stateful
 from sixfold.dist_ckpt.state.tensor_memory import is_dtensor
 
+_MEGATRON = "megatron.core.dist_checkpointing.mapping"
+
 
 @dataclass(eq=False)
 class ShardedTensorFactory(ShardedBase):
@@ -123,7 +125,7 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
         return tree.mapped(part, change, path, same=tree.PLAIN | tree.BRANCHES | {ShardedTensor})
 
     def change(path: tree.KeyPath, leaf: Any) -> Any:
-        if isinstance(leaf, ShardedTensor):
+        if isinstance(leaf := _own(leaf), ShardedTensor):
             return leaf
         if isinstance(leaf, ShardedTensorFactory):
             built, merge = changed(path, leaf.build()), Merge(path, leaf.merge_fn, is_factory=True)
@@ -155,6 +157,15 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
     return changed((), node), merges
 
 
+def _own(leaf: Any) -> Any:
+    """A record of megatron-core, as its models give it, as one of ours with its data; other leaves as they are."""
+    if type(leaf).__module__ != _MEGATRON:
+        return leaf
+    kinds = (ShardedTensor, ShardedObject, ShardedTensorFactory, LocalNonpersistentObject)
+    found = next((kind for kind in kinds if kind.__name__ == type(leaf).__name__), None)
+    return leaf if found is None else found(**vars(leaf))
+
+
 def check_leaf(leaf: Any, path: tree.KeyPath) -> None:
     """Refuse what would be saved as the first rank's alone, or be passed over by a load.
 
@@ -183,7 +194,7 @@ def _hidden(node: Any) -> Any:
     for _, part in plain_types.parts_of(node):
         if type(part) in tree.PLAIN:
             continue
-        is_record = isinstance(part, ShardedBase | LocalNonpersistentObject | PerRank)
+        is_record = isinstance(_own(part), ShardedBase | LocalNonpersistentObject | PerRank)
         is_record = is_record or is_dtensor(part) or is_stateful(part)
         found = part if is_record or hasattr(type(part), "local_shards") else _hidden(part)
         if found is not None:

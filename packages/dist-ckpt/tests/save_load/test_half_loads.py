@@ -196,3 +196,46 @@ def test_a_buffer_that_a_model_has_gained_is_an_error_and_its_remedy_works(tmp_p
     saved = {name: value for name, value in model.state_dict().items() if name != "scale"}
     loaded = dist_ckpt.load({"model": model.state_dict()}, tmp_path / "c", strict="log_unexpected")
     assert loaded["model"].keys() == saved.keys()
+
+
+def stepped(steps):
+    model = torch.nn.Linear(3, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
+    for _ in range(steps):
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_a_folder_of_torchs_recipe_says_how_its_state_of_an_optimizer_is_asked_for(tmp_path, steps, as_dict):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
+
+    then, old = stepped(2)
+    saved = dict(zip(("model", "optimizer"), get_state_dict(then, old), strict=True))
+    dcp.save(saved, checkpoint_id=tmp_path / "c", no_dist=True)
+    model, optimizer = stepped(steps)
+    asked = {"model": model, "optimizer": optimizer.state_dict() if as_dict else optimizer}
+    with pytest.raises(
+        MismatchError, match=r"saved by the names of its parameters.* pass what get_optimizer_state_dict"
+    ):
+        dist_ckpt.load(asked, tmp_path / "c")
+    asked = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    found = dist_ckpt.load(asked, tmp_path / "c")
+    set_optimizer_state_dict(model, optimizer, found["optimizer"])
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], old.state[then.weight]["exp_avg"])
+
+
+def test_state_of_an_optimizer_by_numbers_that_is_asked_for_by_names_is_told_with_its_remedy(tmp_path):
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    then, old = stepped(2)
+    dist_ckpt.save({"model": then, "optimizer": old}, tmp_path / "c")
+    model, optimizer = stepped(0)
+    asked = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    with pytest.raises(MismatchError, match="saved by the numbers of its parameters: pass the optimizer itself"):
+        dist_ckpt.load(asked, tmp_path / "c")
+    dist_ckpt.load({"model": model, "optimizer": optimizer}, tmp_path / "c")
+    assert torch.equal(optimizer.state[model.weight]["exp_avg"], old.state[then.weight]["exp_avg"])

@@ -461,7 +461,7 @@ def _agree(reports: list[_Report], request: LoadRequest, view: HostView) -> tupl
         missing = missing.difference(*(report.plain for report in reports))
         missing |= set[str]().union(*(r.not_of_modules for r in reports)) - asked_plain
     requested_keys.check_wrappers(wrappers)
-    requested_keys.check_keys(strict, missing | plain_missing, unexpected)
+    requested_keys.check_keys(strict, missing | plain_missing, unexpected, checkpoint.manifest.tensors)
     if mismatches:
         raise_problems(mismatches, "asked for", MismatchError)
     if strict is StrictHandling.ASSUME_OK_UNEXPECTED:

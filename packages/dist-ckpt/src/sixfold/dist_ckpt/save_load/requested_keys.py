@@ -10,6 +10,7 @@ if no rank asks for the rest that is stored there. Another ``strict`` than the d
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -33,6 +34,12 @@ _MAKE_STATE = (
     "dict, or make its state first by get_optimizer_state_dict(model, optimizer) of "
     "torch.distributed.checkpoint.state_dict. "
 )
+_BY_NAME = (
+    "State of the optimizer was saved by the names of its parameters, as torch's get_state_dict gives it: pass what "
+    "get_optimizer_state_dict(model, optimizer) gives, and the result to set_optimizer_state_dict. "
+)
+_BY_NUMBER = "State of the optimizer was saved by the numbers of its parameters: pass the optimizer itself. "
+_STATE = re.compile(r"(.+?)\.state\.(\d+\.)?")  # an optimizer's name, and the number of a parameter
 
 
 class StrictHandling(Enum):
@@ -80,8 +87,10 @@ def parse_strict(strict: StrictHandling | str) -> StrictHandling:
         raise CheckpointError(f"strict is {strict!r}; it is one of {[mode.value for mode in StrictHandling]}") from None
 
 
-def check_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Iterable[str]) -> None:
-    """MismatchError that lists every key, if ``strict`` says that they are an error."""
+def check_keys(
+    strict: StrictHandling, missing: Iterable[str], unexpected: Iterable[str], tensors: Iterable[str]
+) -> None:
+    """MismatchError that lists every key, if ``strict`` says that they are an error. ``tensors``: all stored ones."""
     stored, wrong = sorted(missing), sorted(unexpected) if strict.raises_unexpected else []
     lines = [f"{key}: asked for, not in the checkpoint" for key in wrong]
     if strict is StrictHandling.RAISE_ALL:
@@ -91,7 +100,15 @@ def check_keys(strict: StrictHandling, missing: Iterable[str], unexpected: Itera
         kinds += ["Missing keys (asked for by no rank)"] * (len(lines) > len(wrong))
         what = "1 key does not match" if len(lines) == 1 else f"{len(lines)} keys do not match"
         remedy = "correct them, or leave them out by strict='log_unexpected'" if wrong else "ask for them too"
+        remedy = _of_optimizer(wrong, tensors).rstrip(". ") or remedy
         raise MismatchError(listed(f"{', '.join(kinds)}: {what} (strict={strict.value!r}); {remedy}", lines))
+
+
+def _of_optimizer(asked: Iterable[str], stored: Iterable[str]) -> str:
+    """What to do where state of an optimizer is asked for by numbers of its parameters and stored by names, or so."""
+    kinds = [{(found[1], found[2] is None) for key in keys if (found := _STATE.match(key))} for keys in (asked, stored)]
+    by_name = next((is_named for name, is_named in sorted(kinds[1]) if (name, not is_named) in kinds[0]), None)
+    return "" if by_name is None else _BY_NAME if by_name else _BY_NUMBER
 
 
 def warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
@@ -165,8 +182,10 @@ def check_whole(missing: Iterable[str], owners: Iterable[str], local: Iterable[s
         return
     name = max((name for start, name in below.items() if lost[0].startswith(start)), key=len)
     more = f" and {len(lost) - _MOST_SHOWN} more" if len(lost) > _MOST_SHOWN else ""
-    is_optimizer = any(key.startswith(f"{name}.state.") for key in lost)
-    remedy = _MAKE_STATE if is_optimizer else "Ask for them too; a model has the layers that it had when it was saved. "
+    remedy = "Ask for them too; a model has the layers that it had when it was saved. "
+    if state := [key for key in lost if key.startswith(f"{name}.state.")]:
+        is_named = not any(found[2] for key in state if (found := _STATE.match(key)))
+        remedy = _BY_NAME if is_named else _MAKE_STATE
     raise MismatchError(
         f"{', '.join(lost[:_MOST_SHOWN])}{more}: in the checkpoint, asked for by no rank, while other state of "
         f"{name!r} is. {remedy}strict='raise_unexpected' loads the rest without them"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import MismatchError, ShardingError
+from sixfold.dist_ckpt import MismatchError, ShardedTensor, ShardingError, optimizers
 
 LAYERS = 4
 
@@ -240,3 +240,52 @@ def load_histories(rank, ranks, folder):
 
 def test_an_object_gets_its_tensors_in_the_shape_that_was_saved_on_all_ranks(tmp_path):
     assert all(run_ranks(load_histories, 2, tmp_path))
+
+
+def own_layers(rank, ranks):
+    """Layers of a stage under their names in the whole model, and an optimizer of its own after a step."""
+    layers = nn.ModuleDict(
+        {str(at): nn.Linear(4, 4) for at in range(LAYERS * rank // ranks, LAYERS * (rank + 1) // ranks)}
+    )
+    for name, parameter in layers.named_parameters():
+        nn.init.constant_(parameter, float(name[0]))
+        parameter.grad = torch.full_like(parameter, float(name[0]) + 1)
+    optimizer = torch.optim.AdamW(layers.parameters(), lr=0.1)
+    optimizer.step()
+    return layers, optimizer
+
+
+def records_of(layers, optimizer):
+    """What the error of such a save says to make."""
+    model = {
+        name: ShardedTensor.from_rank_offsets(name, own) for name, own in layers.state_dict(keep_vars=True).items()
+    }
+    state = optimizer.state_dict()
+    records = optimizers.get_param_id_to_sharded_param_map(model, layers.parameters())
+    optimizers.optim_state_to_sharding_state(state, records, exclude_keys=["step"])
+    return {"model": model, "optimizer": state, "step": 1}
+
+
+def save_optimizers_of_stages(rank, ranks, folder):
+    layers, optimizer = own_layers(rank, ranks)
+    with pytest.raises(ShardingError) as told:
+        dist_ckpt.save({"model": layers, "optimizer": optimizer}, folder)
+    dist_ckpt.save(records_of(layers, optimizer), folder)
+    return str(told.value), {name: optimizer.state[own]["exp_avg"] for name, own in layers.named_parameters()}
+
+
+def test_optimizers_of_stages_are_an_error_whose_remedy_works(tmp_path):
+    told, moments = zip(*run_ranks(save_optimizers_of_stages, 2, tmp_path / "c"), strict=True)
+    assert all("optim_state_to_sharding_state of sixfold.dist_ckpt.optimizers" in text for text in told)
+    layers, optimizer = own_layers(0, 1)
+    for state in optimizer.state.values():
+        state["exp_avg"].zero_()
+    dist_ckpt.load(records_of(layers, optimizer), tmp_path / "c")
+    held = {name: optimizer.state[own]["exp_avg"] for name, own in layers.named_parameters()}
+    assert len(held) == 2 * LAYERS == sum(map(len, moments))
+    assert all(torch.equal(held[name], value) for own in moments for name, value in own.items())
+
+
+def test_other_values_that_differ_are_not_told_of_optimizers(tmp_path):
+    told = run_ranks(save_rank, 2, tmp_path / "c", [{"step": 0, "state": [1]}, {"step": 1, "state": [2]}])
+    assert all("differ between ranks" in text and "optimizer" not in text for text in told)

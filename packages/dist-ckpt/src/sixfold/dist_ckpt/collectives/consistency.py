@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import logging
 import pickle
+import re
 import sys
 import warnings
 from array import array
@@ -39,6 +40,11 @@ from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_
 
 _MOST_SHOWN, _MOST_INNER = 20, 4
 _DEPTH = 4  # within a value: what refers to itself has no end
+_IN_OPTIMIZER = re.compile(r"(^|\.)(state\[\d+\]\.|param_groups\b|parameter_names\[)")
+_OF_OPTIMIZER = (
+    "State of an optimizer, as each stage of a pipeline has its own: describe it by the records of its weights, by "
+    "optim_state_to_sharding_state of sixfold.dist_ckpt.optimizers. "
+)
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _MOST_SAMPLES, _WHOLE, _SAMPLE = 64, 1 << 14, 1 << 10  # shards; elements
 _log = logging.getLogger("sixfold.dist_ckpt")
@@ -226,7 +232,8 @@ def _lost(lines: list[str]) -> ShardingError:
     return ShardingError(
         "values in common data differ between ranks, and common data is saved once:\n  "
         + "\n  ".join([*lines[:_MOST_SHOWN], *more])
-        + "\nDescribe tensors by ShardedTensor (or DTensor). Broadcast buffers of DDP, as of BatchNorm, from "
+        + ("\n" + _OF_OPTIMIZER if any(map(_IN_OPTIMIZER.search, lines)) else "\n")
+        + "Describe tensors by ShardedTensor (or DTensor). Broadcast buffers of DDP, as of BatchNorm, from "
         "rank 0 before the save. PerRank(value) keeps a value for each rank, under one "
         "key of the state dict. Drop them by LocalNonpersistentObject, or drop them from the check by "
         "preprocess_common_before_consistancy_check; then the first rank's are saved"

@@ -42,6 +42,7 @@ INSTANTS = {
     "in a save": ("sixfold.dist_ckpt.storage.frame_file", "FrameFile.finish", "before", 1),
     "after a save": ("sixfold.gpt.training.loop", "Run.finish_save", "after", 2),
     "in an evaluation": ("sixfold.gpt.training.loop", "Run._valid_batch", "before", 2),
+    "in a comparison": ("sixfold.gpt.engine.replica_digests", "_gathered", "before", 1),  # where a run makes some
     # of the generation that follows, whose ranks come back
     "while ranks meet": ("sixfold.gpt.launch.rendezvous", "_make_group", "before", 1),
     "while groups are made": ("sixfold.gpt.training.loop", "make_mesh", "before", 1),

@@ -48,8 +48,8 @@ def broken(folder, layout, *faults, **options):
     return config, run_kept_alive(config, ranks, *faults, **options)
 
 
-IN_A_STEP = [name for name in INSTANTS if not name.startswith(("while", "when"))]
-IN_A_RECOVERY = [name for name in INSTANTS if name not in IN_A_STEP]
+IN_A_RECOVERY = [name for name in INSTANTS if name.startswith(("while", "when"))]
+IN_A_STEP = [name for name in INSTANTS if name not in IN_A_RECOVERY and name != "in a comparison"]
 # Each instant, with ranks, kinds of fault and layouts in turn; all of them by --every-case.
 CELLS = [
     (layout, instant, action, rank)

@@ -128,3 +128,17 @@ def test_the_run_goes_back_to_a_step_that_was_compared(tmp_path, memory_every, c
     whole = tiny_config(tmp_path, *KEYS, COPIES, "train.steps=6", run="whole")
     run(whole, 3)
     assert_same_run(config, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("action", ["SIGKILL", "SIGSTOP", "error"])
+def test_a_rank_that_is_lost_in_a_comparison_is_replaced_as_at_any_other_instant(tmp_path, undisturbed, action, rank):
+    fault = Fault("in a comparison", rank, action)
+    config, told = disturbed(tmp_path, "dp3", fault, overrides=(EVERY, "elastic.hung_after_seconds=2.0"))
+    assert len(told) == 1, told
+    [recovery] = lines(config, "recovery")
+    assert ([one["rank"] for one in recovery["lost"]], recovery["step"]) == ([rank], 2), "the third was not compared"
+    assert {line["result"] for line in lines(config, "replicas")} == {"agree"}
+    assert_same_run(config, undisturbed("dp3"))

@@ -148,7 +148,12 @@ def faulty_generation(
 
 
 def run_kept_alive(
-    config: TrainConfig, ranks: int, *faults: Fault, watch: Callable[[], None] | None = None, attempts: int = 3
+    config: TrainConfig,
+    ranks: int,
+    *faults: Fault,
+    watch: Callable[[], None] | None = None,
+    attempts: int = 3,
+    **options: Any,
 ) -> list[str]:
     """Train as ``config`` says while faults happen; what the supervisor told."""
     told: list[str] = []
@@ -161,8 +166,10 @@ def run_kept_alive(
             spares=config.elastic.spares,
             attempts=attempts,
             hung_after_s=config.elastic.hung_after_seconds,
+            replaces=config.elastic.replace,
             watch=watch,
             tell=told.append,
+            **options,
         )
     assert status == 0, told
     return told

@@ -31,6 +31,7 @@ class World:
     asked_to_drop: dict = field(default_factory=dict)  # member -> generation that it is to drop
     dropped: set = field(default_factory=set)  # (member, generation) that said ready
     asked_to_stop: set = field(default_factory=set)
+    places: dict = field(default_factory=dict)  # member -> place
 
     def do(self, commands):
         for command in commands:
@@ -53,13 +54,20 @@ class World:
 
     def formed(self, form):
         assert form.generation == len(self.forms) + 1
-        assert len(form.members) == len(set(form.members)) == self.course.ranks
-        if self.forms:
+        assert len(form.members) == len(set(form.members)) == len(set(form.places)) == len(form.places)
+        assert set(form.members) <= self.alive and len(form.members) in (self.course.sizes or (self.course.ranks,))
+        if not self.course.sizes:
+            assert len(form.members) == self.course.ranks
+        for member, place in zip(form.members, form.places, strict=True):
+            assert self.places.setdefault(member, place) == place, "a process keeps its device"
+        for member in form.members:
+            if self.forms and member in self.forms[-1].members:
+                assert (member, self.forms[-1].generation) in self.dropped, "it has dropped what it had"
+        if self.forms and len(self.forms[-1].members) == len(form.members):
             before = self.forms[-1]
             for rank, member in enumerate(form.members):
                 if member in before.members:
                     assert before.members.index(member) == rank, "a survivor keeps its rank"
-                    assert (member, before.generation) in self.dropped, "and has dropped what it had"
             lost = {one.rank for one in form.lost}
             assert lost == {r for r, m in enumerate(before.members) if m != form.members[r]}
         self.forms.append(form)
@@ -73,13 +81,24 @@ class World:
         self.dropped.add((member, generation))
         self.do(self.course.ready(member, generation))
 
+    def drop_all(self):
+        """Every survivor answers."""
+        for member in sorted(self.alive & self.asked_to_drop.keys()):
+            if self.end is None and self.asked_to_drop[member] == self.course.generation:
+                self.drop(member)
+        return self
+
+    def resize(self, ranks):
+        self.do(self.course.resized(ranks, self.now))
+        return self
+
     def pass_time(self, seconds):
         self.now += seconds
         self.do(self.course.tick(self.now, PATIENCE_S))
 
 
-def world(ranks=4, spares=1, attempts=3):
-    course = Course(ranks=ranks, spares=spares, attempts=attempts)
+def world(ranks=4, spares=1, attempts=3, **options):
+    course = Course(ranks=ranks, spares=spares, attempts=attempts, **options)
     return World(course).do(course.begin())
 
 
@@ -254,11 +273,66 @@ def test_words_of_an_older_generation_change_nothing():
     assert one.end is None and len(one.forms) == 2
 
 
+def test_where_lost_ones_are_not_replaced_the_run_goes_on_with_fewer_and_with_more_when_they_come_back():
+    one = world(ranks=4, spares=0, sizes=(4, 2, 1), replaces=False)
+    one.die(1)
+    one.drop_all()
+    assert one.forms[1].members == (0, 2) and one.course.idle == [3], "three are there, and two have a layout"
+    one.die(0)
+    one.drop_all()
+    assert one.forms[2].members == (3, 2) and one.course.idle == []
+    one.die(2)
+    one.drop_all()
+    assert one.forms[3].members == (3,)
+    assert len(one.alive) == 1
+    one.resize(4)
+    assert one.alive == {3, 4, 5, 6}, "new ones start while the old one drops its generation"
+    one.drop_all()
+    assert one.forms[4].members == (3, 4, 5, 6) and one.forms[4].cause == "it was asked for" and one.forms[4].lost == ()
+    assert one.forms[4].places == (3, 0, 1, 2), "who was there keeps its device"
+
+
+def test_a_spare_has_a_device_of_its_own_and_takes_none_that_broke():
+    one = world(ranks=2, spares=1, sizes=(2, 1), replaces=False)
+    one.die(0)
+    one.drop_all()
+    assert (one.forms[1].members, one.forms[1].places) == ((2, 1), (2, 1))
+    one.die(2)
+    one.drop_all()
+    assert (one.forms[2].members, one.forms[2].places) == ((1,), (1,))
+    one.die(1)
+    assert "no size of [1, 2] ranks has a process for each (elastic.replace is false)" in one.end.failure.text
+
+
+def test_a_run_is_resized_down_and_up_and_no_process_is_too_many():
+    one = world(ranks=4, spares=1, sizes=(4, 2, 1))
+    one.resize(2).drop_all()
+    assert one.forms[1].members == (0, 1) and len(one.alive) == 3
+    one.resize(2)
+    assert len(one.forms) == 2, "it has that size"
+    one.die(1)
+    one.drop_all()
+    assert len(one.forms[2].members) == 2, "a lost one is replaced"
+    one.resize(4).drop_all()
+    assert len(one.forms[3].members) == 4 and len(one.alive) == 5
+    assert one.course._recoveries == 1, "to be resized is no recovery"
+
+
+def test_who_is_asked_for_another_size_during_a_recovery_forms_that_one():
+    one = world(ranks=4, spares=0, sizes=(4, 2, 1))
+    one.die(0)
+    one.resize(1).drop_all()
+    assert one.forms[1].members == (1,) and len(one.alive) == 1
+    one.resize(4)
+    one.die(1)
+    one.drop_all()
+    assert len(one.forms[2].members) == 4
+
+
+KINDS = ["die", "silent", "fail", "fail-final", "accuse", "drop", "late", "stall", "time", "resize"]
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from(
-            ["die", "die", "silent", "fail", "fail final", "accuse", "drop", "drop", "drop", "late", "stall", "time"]
-        ),
+        st.sampled_from([*KINDS, "die", "drop", "drop"]),
         st.integers(0, 7),
     ),
     max_size=40,
@@ -266,11 +340,22 @@ EVENTS = st.lists(
 
 
 @settings(max_examples=300, deadline=None)
-@given(ranks=st.integers(1, 4), spares=st.integers(0, 2), events=EVENTS)
-def test_in_any_order_of_faults_generations_are_whole_and_a_quiet_world_always_goes_on(ranks, spares, events):
-    one = world(ranks, spares, attempts=100)
+@given(
+    ranks=st.integers(1, 4),
+    spares=st.integers(0, 2),
+    events=EVENTS,
+    sizes=st.sampled_from([(), (4, 2, 1), (4, 3, 2, 1)]),
+    replaces=st.booleans(),
+)
+def test_in_any_order_of_faults_generations_are_whole_and_a_quiet_world_always_goes_on(
+    ranks, spares, events, sizes, replaces
+):
+    sizes = sizes and (ranks, *(size for size in sizes if size < ranks))
+    one = world(ranks, spares, attempts=100, sizes=sizes, replaces=replaces)
     for step, (kind, number) in enumerate(events, 1):
         if one.end is not None:
+            break
+        if not one.alive:
             break
         member = sorted(one.alive)[number % len(one.alive)]
         if kind == "die":
@@ -280,29 +365,32 @@ def test_in_any_order_of_faults_generations_are_whole_and_a_quiet_world_always_g
         elif kind == "fail":
             one.do(one.course.failed(member, one.course.generation, failure("own"), number % 2 == 0, one.now))
         elif kind == "accuse":
-            why = {number % ranks: "other bits"}
+            why = {number % len(one.course.members): "other bits"}
             one.do(one.course.failed(member, one.course.generation, failure("two"), True, one.now, accused=why))
-        elif kind == "fail final" and number == 7:
+        elif kind == "fail-final" and number == 7:
             one.do(one.course.failed(member, one.course.generation, failure("own", final=True), False, one.now))
         elif kind == "drop" and one.asked_to_drop.get(member) == one.course.generation:
             one.drop(member)
         elif kind == "late":
             older = one.course.generation - 1 - number
             assert one.course.ready(member, older) == one.course.done(member, older, 0) == []
+        elif kind == "resize":
+            if sizes:
+                one.resize(sizes[number % len(sizes)])
         elif kind == "stall":
             one.do(one.course.stalled(failure("no step"), one.now))
         else:
             one.pass_time(number / 2)
         one.course.progressed(step)
     for _ in range(3):  # no more faults: survivors answer, time passes
-        for member in sorted(one.alive & one.asked_to_drop.keys()):
-            if one.end is None and one.asked_to_drop[member] == one.course.generation:
-                one.drop(member)
+        one.drop_all()
         if one.end is None:
             one.pass_time(2 * GRACE_S)
     assert one.course.phase in (Phase.RUNNING, Phase.ENDED)
     if one.course.phase is Phase.RUNNING:
         assert set(one.course.members) <= one.alive and set(one.course.idle) <= one.alive
+        if replaces and sizes:
+            assert len(one.course.members) == one.course.ranks and len(one.course.idle) <= max(spares, 0)
         for member in one.course.members:
             one.do(one.course.done(member, one.course.generation, 0))
         assert one.end == End(status=0)

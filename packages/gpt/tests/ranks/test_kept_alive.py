@@ -271,3 +271,81 @@ def test_a_rank_of_an_older_generation_that_wakes_up_is_refused_and_ends(tmp_pat
     unhurt = tiny_config(tmp_path, *KEYS, "parallel.dp=2", "train.steps=40", "eval.every=0", run="unhurt")
     run_kept_alive(unhurt, 2)
     assert_same_run(config, unhurt)
+
+
+TREE = ("parallel.grad_sum=tree", "train.global_batch_size=8", "train.micro_batch_size=1")
+
+
+@pytest.mark.slow
+def test_a_run_that_loses_all_but_one_rank_and_gets_them_back_has_the_bits_of_the_unbroken_one(tmp_path):
+    """4 -> 3 (2 and a spare) -> 2 -> 1 -> 4 ranks."""
+    keys = (*KEYS, *TREE, "train.steps=12", "parallel.dp=4", "elastic.replace=false", "elastic.spares=0", IN_MEMORY)
+    config = tiny_config(tmp_path, *keys)
+    faults = [
+        Fault("in a forward", 1, "SIGKILL", step=2),
+        Fault("after the optimizer", 0, "SIGKILL", generation=2, step=4),
+        Fault("before the norm is summed", 1, "SIGKILL", generation=3, step=6),
+    ]
+
+    metrics, done = Path(config.run.dir) / "metrics.jsonl", []
+
+    def asked():
+        if done or not metrics.exists() or len(lines_so_far(metrics, "start")) < 4:
+            return None
+        done.extend([True] if any('"step": 8,' in line for line in lines_so_far(metrics, "step")) else [])
+        return 4 if done else None
+
+    told = run_kept_alive(config, 4, *faults, sizes=(4, 2, 1), asked_ranks=asked)
+    assert [line.rpartition("; ")[2] for line in told] == [
+        "generation 2 goes on with 2 ranks",
+        "generation 3 goes on",
+        "generation 4 goes on with 1 rank",
+        "generation 5 goes on with 4 ranks",
+    ], told
+    assert [one["world"] for one in lines(config, "start")] == [4, 2, 2, 1, 4]
+    first, second, third, fourth, fifth = pids(config)
+    assert second == [first[0], first[2]] and third == [first[3], first[2]] and fourth == [first[3]]
+    assert fifth[0] == fourth[0] and not {*fifth[1:]} & {*first}
+    assert {one["source"] for one in lines(config, "recovery")} == {"memory"}
+    unbroken = tiny_config(tmp_path, *keys, run="unbroken")
+    run_kept_alive(unbroken, 4)
+    assert_same_run(config, unbroken)
+
+
+@pytest.mark.slow
+def test_a_run_whose_ranks_are_not_replaced_ends_when_none_is_left(tmp_path):
+    config = tiny_config(tmp_path, *KEYS, "parallel.dp=2", "elastic.replace=false", "elastic.spares=0")
+    faults = [Fault("in a forward", 1, "SIGKILL"), Fault("in a forward", 0, "SIGKILL", generation=2, step=4)]
+    with pytest.raises(RankError, match=r"no size of \[2\] ranks has a process for each \(elastic.replace is false\)"):
+        run_kept_alive(config, 2, *faults)
+
+
+@pytest.mark.slow
+def test_the_command_resizes_a_run_and_its_loss_goes_on(tmp_path):
+    overrides = ("train.steps=100000", "parallel.dp=2", "eval.every=0", *TREE, "log.digest_every=0", IN_MEMORY)
+    config = tiny_config(tmp_path, *KEYS, *overrides)
+    process = command(tmp_path, *overrides)
+    try:
+        wait_for_steps(config, 3)
+        for ranks, generation in ((1, 2), (2, 3)):
+            asked = subprocess.run(
+                [sys.executable, "-m", "sixfold.gpt", "resize", config.run.dir, str(ranks)],
+                capture_output=True, text=True, timeout=60,
+            )  # fmt: skip
+            assert asked.returncode == 0, asked.stderr
+            wait_for_steps(config, generation, "start")
+            wait_for_steps(config, len(lines(config, "step")) + 2)
+        wrong = [sys.executable, "-m", "sixfold.gpt", "resize", config.run.dir, "3"]
+        refused = subprocess.run(wrong, capture_output=True, text=True, timeout=60)
+        assert refused.returncode == 2 and "this run can have 2, 1" in refused.stderr
+        process.send_signal(signal.SIGTERM)
+        error = process.communicate(timeout=120)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 143, error
+    assert [one["world"] for one in lines(config, "start")] == [2, 1, 2]
+    told = [line for line in error.splitlines() if line.startswith("sixfold:") and "goes on" in line]
+    assert [line.partition("; ")[0] for line in told] == ["sixfold: it was asked for"] * 2, told
+    steps = sorted({one["step"] for one in lines(config, "step")})
+    assert steps == list(range(1, steps[-1] + 1))
+    assert all_have_left(process.pid) == []

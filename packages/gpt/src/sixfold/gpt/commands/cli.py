@@ -1,6 +1,6 @@
 """The command ``sixfold``: verbs, exit status, and one line for an error.
 
-    argv --> cli (this file) --> train | demo | prepare | plot | timeline | sample | export | import | verify-run
+    argv --> cli (this file) --> train | resize | demo | prepare | plot | timeline | sample | export | import | ...
 
 Exit status: 0 done, 1 the run failed (or two runs differ), 2 configuration or usage, 143 asked to stop and saved, 137
 ended at once by a second signal, not saved. A verb imports what it needs when it runs; a wrong configuration is refused
@@ -174,6 +174,7 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("timeline.svg"), help=".svg, .png, .json for Perfetto, .txt (%(default)s)"
     )
     timeline.set_defaults(run=_timeline)
+    _resize_verb(verbs)
     _huggingface_verbs(verbs)
     _verify_run_verb(verbs)
     add_verbs(verbs)
@@ -209,6 +210,13 @@ def _huggingface_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser
     bring.add_argument("hf_dir", metavar="HF_DIR", help="folder with config.json and safetensors")
     bring.add_argument("run_dir", metavar="RUN_DIR", help="a folder that does not exist or is empty")
     bring.set_defaults(run=_import)
+
+
+def _resize_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verb = verbs.add_parser("resize", help="have a run that is kept alive go on with another number of ranks")
+    verb.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, trained with --keep-alive")
+    verb.add_argument("ranks", type=at_least_one, metavar="RANKS", help="see elastic.dp")
+    verb.set_defaults(run=_resize)
 
 
 def _verify_run_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -273,6 +281,14 @@ def _timeline(args: argparse.Namespace) -> int:
 
     said = show(args.run_dir, args.out, step=args.step)
     print(f"{args.out}: {said}")
+    return 0
+
+
+def _resize(args: argparse.Namespace) -> int:
+    from sixfold.gpt.elastic.sizes import ask
+
+    ask(args.run_dir, args.ranks)
+    print(f"asked for {args.ranks} ranks; the run's own terminal and metrics.jsonl say what comes of it")
     return 0
 
 

@@ -97,11 +97,12 @@ def prepare_member(config: TrainConfig, memory_run: str, *_: object) -> None:
 
 def train_generation(generation: Generation, heartbeat: Heartbeat, config: TrainConfig, memory_run: str) -> int:
     """Body of one rank of one generation of `run_kept_alive`; its exit status."""
+    from sixfold.gpt.elastic.sizes import config_of
     from sixfold.gpt.launch import rendezvous
     from sixfold.gpt.training.kept_alive import KeptAlive
     from sixfold.gpt.training.loop import train_in
 
-    kept = KeptAlive.of(generation, heartbeat, memory_run)
+    kept, config = KeptAlive.of(generation, heartbeat, memory_run), config_of(config, generation.size)
     if generation.number > 1:  # whoever wrote "never" or "must" meant the first one
         config = replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
     if config.train.deterministic:
@@ -110,7 +111,7 @@ def train_generation(generation: Generation, heartbeat: Heartbeat, config: Train
         launcher="sixfold",
         rank=generation.rank,
         size=generation.size,
-        local_rank=generation.rank,
+        local_rank=generation.place,
         url=f"file://{generation.store}",
     )
     world = rendezvous.join(place, device=config.run.device, timeout_s=config.run.timeout_seconds)
@@ -153,12 +154,15 @@ def run_ranks(config: TrainConfig, ranks: int) -> int:
 def run_kept_alive(config: TrainConfig, ranks: int) -> int:
     """As `run_ranks`; when a rank is lost another process takes its place, and the others go on in theirs."""
     from sixfold.gpt.elastic.memory_folder import snapshots_of
+    from sixfold.gpt.elastic.sizes import sizes_of, taken
     from sixfold.gpt.elastic.supervisor import keep_alive
     from sixfold.gpt.observe.metrics import ProgressLine
 
+    sizes, run_dir = sizes_of(config, ranks), Path(config.run.dir)
+    taken(run_dir, sizes)  # a word to a run before
     line, elastic = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps), config.elastic
     try:
-        with snapshots_of(Path(config.run.dir), Path(elastic.memory_folder)) as memory_run:
+        with snapshots_of(run_dir, Path(elastic.memory_folder)) as memory_run:
             return keep_alive(
                 train_generation,
                 ranks,
@@ -167,6 +171,9 @@ def run_kept_alive(config: TrainConfig, ranks: int) -> int:
                 spares=elastic.spares,
                 attempts=elastic.attempts,
                 hung_after_s=elastic.hung_after_seconds,
+                sizes=sizes,
+                replaces=elastic.replace,
+                asked_ranks=lambda: taken(run_dir, sizes),
                 watch=line.poll,
                 tell=line.tell,
             )

@@ -310,6 +310,8 @@ class ElasticConfig(Table):
     # A process that a signal has stopped for so long is replaced. A step has five times as long, and four times as long
     # as the longest one before.
     hung_after_seconds: Rate = 10.0
+    replace: bool = True  # False: a lost process has taken its device with it; spares come next, then fewer ranks
+    dp: tuple[Positive, ...] = ()  # data-parallel degrees with which the run may go on; empty: halves of its own
     memory_every: Count = 1  # steps between snapshots in memory, from which the run goes on; 0 = none
     memory_folder: str = "/dev/shm"
     compare_replicas_every: Count = 0  # steps between comparisons of the bits of all copies of a shard; 0 = none

@@ -36,7 +36,7 @@ class Generation:
     """To a member: be this rank, among so many, who meet at ``store``.
 
     Attributes:
-        number: from 1.
+        number: from 1. place: of this process on its machine, the number of its device.
         store: path of the FileStore; the supervisor makes it unusable when the generation is over.
         lost: what ended the generation before; empty for the first one.
         lost_at: when that was seen, on the clock ``time.monotonic`` of this machine.
@@ -45,6 +45,7 @@ class Generation:
 
     number: int
     rank: int
+    place: int
     size: int
     store: str
     lost: tuple[Lost, ...] = ()

@@ -58,8 +58,18 @@ class Slots:
         self._map.close()
 
 
+class GenerationOverError(Exception):
+    """The generation has ended, and this rank has a step to do that it would do in vain."""
+
+
 class Heartbeat:
-    """A member's own slot."""
+    """A member's own slot.
+
+    Attributes:
+        is_over: the generation at hand has ended. A rank that waits for no other hears of it here alone.
+    """
+
+    is_over = False
 
     def __init__(self, path: Path, member: int) -> None:
         self._map, self._offset = _mapped(path), member % MEMBERS * _SLOT.size
@@ -68,11 +78,17 @@ class Heartbeat:
 
     def generation(self) -> None:
         """A generation begins: its first step may take any time."""
-        self._first = True
+        self._first, self.is_over = True, False
         self._write(0.0)
 
     def step_begins(self) -> None:
-        """The step's data is there; from here on ranks wait for each other."""
+        """The step's data is there; from here on ranks wait for each other.
+
+        Raises:
+            GenerationOverError: there is no next step.
+        """
+        if self.is_over:
+            raise GenerationOverError("this generation has ended")
         self._began_at, self._begun = time.monotonic(), self._begun + 1
         self._write(0.0 if self._first else self._began_at)
 

@@ -74,9 +74,10 @@ class _Member:
         name_in_warnings(generation.rank)
         with self._changed:
             self._sockets = set(_connections().values())
+            self._heartbeat.generation()
+            self._heartbeat.is_over = self._over >= generation.number
         report: Done | Failed
         try:
-            self._heartbeat.generation()
             report = Done(generation=generation.number, status=target(generation, self._heartbeat, *args))
         except BaseException as error:  # SystemExit too: the supervisor must hear of it
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # begin at the target
@@ -119,7 +120,7 @@ class _Member:
 
     def _end_generation(self, number: int) -> None:
         with self._changed:
-            self._over = number
+            self._over, self._heartbeat.is_over = number, True
             self._changed.notify_all()
         worked, since = 0, time.monotonic()
         while True:

@@ -25,7 +25,7 @@ from typing import Any
 from sixfold.gpt.elastic.generation import STUCK, Done, Failed, Generation, Leave, Over, Ready
 from sixfold.gpt.elastic.heartbeat import Slot, Slots, overdue_s, patience_s
 from sixfold.gpt.elastic.member import Prepare, Target, member_main
-from sixfold.gpt.elastic.next_generation import Command, Course, End, Fork, Form, Forward, Kill, Phase, TellOver
+from sixfold.gpt.elastic.next_generation import ASKED, Command, Course, End, Fork, Form, Forward, Kill, Phase, TellOver
 from sixfold.gpt.launch.spawn import Failure, RankError, StopRequests, is_stopped, silent_end, stop_requests, warm_up
 
 POLL_S = 0.1
@@ -49,10 +49,12 @@ class _Supervisor:
     args: tuple[Any, ...]
     prepare: Prepare | None
     hung_after_s: float
+    asked_ranks: Callable[[], int | None]
     tell: Callable[[str], None]
     processes: dict[int, _Process] = field(default_factory=dict)  # by member; those that live
     end: End | None = None
     _asked: int = 0
+    _size: int = 0
 
     def run(self, stop: StopRequests, watch: Callable[[], None] | None) -> None:
         """Carry out what the course says until it ends."""
@@ -86,11 +88,15 @@ class _Supervisor:
         slots = [self.slots.read(member) for member in course.members]
         course.progressed(max(slot.step for slot in slots))
         for one in self._living():
-            self._hear(one, now)
+            if one.member in self.processes:  # a word of another may have ended it
+                self._hear(one, now)
         if stop.asked > self._asked:
             self._stop(stop.asked, slots)
+        if (ranks := self.asked_ranks()) is not None:
+            self._carry_out(self.course.resized(ranks, now))
         for one in self._living():
-            self._see_stopped(one, now)
+            if one.member in self.processes:
+                self._see_stopped(one, now)
         self._carry_out(course.tick(now, patience_s(slots, self.hung_after_s)))
         if overdue_s(slots, now, self.hung_after_s) > 0 and course.phase is Phase.RUNNING:
             limit = patience_s(slots, self.hung_after_s)
@@ -189,10 +195,12 @@ class _Supervisor:
         if form.lost_at:
             close_store(self._store(form.generation - 1))  # also where nobody had to be told
             self._say(form)
+        self._size = len(form.members)
         for rank, member in enumerate(form.members):
             generation = Generation(
                 number=form.generation,
                 rank=rank,
+                place=form.places[rank],
                 size=len(form.members),
                 store=str(self._store(form.generation)),
                 lost=form.lost,
@@ -202,8 +210,10 @@ class _Supervisor:
             self._send(member, generation)
 
     def _say(self, form: Form) -> None:
-        lost = "; ".join(one.why for one in form.lost) or f"no rank could be blamed: {form.cause}"
-        self.tell(f"{lost}; generation {form.generation} goes on")
+        nobody = form.cause if form.cause == ASKED else f"no rank could be blamed: {form.cause}"
+        lost, size = "; ".join(one.why for one in form.lost) or nobody, len(form.members)
+        ranks = "" if size == self._size else f" with {size} rank{'s' * (size > 1)}"
+        self.tell(f"{lost}; generation {form.generation} goes on{ranks}")
 
     def _send(self, member: int, word: Generation | Over | Leave) -> None:
         """Give a member a word; one that has died meanwhile is heard of next."""
@@ -246,6 +256,9 @@ def keep_alive(
     spares: int,
     attempts: int,
     hung_after_s: float,
+    sizes: tuple[int, ...] = (),
+    replaces: bool = True,
+    asked_ranks: Callable[[], int | None] = lambda: None,
     watch: Callable[[], None] | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> int:
@@ -259,6 +272,9 @@ def keep_alive(
         prepare: module-level function; each process calls ``prepare(*args)`` before all else, spares too.
         attempts: recoveries in a row without a step that was not done before.
         hung_after_s: how long a process may be stopped, and a step be behind; see heartbeat.py.
+        sizes, replaces: numbers of ranks that a generation may have, and whether lost ones are replaced by new
+            processes; see [Note: fewer and more ranks].
+        asked_ranks: the one of ``sizes`` that was asked for since the last call, or None.
         watch: called here about ten times a second. tell: is given a line for each event.
     Returns:
         0 if every rank finished, 143 if they were asked to stop and every step that they did is saved.
@@ -269,13 +285,14 @@ def keep_alive(
         warm_up()
         slots = Slots(Path(folder) / "heartbeats")
         supervisor = _Supervisor(
-            course=Course(ranks=ranks, spares=spares, attempts=attempts),
+            course=Course(ranks=ranks, spares=spares, attempts=attempts, sizes=sizes or (ranks,), replaces=replaces),
             folder=Path(folder),
             slots=slots,
             target=target,
             args=args,
             prepare=prepare,
             hung_after_s=hung_after_s,
+            asked_ranks=asked_ranks,
             tell=tell or (lambda text: None),
         )
         try:

@@ -174,9 +174,8 @@ def _parser() -> argparse.ArgumentParser:
         "--out", type=Path, default=Path("timeline.svg"), help=".svg, .png, .json for Perfetto, .txt (%(default)s)"
     )
     timeline.set_defaults(run=_timeline)
-    _resize_verb(verbs)
     _huggingface_verbs(verbs)
-    _verify_run_verb(verbs)
+    _verbs_of_run_folders(verbs)
     add_verbs(verbs)
     return parser
 
@@ -212,14 +211,12 @@ def _huggingface_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser
     bring.set_defaults(run=_import)
 
 
-def _resize_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _verbs_of_run_folders(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     verb = verbs.add_parser("resize", help="have a run that is kept alive go on with another number of ranks")
     verb.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, trained with --keep-alive")
     verb.add_argument("ranks", type=at_least_one, metavar="RANKS", help="see elastic.dp")
     verb.set_defaults(run=_resize)
 
-
-def _verify_run_verb(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     verb = verbs.add_parser(
         "verify-run", help="compare two runs bit by bit: the step, and the tensor or number, in which they first differ"
     )

@@ -142,3 +142,12 @@ def test_a_rank_that_is_lost_in_a_comparison_is_replaced_as_at_any_other_instant
     assert ([one["rank"] for one in recovery["lost"]], recovery["step"]) == ([rank], 2), "the third was not compared"
     assert {line["result"] for line in lines(config, "replicas")} == {"agree"}
     assert_same_run(config, undisturbed("dp3"))
+
+
+@pytest.mark.slow
+def test_a_snapshot_that_is_due_is_taken_of_the_next_step_that_is_compared(tmp_path, undisturbed):
+    overrides = ("elastic.compare_replicas_every=3", "elastic.memory_every=2", "checkpoint.every=0")
+    config, told = disturbed(tmp_path, "dp3", Fault("in a forward", 1, "SIGKILL", step=5), overrides=overrides)
+    [recovery] = lines(config, "recovery")
+    assert (recovery["step"], recovery["source"]) == (3, "memory"), told
+    assert_same_run(config, undisturbed("dp3"))

@@ -42,6 +42,7 @@ class KeptAlive:
     flag: StopFlag
     memory_run: str  # the name of the run among those that have snapshots in memory
     is_full: bool = False  # no room for the last snapshot
+    last_step: int = 0  # of the last snapshot, or from which the generation went on
 
     @classmethod
     def of(cls, generation: Generation, heartbeat: Heartbeat, memory_run: str) -> KeptAlive:
@@ -90,13 +91,15 @@ class KeptAlive:
         return True
 
     def keep(self, run: Run) -> None:
-        """A snapshot of the step that was done, if one is due and copies were compared. Collective over all ranks.
+        """A snapshot of the step that was done, if one is due. Collective over all ranks.
 
+        Where copies are compared it is taken of the first step that was compared since it is due.
         Memory that is full costs the snapshot, not the run: what was there before stays, and a loss takes more time.
         """
-        at = run.progress
-        if run.tier is None or at.step % run.config.elastic.memory_every or not run.replicas.is_compared:
+        at, every = run.progress, run.config.elastic.memory_every
+        if run.tier is None or at.step // every == self.last_step // every or not run.replicas.is_compared:
             return
+        self.last_step = at.step
         with world_collective(f"snapshot of step {at.step}"), run.rank.clock.part("save"):
             state = training_state.whole_state(run.rank, at, run.train_data.state_dict(at.samples), run.versions)
             try:
@@ -121,6 +124,7 @@ class KeptAlive:
 
     def tell(self, run: Run, *, from_memory: bool) -> None:
         """A line of metrics.jsonl, when the state is there from which a later generation goes on."""
+        self.last_step = run.progress.step
         if self.generation.number > 1:
             run.note(
                 "recovery",

@@ -204,22 +204,25 @@ def test_a_loss_that_falls_little_has_a_plain_axis_that_does_not_go_below_zero(t
 
 KEPT_ALIVE = records(
     ("start", 0), ("step", 1, 5.0), ("step", 2, 4.0), ("save", 2), ("step", 3, 3.0), ("start", 2), ("recovery", 2),
-    ("step", 3, 3.0), ("step", 4, 2.5), ("save", 4),
+    ("step", 3, 3.0), ("step", 4, 2.5), ("save", 4), ("no_snapshot", 4), ("replicas", 3), ("replicas", 4),
 )  # fmt: skip
 KEPT_ALIVE[6]["seconds"] = 1.5
+KEPT_ALIVE[11]["result"], KEPT_ALIVE[12]["result"] = "agree", "differ"
 
 
 @pytest.mark.parametrize(
     ("axis", "places"),
     [
-        ("step", {"failure": [3], "recovery": [2], "checkpoint": [2, 4]}),
-        ("tokens", {"failure": [192], "recovery": [128], "checkpoint": [128, 256]}),
-        ("seconds", {"failure": [4.5], "recovery": [6], "checkpoint": [3, 9]}),
+        ("step", [[3], [2], [2, 4], [4], [4]]),
+        ("tokens", [[192], [128], [128, 256], [256], [256]]),
+        ("seconds", [[4.5], [6], [3, 9], [10], [12]]),
     ],
 )
 @pytest.mark.slow
 def test_events_are_vertical_lines_with_a_legend(axis, places):
     pytest.importorskip("matplotlib", reason="needs matplotlib, the extra plot")
+    kinds = ("failure", "recovery", "checkpoint", "no snapshot", "copies differ")
+    places = dict(zip(kinds, places, strict=True))
     one = curve(KEPT_ALIVE, "run", axis)
     drawn = figure_of([one], by_dataset=False, events=True, references={}, marks={}).axes[0]
     colours = {EVENT_STYLES[kind][0]: kind for kind in places}
@@ -228,7 +231,7 @@ def test_events_are_vertical_lines_with_a_legend(axis, places):
         if line.get_color() in colours and list(line.get_ydata()) == [0, 1]:
             found[colours[line.get_color()]].append(line.get_xdata()[0])
     assert found == places
-    assert drawn.get_legend_handles_labels()[1] == ["run", "failure (1)", "recovery (1)", "checkpoint (2)"]
+    assert drawn.get_legend_handles_labels()[1] == ["run", *(f"{kind} ({len(found[kind])})" for kind in found)]
 
 
 @pytest.mark.slow

@@ -31,6 +31,8 @@ EVENT_STYLES = {  # colour, dashes and width of the vertical line of each kind
     "failure": ("#d1242f", "-", 1.2),
     "recovery": ("#2da44e", "--", 1.2),
     "checkpoint": (GREY, ":", 0.8),
+    "no snapshot": ("#b08900", ":", 1.2),
+    "copies differ": ("#8f5ea2", "-", 1.2),
 }
 DARK = (  # of an SVG on a reader's dark page: ground, frame, letters, the first curve
     "<style>@media (prefers-color-scheme: dark) { g[id^=text] { fill: #e6edf3; } "

@@ -23,7 +23,7 @@ from typing import Any
 from sixfold.gpt.errors import ConfigError
 
 Record = Mapping[str, Any]
-EVENT_KINDS = ("failure", "recovery", "checkpoint")
+EVENT_KINDS = ("failure", "recovery", "checkpoint", "no snapshot", "copies differ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,21 +36,31 @@ class Event:
 
 
 def events_of(records: Iterable[Record]) -> list[Event]:
-    """Failures, with the last step that was reported before; recoveries, with the step that they went back to; and
-    checkpoints that are whole."""
+    """What happened, in the order of the lines.
+
+    Failures have the last step that was reported before, recoveries the step that they went back to. Checkpoints are
+    whole.
+    """
     found, step = list[Event](), 0
     for record in records:
-        if record["kind"] == "recovery":
+        kind = _event_kind(record)
+        if kind == "recovery":
             seen = float(record["time"]) - float(record["seconds"])
             back = int(record["step"])
             found.append(Event(kind="failure", step=max(step, back), time=seen))
             found.append(Event(kind="recovery", step=back, time=float(record["time"])))
             step = back
-        elif record["kind"] == "save":
-            found.append(Event(kind="checkpoint", step=int(record["step"]), time=float(record["time"])))
+        elif kind is not None:
+            found.append(Event(kind=kind, step=int(record["step"]), time=float(record["time"])))
         elif record["kind"] == "step":
             step = int(record["step"])
     return found
+
+
+def _event_kind(record: Record) -> str | None:
+    if record["kind"] == "replicas":
+        return None if record["result"] == "agree" else "copies differ"
+    return {"recovery": "recovery", "save": "checkpoint", "no_snapshot": "no snapshot"}.get(record["kind"])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -16,9 +16,9 @@ class Script:
         """Now."""
         self.lines.append({"kind": kind, "time": self.clock, **fields})
 
-    def start(self, step: int, recovery: dict[str, Any] | None = None) -> None:
+    def start(self, step: int, recovery: dict[str, Any] | None = None, world: int = 3) -> None:
         """A generation, or a first one."""
-        self.line("start", step=step, world=3)
+        self.line("start", step=step, world=world)
         if recovery:
             self.line("recovery", step=step, **recovery)
 

@@ -205,23 +205,26 @@ def test_a_loss_that_falls_little_has_a_plain_axis_that_does_not_go_below_zero(t
 KEPT_ALIVE = records(
     ("start", 0), ("step", 1, 5.0), ("step", 2, 4.0), ("save", 2), ("step", 3, 3.0), ("start", 2), ("recovery", 2),
     ("step", 3, 3.0), ("step", 4, 2.5), ("save", 4), ("no_snapshot", 4), ("replicas", 3), ("replicas", 4),
+    ("start", 4), ("recovery", 4),
 )  # fmt: skip
-KEPT_ALIVE[6]["seconds"] = 1.5
+KEPT_ALIVE[6]["seconds"] = KEPT_ALIVE[14]["seconds"] = 1.5
+KEPT_ALIVE[0]["world"] = KEPT_ALIVE[5]["world"] = 2
+KEPT_ALIVE[13]["world"] = 4
 KEPT_ALIVE[11]["result"], KEPT_ALIVE[12]["result"] = "agree", "differ"
 
 
 @pytest.mark.parametrize(
     ("axis", "places"),
     [
-        ("step", [[3], [2], [2, 4], [4], [4]]),
-        ("tokens", [[192], [128], [128, 256], [256], [256]]),
-        ("seconds", [[4.5], [6], [3, 9], [10], [12]]),
+        ("step", [[3], [2], [4], [2, 4], [4], [4]]),
+        ("tokens", [[192], [128], [256], [128, 256], [256], [256]]),
+        ("seconds", [[4.5], [6], [14], [3, 9], [10], [12]]),
     ],
 )
 @pytest.mark.slow
 def test_events_are_vertical_lines_with_a_legend(axis, places):
     pytest.importorskip("matplotlib", reason="needs matplotlib, the extra plot")
-    kinds = ("failure", "recovery", "checkpoint", "no snapshot", "copies differ")
+    kinds = ("failure", "recovery", "resize", "checkpoint", "no snapshot", "copies differ")
     places = dict(zip(kinds, places, strict=True))
     one = curve(KEPT_ALIVE, "run", axis)
     drawn = figure_of([one], by_dataset=False, events=True, references={}, marks={}).axes[0]

@@ -60,6 +60,32 @@ def test_the_time_until_somebody_starts_a_run_again_is_not_its_own():
     assert found.wall_s == pytest.approx(5 * 2.25 + 0.5 + 4 * 2.25 + 0.5)
 
 
+def test_a_resize_is_no_failure_and_one_rank_less_after_a_loss_is():
+    run = Script()
+    run.start(0)
+    run.updates(1, 6)
+    run.clock += 3.0
+    run.start(6, {"source": "memory", "seconds": 2.0, "generation": 2, "lost": []}, world=4)
+    run.updates(7, 10)
+    run.clock += 3.0
+    run.start(10, {"source": "memory", "seconds": 2.0, "generation": 3, "lost": [{"rank": 1, "why": "?"}]}, world=2)
+    run.updates(11, 14)
+    found = measure(run.lines)
+    assert (found.failures, found.world, found.from_checkpoint) == (1, 2, 0.0)
+    kinds = [(one.kind, one.step) for one in events_of(run.lines) if one.kind != "checkpoint"]
+    assert kinds == [("resize", 6), ("failure", 10), ("recovery", 10)]
+
+
+def test_ranks_that_hang_are_a_failure_although_none_is_named():
+    run = Script()
+    run.start(0)
+    run.updates(1, 6)
+    run.clock += 3.0
+    run.start(6, {"source": "memory", "seconds": 2.0, "generation": 2, "lost": []})
+    run.updates(7, 10)
+    assert measure(run.lines).failures == 1
+
+
 def test_a_run_without_two_steps_is_refused():
     with pytest.raises(ConfigError, match="runs/a has no two lines `step` in a row"):
         measure([{"kind": "start", "time": 1.0, "step": 0, "world": 1}], "runs/a")

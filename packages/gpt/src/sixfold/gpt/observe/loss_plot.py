@@ -30,6 +30,7 @@ DASHES = ("-", "--", "-.", ":")
 EVENT_STYLES = {  # colour, dashes and width of the vertical line of each kind
     "failure": ("#d1242f", "-", 1.2),
     "recovery": ("#2da44e", "--", 1.2),
+    "resize": ("#3d405b", "-.", 1.2),
     "checkpoint": (GREY, ":", 0.8),
     "no snapshot": ("#b08900", ":", 1.2),
     "copies differ": ("#8f5ea2", "-", 1.2),

@@ -23,7 +23,7 @@ from typing import Any
 from sixfold.gpt.errors import ConfigError
 
 Record = Mapping[str, Any]
-EVENT_KINDS = ("failure", "recovery", "checkpoint", "no snapshot", "copies differ")
+EVENT_KINDS = ("failure", "recovery", "resize", "checkpoint", "no snapshot", "copies differ")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,10 +41,15 @@ def events_of(records: Iterable[Record]) -> list[Event]:
     Failures have the last step that was reported before, recoveries the step that they went back to. Checkpoints are
     whole.
     """
-    found, step = list[Event](), 0
+    found, step, worlds = list[Event](), 0, [0, 0]
     for record in records:
         kind = _event_kind(record)
-        if kind == "recovery":
+        if record["kind"] == "start":
+            worlds = [worlds[1], int(record.get("world", 0))]
+        elif kind == "recovery" and _is_resize(record, *worlds):
+            step = int(record["step"])
+            found.append(Event(kind="resize", step=step, time=float(record["time"])))
+        elif kind == "recovery":
             seen = float(record["time"]) - float(record["seconds"])
             back = int(record["step"])
             found.append(Event(kind="failure", step=max(step, back), time=seen))
@@ -57,6 +62,11 @@ def events_of(records: Iterable[Record]) -> list[Event]:
     return found
 
 
+def _is_resize(recovery: Record, before: int, world: int) -> bool:
+    """The run was asked to go on with another number of ranks: nothing failed."""
+    return not recovery.get("lost") and before != world
+
+
 def _event_kind(record: Record) -> str | None:
     if record["kind"] == "replicas":
         return None if record["result"] == "agree" else "copies differ"
@@ -65,8 +75,9 @@ def _event_kind(record: Record) -> str | None:
 
 @dataclass(kw_only=True, slots=True)
 class _Generation:
-    """From a line `start` to the next one."""
+    """From a line `start` to the next one. ``recovery``: how it follows a failure."""
 
+    world: int
     steps: list[Record] = field(default_factory=list)
     saves: dict[int, Record] = field(default_factory=dict)  # by step
     recovery: Record | None = None
@@ -175,7 +186,7 @@ def _generations(records: Iterable[Record]) -> list[_Generation]:
     found = list[_Generation]()
     for record in records:
         if record["kind"] == "start":
-            found.append(_Generation())
+            found.append(_Generation(world=int(record["world"])))
         elif not found:
             continue
         elif record["kind"] == "step":
@@ -183,12 +194,13 @@ def _generations(records: Iterable[Record]) -> list[_Generation]:
         elif record["kind"] == "save":
             found[-1].saves[int(record["step"])] = record
         elif record["kind"] == "recovery":
-            found[-1].recovery = record
+            before = found[-2].world if len(found) > 1 else found[-1].world
+            found[-1].recovery = None if _is_resize(record, before, found[-1].world) else record
     return found
 
 
 def _lives(generations: Sequence[_Generation]) -> list[list[_Generation]]:
-    """Generations that follow each other without a start by hand, those that have lines of steps."""
+    """Generations that follow each other by failures alone, without a start or a resize; those with lines of steps."""
     lives = list[list[_Generation]]()
     for one in generations:
         if one.recovery is None or not lives:

@@ -9,7 +9,7 @@ from torch import nn
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import MismatchError
+from sixfold.dist_ckpt import MismatchError, ShardedTensor, ShardedTensorFactory, ShardingError
 from sixfold.dist_ckpt.stores import MemoryStore
 
 aten = torch.ops.aten
@@ -119,3 +119,30 @@ def unlike_on_one(rank, ranks, folder):
 
 def test_ranks_of_which_one_cannot_fill_its_own_raise_together(tmp_path):
     assert run_ranks(unlike_on_one, 2, tmp_path / "c") == [True, True]
+
+
+def described(tensor, rank, ranks):
+    """What the error of such a record says to make: its rows are cut over the ranks."""
+
+    def build(key, tensor, replica_id, flattened_range):
+        cut = (0, rank, ranks)
+        return {
+            name: ShardedTensor.from_rank_offsets(f"{key}.{name}", getattr(tensor, name), cut, replica_id=replica_id)
+            for name in ("numbers", "factors")
+        }
+
+    return ShardedTensorFactory("w", tensor, build, lambda parts: Scaled(parts["numbers"], parts["factors"]))
+
+
+def by_its_parts(rank, ranks, folder):
+    record = ShardedTensor("w", scaled(rank), torch.float32, (3, 4), (3 * ranks, 4), (3 * rank, 0), (ranks, 1))
+    with pytest.raises(ShardingError, match=r"pass what it wraps \(numbers, factors\).* ShardedTensorFactory"):
+        dist_ckpt.save({"w": record}, folder)
+    dist_ckpt.save({"w": described(scaled(10 * rank), rank, ranks)}, folder)
+    mine = scaled(50)
+    found = dist_ckpt.load({"w": described(mine, rank, ranks)}, folder)["w"]
+    return equal(found, scaled(10 * rank)) and equal(mine, found)
+
+
+def test_a_wrapped_shard_of_several_ranks_is_refused_with_a_remedy_that_works(tmp_path):
+    assert run_ranks(by_its_parts, 2, tmp_path / "c") == [True, True]

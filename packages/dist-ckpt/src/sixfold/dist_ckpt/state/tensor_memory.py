@@ -61,9 +61,12 @@ def check_readable(name: object, tensor: torch.Tensor) -> None:
     """
     kind = type(tensor)
     if kind not in PLAIN_TENSORS and kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        remedy = "pass the local tensor (ShardedTensor.from_dtensor does for a DTensor) or a plain copy"
+        if hasattr(tensor, "__tensor_flatten__") and not is_dtensor(tensor):
+            inner = ", ".join(tensor.__tensor_flatten__()[0])
+            remedy = f"pass what it wraps ({inner}) under names of its own, by a ShardedTensorFactory, or a plain copy"
         raise ShardingError(
-            f"{name}: data is a {kind.__module__}.{kind.__qualname__}, which has no memory of its own; pass the local "
-            "tensor (ShardedTensor.from_dtensor does for a DTensor) or a plain copy"
+            f"{name}: data is a {kind.__module__}.{kind.__qualname__}, which has no memory of its own; {remedy}"
         )
     if tensor.is_meta:
         raise ShardingError(

@@ -53,6 +53,9 @@ def async_save(
 ) -> Any:
     """``torch.distributed.checkpoint.async_save`` through a ``Writer``, unless a writer is given.
 
+    Give it a ``process_group`` of its own: a thread of torch uses that group while training goes on, and messages of
+    both on one group pair with each other.
+
     Raises: as ``save``.
     """
     state_dict = same_names(state_dict, options)

@@ -67,6 +67,26 @@ def test_a_machine_faster_than_guessed_is_killed_before_its_steps_are_done(tmp_p
     assert len(killed) == 2
 
 
+def test_one_rank_of_the_second_half_is_killed_once_and_what_it_cost_is_told(tmp_path, killed, monkeypatch):
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.touch()
+    loss = demo.OneLoss(tail=demo.MetricsTail(metrics), at_step=7)
+    monkeypatch.setattr(demo.time, "time", lambda: 20.0)
+    half = first_half(tmp_path)
+    write(half, START, {"kind": "step", "step": 6, "time": 18.0})
+    loss.watch()
+    assert killed == [] and loss.told() == {}
+    write(half, {"kind": "step", "step": 7, "time": 19.5, "loss": 1.5}, {"kind": "step", "step": 8, "time": 20.0})
+    loss.watch()
+    assert killed == [(12, signal.SIGKILL)] and loss.told() == {}
+    write(half, START, {"kind": "recovery", "step": 6, "source": "memory", "time": 21.0})
+    write(half, {"kind": "step", "step": 7, "time": 21.5, "loss": 1.5}, {"kind": "step", "step": 8, "time": 22.0})
+    loss.watch()
+    assert len(killed) == 1
+    expected = {"after_step": 7, "source": "memory", "from_step": 6, "seconds_to_the_next_update": 1.5}
+    assert loss.told() == {**expected, "loss": 1.5, "loss_again": 1.5}
+
+
 def test_the_second_half_gets_the_updates_that_its_time_allows(tmp_path):
     first = first_half(tmp_path)
     write(first, *({"kind": "step", "step": i, "seconds": s} for i, s in enumerate((9.0, 0.25, 0.25, 0.25), start=1)))

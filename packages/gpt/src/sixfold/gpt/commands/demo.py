@@ -3,6 +3,9 @@
     cpython_corpus.py --> prepare.py --> a pipeline of ranks --SIGKILL--> sharded data parallel --> score, plot, sample
                                  (this file: the plot of the play, its clock and summary.json)
 
+All ranks of the first half are killed, and the run is started anew. The second half is kept alive: one rank of it is
+killed, and the others go on.
+
 Everything lies in one folder; demo.toml in it is an ordinary config that `sixfold train` takes. A demo that was run
 before in the same folder is replaced; any other folder with content is refused.
 """
@@ -22,7 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sixfold.gpt.commands.train import run_ranks, train_rank
+from sixfold.dist_ckpt import retention
+from sixfold.gpt.commands.train import run_kept_alive, train_rank
 from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.data.cpython_corpus import Corpus, cpython_corpus
 from sixfold.gpt.data.prepare import PreparedCorpus, prepare_cpython
@@ -77,6 +81,9 @@ min_lr_ratio = 0.05
 [checkpoint]
 every = {every}
 background = false
+
+[elastic]
+memory_every = 5
 
 [run]
 dir = {run}
@@ -160,6 +167,45 @@ class FirstHalf:
         return max(1, int(seconds / each[len(each) // 2]))
 
 
+@dataclass(kw_only=True)
+class OneLoss:
+    """Watches the second half, kills its last rank once, and sees what comes of it."""
+
+    tail: MetricsTail
+    at_step: int
+    pids: list[int] = field(default_factory=list)
+    records: list[dict[str, Any]] = field(default_factory=list)
+    killed: tuple[int, float] | None = None  # the step that was done, and when
+
+    def watch(self) -> None:
+        """Called about ten times a second while the ranks run."""
+        for record in self.tail.read():
+            self.records.append(record)
+            if record["kind"] == "start":
+                self.pids = [int(rank["pid"]) for rank in record["ranks"]]
+            elif record["kind"] == "step" and self.killed is None and int(record["step"]) >= self.at_step:
+                self.killed = int(record["step"]), time.time()
+                os.kill(self.pids[-1], signal.SIGKILL)
+
+    def told(self) -> dict[str, Any]:
+        """What `summary.json` has of it; empty if there was no time for it."""
+        behind = [one for one in self.records if self.killed and one["time"] > self.killed[1]]
+        recovery = next((one for one in behind if one["kind"] == "recovery"), None)
+        if self.killed is None or recovery is None:
+            return {}
+        steps = [one for one in behind[behind.index(recovery) :] if one["kind"] == "step"]
+        again = next((one for one in steps if one["step"] == self.killed[0]), None)  # or that step was not lost
+        before = next(one for one in self.records if one["kind"] == "step" and one["step"] == self.killed[0])
+        return {} if not steps else {
+            "after_step": self.killed[0],
+            "source": recovery["source"],
+            "from_step": recovery["step"],
+            "seconds_to_the_next_update": steps[0]["time"] - self.killed[1],
+            "loss": before["loss"],
+            "loss_again": before["loss"] if again is None else again["loss"],
+        }  # fmt: skip
+
+
 def demo(folder: Path, *, minutes: float = 3.0, ranks: int = 2) -> int:
     """Run the demo in ``folder``, which then holds summary.json.
 
@@ -199,11 +245,18 @@ def demo(folder: Path, *, minutes: float = 3.0, ranks: int = 2) -> int:
         f"Resumed at step {resume['step']}; the loss of step {after['step']} was {before:.6f} as a pipeline before the "
         f"kill and is {after['loss']:.6f} sharded after it"
     )
+    if loss := resume["loss"]:
+        _say(
+            f"Killed one of its processes after step {loss['after_step']}; {loss['seconds_to_the_next_update']:.1f} s "
+            f"later the next update was done, from step {loss['from_step']} in {loss['source']}. The loss of step "
+            f"{loss['after_step']} was {loss['loss']:.6f}, and is {loss['loss_again']:.6f} now"
+        )
     summary = {
         "seconds_to_first_loss": first.steps[0]["time"] - began,
         "layouts": [f"pp{ranks}", f"dp{ranks}"],
         "killed_after_step": first.last["step"],
         "resumed_at_step": resume["step"],
+        "one_rank_killed": resume["loss"],
         "tokens": resume["last"]["tokens"],
         "corpus_sha256": corpus.sha256,
         "run": second.run.dir,
@@ -319,16 +372,27 @@ def _first_half(config: TrainConfig, seconds: float, ranks: int) -> FirstHalf | 
 
 
 def _second_half(config: TrainConfig, ranks: int) -> dict[str, Any] | None:
-    """Resume and finish. Returns where it resumed, its first and its last step line; None if SIGTERM came."""
+    """Resume and finish, with the loss of a rank half way. None if SIGTERM came.
+
+    Returns:
+        Where it resumed, its first and its last step line, and what the loss cost.
+    """
     tail = MetricsTail(Path(config.run.dir) / "metrics.jsonl")
-    if run_ranks(config, ranks) == STOPPED:
+    loss = OneLoss(tail=tail, at_step=_between(config))
+    if run_kept_alive(config, ranks, loss.watch) == STOPPED:
         return None
-    records = tail.read()
-    resumes = [r for r in records if r["kind"] == "resume"]
-    steps = [r for r in records if r["kind"] == "step"]
+    loss.watch()
+    resumes = [r for r in loss.records if r["kind"] == "resume"]
+    steps = [r for r in loss.records if r["kind"] == "step"]
     if not resumes or not steps:
         raise TrainError(f"{config.run.dir}/metrics.jsonl has no resumed step; the second half did not train")
-    return {"step": resumes[-1]["step"], "first": steps[0], "last": steps[-1]}
+    return {"step": resumes[0]["step"], "first": steps[0], "last": steps[-1], "loss": loss.told()}
+
+
+def _between(config: TrainConfig) -> int:
+    """The step half way between the newest checkpoint and the end."""
+    newest = max((step for step, _ in retention.checkpoints(Path(config.run.dir) / "checkpoints")), default=0)
+    return (newest + config.train.steps) // 2
 
 
 def _finish(

@@ -151,8 +151,12 @@ def run_ranks(config: TrainConfig, ranks: int) -> int:
         line.close()
 
 
-def run_kept_alive(config: TrainConfig, ranks: int) -> int:
-    """As `run_ranks`; when a rank is lost another process takes its place, and the others go on in theirs."""
+def run_kept_alive(config: TrainConfig, ranks: int, also: Callable[[], None] = lambda: None) -> int:
+    """As `run_ranks`; when a rank is lost another process takes its place, and the others go on in theirs.
+
+    Args:
+        also: called about ten times a second.
+    """
     from sixfold.gpt.elastic.memory_folder import snapshots_of
     from sixfold.gpt.elastic.sizes import sizes_of, taken
     from sixfold.gpt.elastic.supervisor import keep_alive
@@ -160,7 +164,12 @@ def run_kept_alive(config: TrainConfig, ranks: int) -> int:
 
     sizes, run_dir = sizes_of(config, ranks), Path(config.run.dir)
     taken(run_dir, sizes)  # a word to a run before
-    line, elastic = ProgressLine(Path(config.run.dir) / "metrics.jsonl", config.train.steps), config.elastic
+    line, elastic = ProgressLine(run_dir / "metrics.jsonl", config.train.steps), config.elastic
+
+    def watch() -> None:
+        line.poll()
+        also()
+
     try:
         with snapshots_of(run_dir, Path(elastic.memory_folder)) as memory_run:
             return keep_alive(
@@ -174,7 +183,7 @@ def run_kept_alive(config: TrainConfig, ranks: int) -> int:
                 sizes=sizes,
                 replaces=elastic.replace,
                 asked_ranks=lambda: taken(run_dir, sizes),
-                watch=line.poll,
+                watch=watch,
                 tell=line.tell,
             )
     finally:

@@ -8,9 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from thread_helpers import on_threads
 from torch import Tensor, nn
 
-from sixfold.pipeline import PipelineRunner, ScheduleError, gpipe, stages_of_causal_lm, stages_of_sequential, zb_h1
+from sixfold.pipeline import (
+    PipelineRunner,
+    ScheduleError,
+    Stage,
+    gpipe,
+    stages_of_causal_lm,
+    stages_of_sequential,
+    zb_h1,
+)
 
 SIZES = {
     "vocab_size": 32,
@@ -152,6 +161,73 @@ def test_an_nn_sequential_that_changes_after_the_cut_is_refused_by_the_next_call
     with pytest.raises(ScheduleError, match=words):
         runner.step(x, x)
     apart.step(x, x)  # copies of stages are their own
+
+
+def ties_later(make: Callable[[], Any], tie: Callable[[Any], object], cut: Any, x: Tensor, runner_first: bool) -> Any:
+    """Two ranks, each with a model of its own, as processes have it; what their steps after ``tie`` raise."""
+
+    def rank(transport: Any) -> None:
+        torch.manual_seed(5)
+        model = make()
+        stage = cut(model, 2)[transport.rank]
+        if not runner_first:
+            tie(model)
+        runner = PipelineRunner(gpipe(2, 2), [stage], transport, mean, timeout_s=20)
+        if runner_first:
+            runner.step(x, x)
+            tie(model)
+        runner.step(x, x)
+
+    return on_threads(2, rank)
+
+
+def squares() -> nn.Sequential:
+    return nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)])
+
+
+def as_configured(model: Any) -> None:
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def norm_shared(model: Any) -> None:
+    model.model.layers[3].input_layernorm = model.model.layers[0].input_layernorm
+
+
+LATER: list[tuple[Callable[[], Any], Callable[[Any], object], Any]] = [
+    (squares, lambda model: setattr(model[3], "weight", model[0].weight), stages_of_sequential),
+    (lambda: llama(False), lambda m: setattr(m.lm_head, "weight", m.model.embed_tokens.weight), stages_of_causal_lm),
+    (lambda: llama(False), as_configured, stages_of_causal_lm),
+    (lambda: llama(True), norm_shared, stages_of_causal_lm),
+]
+
+
+@pytest.mark.parametrize("runner_first", [True, False])
+@pytest.mark.parametrize(("make", "tie", "cut"), LATER, ids=["sequential", "head", "configured", "norms"])
+def test_weights_of_two_stages_that_are_tied_after_the_cut_are_refused_on_both_ranks(make, tie, cut, runner_first):
+    x = torch.randn(4, 8) if cut is stages_of_sequential else torch.arange(32).view(4, 8)
+    for error in ties_later(make, tie, cut, x, runner_first):
+        assert isinstance(error, ScheduleError)
+        assert "is a parameter of another stage too and not in stage.tied" in str(error)
+        assert "tie weights before the cut, or cut the model again" in str(error)
+
+
+def test_weights_of_one_stage_may_be_tied_after_the_cut_and_those_tied_before_it_again():
+    def tie(model: nn.Sequential) -> None:
+        model[1].weight, model[3].weight = model[0].weight, model[2].weight
+
+    assert ties_later(squares, tie, stages_of_sequential, torch.randn(4, 8), True) == [None, None]
+    ids = torch.arange(32).view(4, 8)
+    assert ties_later(lambda: llama(True), lambda m: m.tie_weights(), stages_of_causal_lm, ids, True) == [None, None]
+    layer = nn.Linear(8, 8)
+    twice = lambda: nn.Sequential(layer, nn.Linear(8, 8), nn.Linear(8, 8), layer)  # noqa: E731
+    stages = stages_of_sequential(model := twice(), 2)
+    PipelineRunner(gpipe(2, 2), stages, None, mean).step(torch.randn(4, 8))
+    untied = [Stage(stage.module, stage.index) for stage in stages]
+    with pytest.raises(ScheduleError, match=r"0.weight is a parameter of another stage.*takes tied=stage.tied"):
+        PipelineRunner(gpipe(2, 2), untied, None, mean).step(torch.randn(4, 8))
+    del model
 
 
 def gradients_of(model: Any, ids: Tensor) -> dict[str, Tensor]:

@@ -110,6 +110,19 @@ class Origin:
         if len(holders) > 2:
             yield from self._look_at_head(model, holders[2])
 
+    def elsewhere(self, part: nn.Module) -> Iterator[nn.Parameter]:
+        """Parameters that the model has outside of the stage, whose module is ``part``."""
+        model = self._model()
+        if model is None:
+            return
+        base, mine = base_of(model), {id(module) for module in part.modules()} | {id(self._head())}
+        units = [*(base._modules.get(self._layers) or ())]
+        units += [unit for name, unit in base._modules.items() if name != self._layers]
+        units += [unit for unit in model._modules.values() if unit is not base]
+        for unit in units:
+            if unit is not None and id(unit) not in mine:
+                yield from unit.parameters()
+
     def _look_at_head(self, model: Any, head: Any) -> Iterator[tuple[int, str, Any]]:
         weight: Any = getattr(head, "weight", None)
         if weight is None or weight is not self._weight():
@@ -166,6 +179,13 @@ class SequentialOrigin:
                 "stages_of_sequential, and its stages still hold the old ones; cut the model again, and make a new "
                 "optimizer and runner"
             )
+
+    def elsewhere(self, _: nn.Module) -> Iterator[nn.Parameter]:
+        """See Origin."""
+        model = self._model()
+        for name, layer in model._modules.items() if model is not None else ():
+            if name not in self._own and layer is not None:
+                yield from layer.parameters()
 
 
 def check_compiled(model: Any, cut: str) -> None:

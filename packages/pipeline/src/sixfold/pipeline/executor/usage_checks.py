@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,12 @@ class ModuleCheck:
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._made = [(stage, stage.module, _options(stage), Parts(stage.module)) for stage in stages]
+        self._cut = [
+            (stage, parts, part, origin)
+            for stage, module, _, parts in self._made
+            for part in (() if module is None else module.modules())
+            if hasattr(origin := vars(part).get("_origin"), "elsewhere")
+        ]
 
     def look(self) -> None:
         """Raises ScheduleError: one is another, or has what a stage is refused with, such as a hook of its DDP."""
@@ -100,6 +107,27 @@ class ModuleCheck:
                 parts.keep()
             if isinstance(stage.data_parallel, Replicas):
                 stage.data_parallel.check()
+        for stage, parts, part, origin in self._cut:
+            _check_ties(stage, parts.modules, part, origin)
+
+
+def _check_ties(stage: Stage, held: Iterable[nn.Module], part: nn.Module, origin: Any) -> None:
+    """What other stages of the model hold too is tied. ``origin`` is the model that ``part`` was cut from.
+
+    Args:
+        held: all modules of the stage.
+    """
+    others = {id(parameter) for parameter in origin.elsewhere(part)}
+    if others.isdisjoint(id(parameter) for inside in held for parameter in inside._parameters.values()):
+        return
+    others -= {id(parameter) for parameter in stage.tied.values()}
+    for path, parameter in part.named_parameters():
+        if id(parameter) in others and (parameter.is_floating_point() or parameter.is_complex()):
+            raise ScheduleError(
+                f"stage {stage.index}: {path} is a parameter of another stage too and not in stage.tied, so that "
+                "ranks would train it apart; tie weights before the cut, or cut the model again, and make a new "
+                "optimizer and runner (a Stage made of a stage's module takes tied=stage.tied)"
+            )
 
 
 def _options(stage: Stage) -> dict[str, object]:

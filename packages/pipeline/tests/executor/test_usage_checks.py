@@ -11,7 +11,7 @@ import torch
 from pipeline_helpers import WIDTH, batch, layers, square_loss
 from torch import nn
 
-from sixfold.pipeline import PipelineRunner, Stage, gpipe, passes
+from sixfold.pipeline import PipelineRunner, Stage, gpipe, passes, pipedream, pipedream_2bw
 
 
 def normed() -> list[nn.Module]:
@@ -43,6 +43,24 @@ def test_a_step_moves_the_statistics_of_a_batch_norm():
     modules = normed()
     PipelineRunner(gpipe(2, 2), [Stage(m, i) for i, m in enumerate(modules)], None, square_loss).step(*batch(8))
     assert modules[0][1].num_batches_tracked == 2
+
+
+@pytest.mark.parametrize("schedule", [pipedream, pipedream_2bw])
+@pytest.mark.filterwarnings("ignore:.*with modules in training mode:UserWarning")
+def test_an_evaluation_in_training_mode_changes_nothing_of_microbatches_in_flight(schedule):
+    def losses(evaluates: bool) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        modules, (x, y) = normed(), batch(8, 1)
+        stages = [Stage(m, i, optimizer=torch.optim.SGD(m.parameters(), 0.1)) for i, m in enumerate(modules)]
+        runner, found = PipelineRunner(schedule(2, 4), stages, None, square_loss), []
+        for _ in range(3):
+            found += runner.step(x, y).losses
+            if evaluates:
+                runner.evaluate(x, y)
+        return found + [value.clone() for m in modules for value in m.state_dict().values()]
+
+    with_it, without = losses(True), losses(False)
+    assert all(torch.equal(a, b) for a, b in zip(with_it, without, strict=True))
 
 
 def with_optimizers() -> tuple[list[nn.Module], list[Stage]]:

@@ -65,8 +65,7 @@ class BufferGuard:
                 if buffers.get(name) is not buffer or not torch.equal(buffer, was):
                     moved = moved or f"{where} of {what}"
                     buffers[name] = buffer
-                    with torch.no_grad():
-                        buffer.copy_(was)
+                    buffer.data.copy_(was)  # no new version: a microbatch in flight may have saved it
         if moved and not self._told:
             self._told = True
             warnings.warn(

@@ -299,6 +299,23 @@ def test_parameters_that_a_head_is_given_after_the_cut_have_the_gradients_of_pla
     check_gradients(gpipe(2, 2), change, tied=tied)
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(("change", "given"), [(with_bias, {"bias"}), (with_adapter, {"down", "up"})])
+def test_parameters_that_a_head_is_given_after_the_cut_are_among_those_of_its_stage(change, given, tied):
+    model, ids = llama(tied), torch.arange(32).view(4, 8)
+    stages = stages_of_causal_lm(model, 2)
+    change(model)
+    found = set(stages[1].parameters())  # before a forward has looked at the model
+    assert {name for name, p in model.lm_head.named_parameters() if p in found} == given | set(
+        [] if tied else ["weight"]
+    )
+    assert stages[1].module.head.weight in found
+    runner, expected = PipelineRunner(gpipe(2, 2), stages, None, mean), gradients_of(model, ids)
+    runner.step(ids, ids)
+    norm = torch.linalg.vector_norm(torch.stack([gradient.norm() for gradient in expected.values()]))
+    torch.testing.assert_close(runner.clip_grad_norm_(1e9), norm)
+
+
 def freeze(model: Any) -> None:
     model.lm_head.weight.requires_grad_(False)
 

@@ -38,12 +38,12 @@ class Origin:
         self, model: Any = None, layers: str = "", mine: range = range(0), head: nn.Module | None = None
     ) -> None:
         self._model: Callable[[], Any] = lambda: None
+        self._head: Callable[[], Any] = (lambda: None) if head is None else weakref.ref(head)
         if model is None:
             return
         base = base_of(model)
         self._model = weakref.ref(model)
         self._layers = layers
-        self._head: Callable[[], Any] = (lambda: None) if head is None else weakref.ref(head)
         if head is not None:
             self._weight, self._trained = weakref.ref(head.weight), head.weight.requires_grad
         holders = self._holders(model)
@@ -109,6 +109,11 @@ class Origin:
             told.update(now)
         if len(holders) > 2:
             yield from self._look_at_head(model, holders[2])
+
+    def of_head(self) -> dict[str, Any] | None:
+        """The parameters that the model's head has now, if the stage has a copy of it."""
+        head = self._head()
+        return None if head is None else dict(head._parameters)
 
     def elsewhere(self, part: nn.Module) -> Iterator[nn.Parameter]:
         """Parameters that the model has outside of the stage, whose module is ``part``."""

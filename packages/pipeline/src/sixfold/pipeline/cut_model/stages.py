@@ -343,6 +343,12 @@ class _Part(nn.Module):
         found: Tensor = leave.output if self.head is None else made.logits
         return found
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Also those that the model's tied head was given since the last forward, such as a bias."""
+        if (given := self._origin.of_head()) is not None:
+            self._set(2, "_parameters", given)
+        return super().named_parameters(*args, **kwargs)
+
     def _set(self, place: int, name: str, value: Any) -> None:
         """An attribute of the model (0), its base (1), its head (2) or the head's tied weight (3) is another now."""
         head: Any = self.head

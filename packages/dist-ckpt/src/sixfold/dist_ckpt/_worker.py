@@ -22,9 +22,11 @@ import torch
 
 from sixfold.dist_ckpt.background import lost_ranks
 from sixfold.dist_ckpt.background.arena import MappedArena, ProgressCounter
+from sixfold.dist_ckpt.background.fence import await_fence
 from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import StorageError, typed
+from sixfold.dist_ckpt.save_load.writer import Written
 
 _LOOK_S, _LAST_WORD_S = 0.2, 10.0
 
@@ -32,7 +34,13 @@ _LOOK_S, _LAST_WORD_S = 0.2, 10.0
 def run(job: Job, arena: MappedArena, counter: ProgressCounter) -> Outcome:
     """One rank's half of a background save: write its share; the first rank's worker commits."""
     counter.add(0)
-    share = Outcome.of(lambda: typed(lambda: job.write(arena, counter)), job.who)
+
+    def written() -> Written:
+        found = job.write(arena, counter)
+        await_fence(counter, job.who, job.timeout_s)
+        return found
+
+    share = Outcome.of(lambda: typed(written), job.who)
     if share.error is not None:
         # A full disk must have room for the word that says so.
         for file in () if not job.ticket.save.staging else Path(job.ticket.save.staging).glob(f"__{job.rank}_*"):

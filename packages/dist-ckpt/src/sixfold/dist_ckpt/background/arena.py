@@ -27,6 +27,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from sixfold.dist_ckpt.background.fence import Fence
+from sixfold.dist_ckpt.background.lazy_copy import LazyCopy
 from sixfold.dist_ckpt.errors import StorageError
 from sixfold.dist_ckpt.formats.frame import LARGE_ALIGNMENT, LARGE_BYTES, SMALL_ALIGNMENT
 from sixfold.dist_ckpt.interpreter import Pool
@@ -80,10 +82,21 @@ class Pinned:
         """Undo that."""
         self._cuda.cudart().cudaHostUnregister(address)
 
+    def now(self) -> Any:
+        """An event behind what the caller's stream has been given so far."""
+        return self._cuda.current_stream(self._device).record_event()
+
     @contextmanager
-    def copied(self, pairs: Pairs) -> Iterator[Pairs]:
-        """Copies from the device go on inside and are complete behind it; gives the pairs of other devices."""
-        self._stream.wait_stream(self._cuda.current_stream(self._device))
+    def copied(self, pairs: Pairs, after: Any = None) -> Iterator[Pairs]:
+        """Copies from the device go on inside and are complete behind it; gives the pairs of other devices.
+
+        Args:
+            after: what they wait for, of ``now``; None: for what the caller's stream has been given.
+        """
+        if after is None:
+            self._stream.wait_stream(self._cuda.current_stream(self._device))
+        else:
+            self._stream.wait_event(after)
         with self._cuda.stream(self._stream):
             for target, source in pairs:
                 if source.device == self._device:
@@ -124,6 +137,15 @@ class ProgressCounter:
         return self._cells[0]
 
     @property
+    def fence(self) -> Fence:
+        """The trainer's word on the values of the job."""
+        return Fence(self._cells[2])
+
+    @fence.setter
+    def fence(self, state: Fence) -> None:
+        self._cells[2] = state
+
+    @property
     def moves(self) -> int:
         """Differs from what it was if anything has moved."""
         return self._cells[1]
@@ -141,6 +163,7 @@ class Arena:
         self.nbytes = 0
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._waiting: torch.Tensor | None = None  # see [Note: fresh shared memory]
+        self._later: tuple[Sequence[torch.Tensor], LazyCopy, Any] | None = None  # see lazy_copy.py
         self._pinned: Pinned | None = None
 
     def reserve(self, tensors: Sequence[torch.Tensor]) -> list[Place]:
@@ -153,10 +176,10 @@ class Arena:
         self._reserved(needed, self._pinned or pinned_for(tensors))
         return places
 
-    def _reserved(self, needed: int, pinned: Pinned | None) -> torch.Tensor:
+    def _reserved(self, needed: int, pinned: Pinned | None, moved: Callable[[], object] = lambda: None) -> torch.Tensor:
         if needed > self.nbytes or pinned is not self._pinned:
             self._unpin()
-            self._grow(needed)
+            self._grow(needed, None, moved)
             if pinned is not None and self.nbytes:
                 pinned.register(self._bytes.data_ptr(), self.nbytes)
                 self._pinned = pinned
@@ -175,6 +198,18 @@ class Arena:
             memory = self._waiting = _private(needed)
         else:
             memory, self._waiting = self._reserved(needed, pinned), None
+        self._fill(memory, places, tensors)
+        return places
+
+    def take_later(self, tensors: Sequence[torch.Tensor], lazy: LazyCopy) -> list[Place]:
+        """Copy tensors in ``settle``; they stay as they are until ``lazy.fence``."""
+        pinned = self._pinned or pinned_for(tensors)
+        self._later = tensors, lazy, None if pinned is None else pinned.now()
+        return layout(tensors)[0]
+
+    def _fill(
+        self, memory: torch.Tensor, places: Sequence[Place], tensors: Sequence[torch.Tensor], after: Any = None
+    ) -> None:
         base, pairs, spans = memory.data_ptr(), [], []
         for place, tensor in zip(places, tensors, strict=True):
             if not place.nbytes:
@@ -189,19 +224,30 @@ class Arena:
                 spans += [(base + place.offset + at, start + at, min(_SLICE_BYTES, nbytes - at)) for at in cuts]
         with (
             Pool(COPY_THREADS) as pool,
-            nullcontext(pairs) if self._pinned is None else self._pinned.copied(pairs) as others,
+            nullcontext(pairs) if self._pinned is None else self._pinned.copied(pairs, after) as others,
         ):
             moved = pool.map(lambda span: ctypes.memmove(*span), spans)
             for target, source in others:
                 target.copy_(source)
             list(moved)
-        return places
 
     def settle(self, moved: Callable[[], object] = lambda: None) -> None:
-        """Move what waits in private memory into the arena; ``moved`` is called after each piece.
+        """Move what waits in private memory into the arena, or copy what ``take_later`` was given.
 
-        Raises: as ``reserve``. What was taken is lost then.
+        Args:
+            moved: called after each piece.
+        Raises: as ``reserve``, or ``LazyCopy.make``. What was taken is lost then.
         """
+        later, self._later = self._later, None
+        if later is not None:
+            tensors, lazy, after = later
+            places, needed = layout(tensors)
+
+            def copy() -> None:
+                memory = self._reserved(needed, self._pinned or pinned_for(tensors), moved)
+                self._fill(memory, places, tensors, after)
+
+            lazy.make(copy)
         waiting, self._waiting = self._waiting, None
         if waiting is not None:
             time.sleep(_YIELD_S)

@@ -9,8 +9,11 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
+from sixfold.dist_ckpt.background.fence import Fence
+from sixfold.dist_ckpt.background.lazy_copy import LazyCopy
 from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.background.status_and_heartbeats import Heartbeat
 from sixfold.dist_ckpt.background.worker_process import Worker
@@ -43,7 +46,10 @@ class AsyncSave:
         progress: Progress | None,
         started: float,
         settle: Callable[[Callable[[], object]], object],
+        lazy: LazyCopy | None = None,
     ) -> None:
+        self._lazy = lazy
+        worker.counter.fence = Fence.PASSED if lazy is None else Fence.AWAITED
         self.checkpoint_dir: Path | str = job.content.store.local_folder or job.ticket.save.target
         self.worker_pid = worker.process.pid
         self._saver: object | None = saver
@@ -77,6 +83,26 @@ class AsyncSave:
         """
         return 1.0 if self.done() else min(_NEARLY, self._watch.written_share())
 
+    def fence(self) -> None:
+        """Return when the values of a lazy save are copied; at once for another. Then tensors may change.
+
+        Not collective; nothing is committed before it. Call it in the thread that changes the tensors.
+
+        Raises:
+            CheckpointError: a tensor was changed before; ``wait`` raises on all ranks, and nothing is committed.
+        """
+        if self._lazy is not None:
+            self._lazy.pass_fence(self._told_worker)
+
+    def _told_worker(self, fence: Fence) -> None:
+        self._worker.counter.fence = fence
+
+    def _await_end(self, timeout_s: float | None = None) -> bool:
+        """Whether it has ended, well or not, within this time."""
+        with suppress(CheckpointError):  # which the outcome has
+            self.fence()
+        return self._ended.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX))
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the checkpoint is committed. May be called again, also after an error.
 
@@ -87,7 +113,7 @@ class AsyncSave:
         """
         if self._pid != os.getpid():
             raise CheckpointError(f"the save to {self.checkpoint_dir} is of process {self._pid}; wait for it there")
-        if not self._ended.wait(None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)):
+        if not self._await_end(timeout_s):
             raise LostPeerError(
                 f"the background save to {self.checkpoint_dir} has not ended within timeout_s={timeout_s:g}; "
                 "it goes on, wait again"

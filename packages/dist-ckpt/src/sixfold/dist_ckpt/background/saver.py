@@ -43,6 +43,7 @@ import torch
 from sixfold.dist_ckpt.background import lost_ranks, status_and_heartbeats
 from sixfold.dist_ckpt.background.arena import Arena, Place
 from sixfold.dist_ckpt.background.handle import AsyncSave
+from sixfold.dist_ckpt.background.lazy_copy import LazyCopy
 from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.background.status_and_heartbeats import Heartbeat, RankState
 from sixfold.dist_ckpt.background.worker_process import Worker
@@ -77,6 +78,7 @@ class AsyncSaver:
         self._arena = Arena()
         self._worker: Worker | None = None
         self._flight: AsyncSave | None = None
+        self._lazy: LazyCopy | None = None  # of the save that begins
         self._save_id = ""  # of the last call
         self._untold: BaseException | None = None  # of the save that was let go last
         self._leaving: list[threading.Thread] = []  # of saves that have ended, and wait for others to hear of it
@@ -145,7 +147,7 @@ class AsyncSaver:
             job, heartbeat = self._hand_over(agreed, request, undo)
             worker = self._worker
             assert worker is not None, "_hand_over has one ready"
-            flight = AsyncSave(self, worker, job, heartbeat, request.progress, start, self._arena.settle)
+            flight = AsyncSave(self, worker, job, heartbeat, request.progress, start, self._arena.settle, self._lazy)
             try:
                 self._flight = flight
                 typed(flight._thread.start)
@@ -202,7 +204,7 @@ class AsyncSaver:
             self._preparing = None
         if self._flight is None:
             return
-        self._flight._ended.wait()
+        self._flight._await_end()
         flight, self._flight = self._flight, None  # before the warning, which may be an error (-W error)
         self._arena.freed()
         self._leaving = [thread for thread in (*self._leaving, flight._thread) if thread.is_alive()]
@@ -258,7 +260,7 @@ class AsyncSaver:
                 undo.callback(opening.add_done_callback, lambda _: made.close())
                 undo.callback(wait, [opening], _LATE_S)
                 in_thread(opened, opening)
-            content, places = self._copy(job.content)
+            content, places = self._copy(job.content, request)
             begun = opening.result() if asks else ticket
             self._ready_worker()
             return (content, places, heartbeat() if asks and is_local else None), begun
@@ -276,10 +278,16 @@ class AsyncSaver:
         mine, locks_work = exchange.all_reduce(meet, all)
         return replace(job, locks_work=locks_work), mine
 
-    def _copy(self, content: writer.RankContent) -> tuple[writer.RankContent, dict[int, Place]]:
-        """The content without tensors, and where their values are now."""
+    def _copy(self, content: writer.RankContent, request: SaveRequest) -> tuple[writer.RankContent, dict[int, Place]]:
+        """The content without tensors, and where their values are now, or will be."""
         tensors = {index: content.records[index].data for index in sorted({write.record for write in content.writes})}
-        places = self._arena.take([tensor for tensor in tensors.values() if tensor is not None])
+        values = [tensor for tensor in tensors.values() if tensor is not None]
+        self._lazy = None
+        if request.lazy:
+            self._lazy = LazyCopy([content.records[index].key for index in tensors], values, request.timeout_s)
+            places = self._arena.take_later(values, self._lazy)
+        else:
+            places = self._arena.take(values)
         records = [_without_data(record) for record in content.records]
         # Common data is in common_bytes; as objects it could name classes that the worker cannot import.
         return replace(content, records=records, common={}, is_owned=True), dict(zip(tensors, places, strict=True))
@@ -308,6 +316,7 @@ def async_save(
     megatron: bool = False,
     since: str | Path | None = None,
     compress: str | None = None,
+    lazy: bool = False,
     timeout_s: float = 600.0,
     progress: Progress | None = None,
 ) -> AsyncSave:
@@ -320,7 +329,9 @@ def async_save(
     Args: as ``save``. timeout_s limits how long the save may make no progress. However slow it is, it goes on while
         bytes are written. This process calls progress some times a second, from the thread that watches the worker.
         The last call comes after the commit, with the total. An exception in it stops the worker, and
-        ``wait`` raises it on all ranks.
+        ``wait`` raises it on all ranks. lazy: it returns before the values are copied. The copy is made beside what
+        the caller does next, which changes none of the tensors until ``fence`` of the handle has returned; one that is
+        changed is an error that names it. Nothing is committed before the fence.
     Returns:
         The handle; errors of writing, large plain tensors that differ between ranks, NaN with ``check_finite`` and
         dead peers are raised by its ``wait``.
@@ -401,7 +412,7 @@ def await_saves_to(place: Any) -> None:
             name = store_at(place).name
             for flight in flights:
                 if str(flight.checkpoint_dir) == name and flight._thread is not threading.current_thread():
-                    flight._ended.wait()
+                    flight._await_end()
 
 
 def saves_of_this_process() -> set[str]:

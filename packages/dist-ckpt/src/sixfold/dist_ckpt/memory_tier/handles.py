@@ -28,6 +28,10 @@ class Snapshot:
         """Whether this rank's part has ended, well or not. Never blocks, no collective."""
         return self._flight.done()
 
+    def fence(self) -> None:
+        """As of ``AsyncSave``: for a snapshot with ``lazy=True``, before its tensors change."""
+        self._flight.fence()
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when this rank's part is in memory, and its copies are sent or given up. See ``unreplicated``.
 

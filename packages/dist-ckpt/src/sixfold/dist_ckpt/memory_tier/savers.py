@@ -80,7 +80,7 @@ class SnapshotSaver(AsyncSaver):
         def copy() -> tuple[tuple[writer.RankContent, dict[int, Place]], None]:
             store.join(save)
             undo.callback(store.abandon, save)
-            copied = self._copy(agreed.content)
+            copied = self._copy(agreed.content, request)
             self._ready_worker()
             return copied, None
 
@@ -119,7 +119,7 @@ class DrainSaver(AsyncSaver):
     def let_go(self) -> None:
         """Wait until the checkpoint on its way has ended, well or not; ``error`` tells."""
         if self._flight is not None:
-            self._flight._ended.wait()
+            self._flight._await_end()
 
     def is_busy(self) -> bool:
         """Whether a checkpoint is on its way."""
@@ -165,5 +165,5 @@ class DrainSaver(AsyncSaver):
         folder, generation = self._source
         return DrainJob(**own, folder=folder, generation=generation), heartbeat
 
-    def _copy(self, content: writer.RankContent) -> tuple[writer.RankContent, dict[int, Place]]:
+    def _copy(self, content: writer.RankContent, request: SaveRequest) -> tuple[writer.RankContent, dict[int, Place]]:
         return content, {}  # the values lie in the generation

@@ -161,8 +161,8 @@ class MemoryTier:
 
     # ---- what a run calls
 
-    def save(self, step: int, state: Mapping[Any, Any]) -> Snapshot:
-        """Take a snapshot of ``state`` as ``step``; it returns when the values are copied.
+    def save(self, step: int, state: Mapping[Any, Any], *, lazy: bool = False) -> Snapshot:
+        """Take a snapshot of ``state`` as ``step``; it returns when the values are copied; ``lazy``: before that.
 
         First it waits for the snapshot before it and settles that. See [Note: two generations].
 
@@ -186,7 +186,7 @@ class MemoryTier:
             self._server.oldest = (self._attempt, int(step))
         takers = placement.receivers(self._domain_of_R, self._rank, self._turn, self.replicas)
         receivers = [self._addresses[rank] for rank in takers]
-        request = SaveRequest(state, store, self._strategy, group=self._group, timeout_s=self._timeout_s)
+        request = SaveRequest(state, store, self._strategy, group=self._group, timeout_s=self._timeout_s, lazy=lazy)
         mates = [rank for rank, name in enumerate(self._domain_of_R) if name == self.domain]
         flight = self._saver.begin(
             request,

@@ -87,6 +87,7 @@ class SaveRequest:
     megatron: bool = field(default=False, kw_only=True)
     since: str | Path | None = field(default=None, kw_only=True)
     compress: str | None = field(default=None, kw_only=True)
+    lazy: bool = field(default=False, kw_only=True)
     store: Store = field(init=False)
     sharded: base.SaveShardedStrategy = field(init=False)
     common: base.SaveCommonStrategy = field(init=False)

@@ -141,6 +141,7 @@ hung_after_seconds = 10.0
 replace = true
 dp = []
 memory_every = 1
+memory_lazy = false
 memory_folder = "/dev/shm"
 compare_replicas_every = 0
 

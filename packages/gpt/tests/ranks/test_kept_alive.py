@@ -118,6 +118,18 @@ def test_a_run_without_checkpoints_goes_on_from_memory(tmp_path, unbroken):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("instant", ["in a forward", "after the optimizer"])
+@pytest.mark.parametrize("layout", ["fsdp2", "dp2pp2"])
+def test_lazy_snapshots_hold_the_step_at_whose_end_they_began(tmp_path, unbroken, layout, instant):
+    ranks, *keys = LAYOUTS[layout]
+    config = tiny_config(tmp_path, *KEYS, *keys, IN_MEMORY, "elastic.memory_lazy=true")
+    run_kept_alive(config, ranks, Fault(instant, 1, "SIGKILL", step=4))
+    [recovery] = lines(config, "recovery")
+    assert recovery["source"] == "memory" and recovery["step"] in ((2,) if instant == "in a forward" else (2, 3))
+    assert_same_run(config, unbroken(layout))
+
+
+@pytest.mark.slow
 def test_a_worker_that_dies_costs_a_snapshot_and_no_process(tmp_path, unbroken):
     config = tiny_config(tmp_path, *KEYS, "parallel.dp=2")
     told = run_kept_alive(config, 2, Fault("after a snapshot", 1, "worker"))

@@ -22,7 +22,7 @@ import torch
 
 from sixfold.dist_ckpt.background import lost_ranks
 from sixfold.dist_ckpt.background.arena import MappedArena, ProgressCounter
-from sixfold.dist_ckpt.background.fence import await_fence
+from sixfold.dist_ckpt.background.fence import Fence, await_fence
 from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.collectives.exchange import Outcome
 from sixfold.dist_ckpt.errors import StorageError, typed
@@ -56,7 +56,7 @@ def run(job: Job, arena: MappedArena, counter: ProgressCounter) -> Outcome:
     return lost_ranks.await_outcome(job, counter)
 
 
-def _end_with(trainer: int, jobs: list[Job]) -> None:
+def _end_with(trainer: int, jobs: list[Job], counter: ProgressCounter) -> None:
     """Thread: end the process with its trainer, whose job goes on, or none.
 
     (A process that the trainer has forked may hold its end of the connection open.)
@@ -65,7 +65,7 @@ def _end_with(trainer: int, jobs: list[Job]) -> None:
         time.sleep(_LOOK_S)
     threading.Timer(_LAST_WORD_S, os._exit, (0,)).start()  # whatever a store that does not answer does
     for job in list(jobs):
-        while job.outlives_trainer and jobs:
+        while job.outlives_trainer and jobs and counter.fence is not Fence.AWAITED:
             time.sleep(_LOOK_S / 10)
         if not job.outlives_trainer:
             lost_ranks.report_dead_trainer(job)
@@ -77,7 +77,7 @@ def serve(connection_fd: int, arena_fd: int, trainer: int) -> None:
     torch.set_num_threads(1)
     connection, counter, arena = Connection(connection_fd), ProgressCounter(arena_fd), MappedArena(arena_fd)
     jobs: list[Job] = []  # the one that is done
-    threading.Thread(target=_end_with, args=(trainer, jobs), daemon=True).start()
+    threading.Thread(target=_end_with, args=(trainer, jobs, counter), daemon=True).start()
     while True:
         message = b""
         with suppress(OSError, EOFError):  # the trainer, or its saver, is gone

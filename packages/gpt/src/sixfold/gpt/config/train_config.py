@@ -313,6 +313,7 @@ class ElasticConfig(Table):
     replace: bool = True  # False: a lost process has taken its device with it; spares come next, then fewer ranks
     dp: tuple[Positive, ...] = ()  # data-parallel degrees with which the run may go on; empty: halves of its own
     memory_every: Count = 1  # steps between snapshots in memory, from which the run goes on; 0 = none
+    memory_lazy: bool = False  # their copy is made beside the next step, and whole at its end
     memory_folder: str = "/dev/shm"
     compare_replicas_every: Count = 0  # steps between comparisons of the bits of all copies of a shard; 0 = none
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -107,6 +107,7 @@ class RankModel:
     activations: HostActivations | None = None  # where they wait for their backward; None: on the device
     stored_plan: dict[str, Any] | None = None  # of searched_schedule.py, or of a checkpoint
     eod: int | None = None  # the id that ends a document of its data, for checkpoints
+    before_update: Callable[[], object] | None = None  # called when nothing but the update of a step is left
     origin: dict[str, Any] | None = None  # what an import said that [model] does not, for later checkpoints
     programs: dict[int, pipeline.Program] = field(default_factory=dict)
     clock: Clock = field(default_factory=Clock)

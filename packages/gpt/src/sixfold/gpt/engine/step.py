@@ -294,6 +294,8 @@ def train_step(
     if rank.config.train.clip_grad > 0:
         coefficient = rank.config.train.clip_grad / (torch.tensor(norm, dtype=torch.float32) + 1e-6)
         rank.model.scale_gradients(float(coefficient.clamp(max=1.0)))
+    if rank.before_update is not None:
+        rank.before_update()
     rank.optimizer.step()
     rank.copy_table()
     rank.model.zero_grad()

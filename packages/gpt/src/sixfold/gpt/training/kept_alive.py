@@ -103,7 +103,8 @@ class KeptAlive:
         with world_collective(f"snapshot of step {at.step}"), run.rank.clock.part("save"):
             state = training_state.whole_state(run.rank, at, run.train_data.state_dict(at.samples), run.versions)
             try:
-                run.tier.save(at.step, state)
+                snapshot = run.tier.save(at.step, state, lazy=run.config.elastic.memory_lazy)
+                run.rank.before_update = snapshot.fence
             except StorageError as error:  # of this snapshot or the one before; raised on all ranks alike
                 run.note("no_snapshot", step=at.step, why=str(error))
                 if not self.is_full:

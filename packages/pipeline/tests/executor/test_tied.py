@@ -222,6 +222,35 @@ def test_an_evaluation_of_copies_that_differ_is_refused_until_they_are_tied_agai
     run(tied=True)
 
 
+@pytest.mark.parametrize("verb", ["step", "tie"])
+def test_copies_that_differ_end_the_runner_of_every_rank_and_a_new_one_ties_them(verb):
+    modules = two_shared()
+    x, y = batch(4)
+
+    def rank(transport: Any) -> None:
+        stage = Stage(modules[transport.rank], transport.rank, tied={"factor": modules[transport.rank].factor})
+
+        def made() -> PipelineRunner:
+            return PipelineRunner(gpipe(2, 2), [stage], transport, square_loss, timeout_s=20)
+
+        runner = made()
+        if transport.rank == 0:
+            modules[0].factor.data.mul_(2)
+        if transport.rank == 0:
+            runner.evaluate(x, y)  # sends what the other looks at
+        else:
+            with pytest.raises(ScheduleError, match=r"have other values.*make a new runner on all ranks"):
+                runner.evaluate(x, y)
+        with pytest.raises(ScheduleError, match=r"have other values, .*make a new runner on all ranks"):
+            runner.tie() if verb == "tie" else getattr(runner, verb)(x, y)
+        runner = made()
+        runner.evaluate(x, y)
+        runner.step(x, y)
+
+    values_or_raise(on_threads(2, rank))
+    assert torch.equal(modules[1].factor.data, torch.full((8,), 1.0))
+
+
 def test_a_tied_parameter_that_is_gone_or_of_another_shape_is_named():
     modules = two_shared()
     stages = [Stage(module, i, tied={"factor": module.factor}) for i, module in enumerate(modules)]

@@ -222,7 +222,7 @@ class PipelineRunner:
     def tie(self) -> None:
         """Give every tied copy (``Stage(tied=)``) the value of the lowest stage again; all ranks call it."""
         self._not_broken()
-        shard_again(self._stages.values())
+        self._meet("tie")  # a rank that failed is heard of, though nothing is received from it
         try:
             if self._ties is not None:
                 self._ties.share()

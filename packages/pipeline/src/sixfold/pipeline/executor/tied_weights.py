@@ -34,8 +34,9 @@ _NUMBER = 2**55  # of their lanes; programs have hashes
 _PARTS = 64  # whose norms are compared
 _FROZEN = "are not both trained, so one was frozen alone; set requires_grad of stage.tied alike on every stage"
 _OTHER_VALUES = (
-    "have other values, so one was loaded or changed alone; give the optimizers the parameters of every stage "
-    "(stage.parameters()), or load both copies, or call tie() of the runner on all ranks"
+    "have other values, so one was loaded or changed alone; make a new runner on all ranks, which gives each copy the "
+    "lowest stage's value (tie() of a runner does it before a call fails), and give the optimizers the parameters of "
+    "every stage (stage.parameters())"
 )
 
 

@@ -109,6 +109,20 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
         "whose prompt was replaced or",
     ),
 ]
+
+
+class Wrapped(nn.Module):
+    """As peft puts an adapter around a head."""
+
+    def __init__(self, base_layer: nn.Module) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+
+    def forward(self, x: Tensor) -> Any:
+        return self.base_layer(x)
+
+
+REFUSED += [(lambda model: setattr(model, "lm_head", Wrapped(model.lm_head)), "whose lm_head was replaced or added")]
 OF_A_COPY: list[tuple[Callable[[Any], object], str]] = [
     (lambda model: doubled(model.lm_head), "a forward was set on its tied output embedding"),
     (lambda model: compiled(model.lm_head), r"a Linear with a compile\(\) of its own"),
@@ -330,6 +344,21 @@ def tied_anew(model: Any) -> None:
     state = {name: value.clone() for name, value in model.state_dict().items()}
     model.load_state_dict(state, assign=True)
     model.tie_weights()
+
+
+@pytest.mark.parametrize(
+    "change", [lambda m: m.double(), lambda m: m.bfloat16(), lambda m: m.resize_token_embeddings(40)]
+)
+def test_a_model_with_a_tied_head_that_is_cast_or_resized_is_cut_again_as_the_errors_of_both_calls_say(change):
+    model, ids = llama(True), torch.arange(32).view(4, 8)
+    runner = PipelineRunner(gpipe(2, 2), stages := stages_of_causal_lm(model, 2), None, mean)
+    change(model)
+    for call in (lambda: runner.step(ids, ids), lambda: PipelineRunner(gpipe(2, 2), stages, None, mean)):
+        with pytest.raises(ScheduleError, match=r"cut the model again.* and make a new optimizer and runner"):
+            call()
+    losses = PipelineRunner(gpipe(2, 2), stages_of_causal_lm(model, 2), None, mean).step(ids, ids).losses
+    expected = [mean(model(x, use_cache=False).logits, None).detach() for x in ids.chunk(2)]
+    torch.testing.assert_close(losses, expected)
 
 
 @pytest.mark.parametrize("change", [freeze, lambda model: model.tie_weights(), tied_anew])

@@ -122,10 +122,10 @@ class Origin:
             return
         base, mine = base_of(model), {id(module) for module in part.modules()} | {id(self._head())}
         units = [*(base._modules.get(self._layers) or ())]
-        units += [unit for name, unit in base._modules.items() if name != self._layers]
-        units += [unit for unit in model._modules.values() if unit is not base]
+        for holder, held in zip((model, base), self._parts, strict=False):  # what replaced one, ``look`` refuses
+            units += [unit for name, unit in holder._modules.items() if name in held and held[name]() is unit]
         for unit in units:
-            if unit is not None and id(unit) not in mine:
+            if unit is not base and id(unit) not in mine:
                 yield from unit.parameters()
 
     def _look_at_head(self, model: Any, head: Any) -> Iterator[tuple[int, str, Any]]:

@@ -38,6 +38,10 @@ _OTHER_VALUES = (
     "lowest stage's value (tie() of a runner does it before a call fails), and give the optimizers the parameters of "
     "every stage (stage.parameters())"
 )
+_ONE_FORM = (
+    "tied parameters have one shape and dtype: cut the model again if its stages were cut from one (a cast or a resize "
+    "of it does not reach their copies), else change all copies alike, and make a new optimizer and runner"
+)
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,7 @@ def tie(stages: Iterable[Stage], placement: Sequence[int], links: Mapping[int, L
         if other := next((holder for holder in found if holder.form != found[0].form), None):
             raise ScheduleError(
                 f"tied[{name!r}] is {found[0].form} on stage {found[0].stage} and {other.form} on stage {other.stage}; "
-                "tied parameters have one shape and dtype"
+                f"{_ONE_FORM}"
             )
         if len(found) == 1 and len(placement) > 1:
             known = ", ".join(map(repr, sorted(holders)))
@@ -247,7 +251,7 @@ class _Chain:
                 stage.data_parallel.check_synced("the averages of its tied parameters are summed over stages")
             for name, parameter, form in zip(self._names, self._of(at), self._forms, strict=True):
                 if _form(parameter) != form:
-                    rule = f"was {form} and is {_form(parameter)}; make the runner anew"
+                    rule = f"was {form} and is {_form(parameter)}; {_ONE_FORM}"
                     raise ScheduleError(f"tied[{name!r}] of stage {stage.index} {rule}")
                 if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
                     raise ScheduleError(

@@ -91,8 +91,9 @@ class PipelineRunner:
         deferred: after a step with I and W: for each stage of this rank, the share of its trainable numbers whose
             gradients W made. I made the others. See ``Costs.deferring``.
     Raises:
-        ScheduleError: the stages are not those of the program, or ranks have different programs. Or ``verify`` refuses
-            the program, or a stage lacks what an action needs, such as an optimizer for STEP.
+        ScheduleError: the stages are not those of the program. Or ``verify`` refuses the program, or a stage lacks
+            what an action needs, such as an optimizer for STEP. Ranks with different programs raise it in their first
+            step.
         PipelineTimeout: a rank of the group did not make its runner in time, or cannot be reached.
     """
 

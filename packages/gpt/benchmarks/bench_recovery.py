@@ -2,10 +2,12 @@
 
     python packages/gpt/benchmarks/bench_recovery.py [--kills 30] [--signal SIGKILL] [section.key=value ...]
 
-The demo's model (4 x 192, 257 tokens of bytes, rows of 256, batch 8, fp32) on four ranks, sharded. Each step is saved
-in the foreground, so no step is lost but the one at hand. A random rank is killed at a random instant. A line per kill:
-seconds until the state was back, and until the line of the next update, which includes that update. The peer is the
-whole run started anew (`--restart`): kill it, start it, wait for its next update. Two cores; four minutes.
+The demo's model (4 x 192, 257 tokens of bytes, rows of 256, batch 8, fp32) on four ranks, sharded. Each step has a
+snapshot in memory, and there is no checkpoint. A random rank is killed at a random instant. A line per kill: seconds
+until the state was back, and until the line of the next update, which includes that update; and updates that were done
+again. At the end: what is left behind of processes, files and memory. From a checkpoint of each step:
+`checkpoint.every=1 elastic.memory_every=0`. The peer is the whole run started anew (`--restart checkpoint.every=1`):
+kill it, start it, wait for its next update. Two cores; two minutes for 30 kills.
 """
 
 import argparse
@@ -47,7 +49,7 @@ precision = "fp32"
 [optimizer]
 lr = 2e-3
 [checkpoint]
-every = 1
+every = 0
 background = false
 [elastic]
 attempts = 1000
@@ -64,7 +66,8 @@ class Command:
         self.metrics = folder / "run" / "metrics.jsonl"
         with (folder / "stderr").open("ab") as told:
             command = [sys.executable, "-m", "sixfold.gpt", "train", str(folder / "run.toml"), *words]
-            self.process = subprocess.Popen(command, stderr=told)
+            environ = {**os.environ, "TMPDIR": f"{folder}/tmp"}
+            self.process = subprocess.Popen(command, stderr=told, env=environ, start_new_session=True)
 
     def records(self) -> list[dict[str, Any]]:
         """Whole lines so far."""
@@ -92,6 +95,24 @@ def first_step_after(number: int, kind: str) -> Callable[[list[dict[str, Any]]],
     return found
 
 
+def left_behind(session: int, folder: Path) -> list[str]:
+    """Processes of the session, and files that are no run's; a moment is given to processes that end."""
+    for _ in range(50):
+        living = []
+        for place in Path("/proc").glob("[0-9]*"):
+            try:
+                state = (place / "stat").read_text().rpartition(")")[2].split()[0]
+                if os.getsid(int(place.name)) == session and state != "Z":
+                    living.append(f"process {place.name}")
+            except OSError:
+                continue
+        if not living:
+            break
+        time.sleep(0.1)
+    temporary = [one for one in (folder / "tmp").iterdir() if not one.name.startswith("torchinductor_")]
+    return [*living, *map(str, temporary), *map(str, (folder / "memory").iterdir())]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("overrides", nargs="*")
@@ -102,11 +123,14 @@ def main() -> None:
     generator, seconds = random.Random(1), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        (folder / "tmp").mkdir()
+        memory = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-recovery-")
+        (folder / "memory").symlink_to(memory.name)
         with IndexedDatasetBuilder(f"{folder}/text.bin", dtype=np.uint16) as builder:
             for length in np.random.default_rng(1).integers(50, 400, 500):
                 builder.add_document(np.append(np.random.default_rng(length).integers(0, 256, length), 256))
         (folder / "run.toml").write_text(TOML.format(data=folder / "text", run=folder / "run"))
-        words = [*args.overrides, *([] if args.restart else ["--keep-alive"])]
+        words = [f"elastic.memory_folder={memory.name}", *args.overrides, *([] if args.restart else ["--keep-alive"])]
         command = Command(folder, words)
         command.wait(lambda records: sum(one["kind"] == "step" for one in records) >= 3)
         for number in range(args.kills):
@@ -124,9 +148,16 @@ def main() -> None:
                 os.kill(generator.choice(ranks)["pid"], getattr(signal, args.signal))
             line, step = command.wait(first_step_after(len(before), "resume" if args.restart else "recovery"))
             seconds.append(step["time"] - killed)
-            print(f"{number}: state {line['time'] - killed:.2f} s, update {seconds[-1]:.2f} s", flush=True)
+            done = max((one["step"] for one in before if one["kind"] == "step"), default=0)
+            redone = max(0, done - line["step"])
+            print(
+                f"{number}: state {line['time'] - killed:.2f} s, update {seconds[-1]:.2f} s, {redone} updates again",
+                flush=True,
+            )
         command.process.terminate()
         command.process.wait()
+        print(f"left behind: {left_behind(command.process.pid, folder) or 'nothing'}")
+        memory.cleanup()
     seconds.sort()
     most = seconds[int(0.95 * (len(seconds) - 1))]
     print(f"median {statistics.median(seconds):.2f} s, 95 % within {most:.2f} s, most {seconds[-1]:.2f} s")

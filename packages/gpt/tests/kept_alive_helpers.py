@@ -63,7 +63,7 @@ class Fault:
 
     instant: str
     rank: int
-    action: str  # "SIGKILL", "SIGSTOP", "error"; "worker": that is killed; "flipped bit": in memory, and then SIGKILL
+    action: str  # "SIGKILL", "SIGSTOP", "error"; "worker", "stopped worker"; "flipped bit": in memory, then SIGKILL
     generation: int = 1
     step: int = 3  # the step at hand, counted from 1; 0: from the start of the generation on
 
@@ -102,8 +102,9 @@ class Fault:
     def _strike(self) -> None:
         if self.action == "error":
             raise DeviceLost("the device is gone")
-        if self.action == "worker":
-            os.kill(_tier()._saver._worker.process.pid, signal.SIGKILL)
+        if self.action in ("worker", "stopped worker"):
+            number = signal.SIGKILL if self.action == "worker" else signal.SIGSTOP
+            os.kill(_tier()._saver._worker.process.pid, number)
             return
         if self.action == "flipped bit":
             _flip_newest(_tier())

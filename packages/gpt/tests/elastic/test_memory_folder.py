@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from sixfold.gpt.elastic import memory_folder
 from sixfold.gpt.elastic.memory_folder import PREFIX, snapshots_of
+from sixfold.gpt.errors import ConfigError
 
 
 def filled(folder, name):
@@ -26,6 +28,7 @@ def gone():
 
 
 def test_what_a_run_has_put_there_is_gone_at_its_end_also_behind_an_error(tmp_path):
+    (tmp_path / "memory").mkdir()
     with pytest.raises(KeyError), snapshots_of(tmp_path / "run", tmp_path / "memory") as name:
         filled(tmp_path / "memory", name)
         raise KeyError
@@ -52,6 +55,26 @@ def test_what_a_killed_supervisor_has_left_goes_and_what_is_of_others_stays(tmp_
         filled(tmp_path, one)
     with snapshots_of(tmp_path / "run", tmp_path):
         assert names(tmp_path) == sorted(stay)
+
+
+def test_a_folder_that_is_not_there_is_refused_and_not_made(tmp_path):
+    with pytest.raises(ConfigError, match=r"elastic.memory_folder is .*nowhere.* and no folder"):
+        snapshots_of(tmp_path / "run", tmp_path / "nowhere").__enter__()
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_folder_on_a_disk_is_told(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(memory_folder, "file_system_of", lambda folder: "ext4")
+    with snapshots_of(tmp_path / "run", tmp_path):
+        assert "in a file system of kind ext4 and no memory: each snapshot is written there" in capsys.readouterr().err
+    monkeypatch.setattr(memory_folder, "file_system_of", lambda folder: None)
+    with snapshots_of(tmp_path / "run", tmp_path):
+        assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(("folder", "kind"), [("/dev/shm", "tmpfs"), ("/proc/self", "proc")])
+def test_the_kernel_says_what_a_folder_is_in(folder, kind):
+    assert memory_folder.file_system_of(Path(folder)) == kind
 
 
 def test_a_link_of_that_name_is_not_followed(tmp_path):

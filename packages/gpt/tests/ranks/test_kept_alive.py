@@ -130,9 +130,12 @@ def test_lazy_snapshots_hold_the_step_at_whose_end_they_began(tmp_path, unbroken
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_costs_a_snapshot_and_no_process(tmp_path, unbroken):
+@pytest.mark.parametrize("action", ["worker", "stopped worker"])
+def test_a_worker_that_dies_or_is_stopped_costs_a_snapshot_and_no_process(tmp_path, unbroken, action):
     config = tiny_config(tmp_path, *KEYS, "parallel.dp=2")
-    told = run_kept_alive(config, 2, Fault("after a snapshot", 1, "worker"))
+    start = time.monotonic()
+    told = run_kept_alive(config, 2, Fault("after a snapshot", 1, action))
+    assert time.monotonic() - start < 60, "not run.timeout_seconds"
     assert_same_run(config, unbroken("fsdp2"))
     first, *later = pids(config)
     assert all(one == first for one in later), told
@@ -158,7 +161,9 @@ def test_full_memory_costs_the_snapshots_and_not_the_run(tmp_path, unbroken, sma
     assert len(told) == 1, told
     [recovery] = lines(config, "recovery")
     assert (recovery["source"], recovery["step"]) == ("disk", 2)
-    assert "ENOSPC" in lines(config, "no_snapshot")[0]["why"]
+    notes = lines(config, "no_snapshot")
+    assert "ENOSPC" in notes[0]["why"] and len(notes) == 2, "once in each generation"
+    assert "older checkpoint" not in notes[0]["why"]
     assert list(small_memory.iterdir()) == []
     assert_same_run(config, unbroken("fsdp2"))
 

@@ -285,7 +285,8 @@ def _resize(args: argparse.Namespace) -> int:
     from sixfold.gpt.elastic.sizes import ask
 
     ask(args.run_dir, args.ranks)
-    print(f"asked for {args.ranks} ranks; the run's own terminal and metrics.jsonl say what comes of it")
+    ranks = f"{args.ranks} rank{'s' * (args.ranks > 1)}"
+    print(f"asked for {ranks}; the run's own terminal and metrics.jsonl say what comes of it")
     return 0
 
 

@@ -19,7 +19,7 @@ from sixfold.gpt.checkpoints import training_state
 from sixfold.gpt.checkpoints.starting_point import StartingPoint, step_of
 from sixfold.gpt.data.token_stream import continue_data
 from sixfold.gpt.elastic.generation import Generation
-from sixfold.gpt.elastic.heartbeat import Heartbeat
+from sixfold.gpt.elastic.heartbeat import LATE, Heartbeat
 from sixfold.gpt.launch.stop_signals import StopFlag
 from sixfold.gpt.parallel.agreement import all_or_raise, world_collective
 from sixfold.gpt.parallel.mesh import RankMesh
@@ -41,7 +41,8 @@ class KeptAlive:
     heartbeat: Heartbeat
     flag: StopFlag
     memory_run: str  # the name of the run among those that have snapshots in memory
-    is_full: bool = False  # no room for the last snapshot
+    is_full: bool = False  # no room for snapshots, and that was told
+    is_begun: bool = False  # a snapshot whose end is not known yet
     last_step: int = 0  # of the last snapshot, or from which the generation went on
 
     @classmethod
@@ -106,12 +107,13 @@ class KeptAlive:
                 snapshot = run.tier.save(at.step, state, lazy=run.config.elastic.memory_lazy)
                 run.rank.before_update = snapshot.fence
             except StorageError as error:  # of this snapshot or the one before; raised on all ranks alike
-                run.note("no_snapshot", step=at.step, why=str(error))
                 if not self.is_full:
-                    self._say(run, f"{error}; the run goes on without a snapshot in memory until there is room")
-                self.is_full = True
-            else:
-                self.is_full = False
+                    why = str(error).partition("; an older")[0]
+                    run.note("no_snapshot", step=at.step, why=why)
+                    self._say(run, f"{why}; the run goes on without a snapshot in memory until there is room")
+                self.is_full, self.is_begun = True, False
+            else:  # the one before was whole, if there was one
+                self.is_full, self.is_begun = self.is_full and not self.is_begun, True
 
     def end(self, run: Run) -> None:
         """The last snapshot has ended, well or not. Collective over all ranks."""
@@ -145,7 +147,9 @@ def _flag() -> StopFlag:
 
 def tier_of(config: TrainConfig, memory_run: str) -> MemoryTier:
     """Where the snapshots of this process lie; it outlives generations, and so does its worker."""
-    return _tier(config.elastic.memory_folder, memory_run, config.run.timeout_seconds)
+    elastic = config.elastic  # a worker that is stopped is given up as a late step is, and not at the run's deadline
+    timeout_s = min(config.run.timeout_seconds, LATE * elastic.hung_after_seconds)
+    return _tier(elastic.memory_folder, memory_run, timeout_s)
 
 
 @cache

@@ -37,6 +37,8 @@ class Stateful(nn.Module):
         self.cache, self.window = {"h": torch.zeros(4), "n": 0}, deque([0.0, 1.0], maxlen=2)
         self.same_cache, self.kept = self.cache, SimpleNamespace(h=torch.zeros(4))
         self.torch = torch.Generator().manual_seed(3)
+        self.draws = [{"first": (torch.Generator().manual_seed(3), np.random.default_rng(3))}]
+        self.norms = [{"first": nn.BatchNorm1d(4, momentum=0.3)}, [self]]
         self.python, self.numpy, self.old = random.Random(3), np.random.default_rng(3), np.random.RandomState(3)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,6 +144,24 @@ class Stateful(nn.Module):
     def dropout(self, h: Tensor) -> Any:
         return nn.functional.dropout(h, 0.5)
 
+    def generators_of_a_list(self, h: Tensor) -> Any:
+        torchs, numpys = self.draws[0]["first"]
+        return h.tanh() * torch.rand(4, generator=torchs).tanh() * numpys.random()
+
+    def batch_norm_of_a_list(self, h: Tensor) -> Any:
+        return self.norms[0]["first"](h).tanh()
+
+    def buffer_that_a_forward_registers(self, h: Tensor) -> Any:
+        if hasattr(self, "steps"):
+            self.steps.add_(1)
+        else:
+            self.register_buffer("steps", torch.ones(()))
+        return (h * self.steps.clone()).tanh()
+
+    def mode_that_a_forward_switches(self, h: Tensor) -> Any:
+        self.other.train(not self.other.training)
+        return (h * (2.0 if self.other.training else 1.0)).tanh()
+
     def now_and_then(self, change: str, h: Tensor) -> Any:
         """Every third call changes what the others leave alone: the first of a step does not show it."""
         self.turn += 1
@@ -151,6 +171,9 @@ class Stateful(nn.Module):
         numbers = [self.calls, len(self.seen), *self.norm.state_dict().values(), self.codes, self.plain, self.memory]
         numbers += [*self.hidden, float(self.number), *self.cache.values(), *self.window, self.kept.h]
         numbers += [*self.array.tolist(), *self.arrays[0].tolist()]
+        numbers += [*self.norms[0]["first"].state_dict().values(), getattr(self, "steps", 0), self.other.training]
+        torchs, numpys = self.draws[0]["first"]
+        numbers += [torch.rand(3, generator=torchs), numpys.random()]
         draws = [torch.rand(3, generator=self.torch), self.python.random(), self.numpy.random(), self.old.random()]
         return [*numbers, *draws, random.random(), float(np.random.random())]
 
@@ -178,6 +201,10 @@ WHAT = [
     "own python generator",
     "own numpy generator",
     "old numpy generator",
+    "generators of a list",
+    "batch norm of a list",
+    "buffer that a forward registers",
+    "mode that a forward switches",
     "layer drop",
     "numpys random numbers",
     "dropout",
@@ -191,6 +218,8 @@ WHAT = [
     "now and then value in a dict",
     "now and then attribute that a forward makes",
     "now and then own torch generator",
+    "now and then buffer that a forward registers",
+    "now and then mode that a forward switches",
     "now and then layer drop",
     "now and then numpys random numbers",
 ]
@@ -290,6 +319,78 @@ def test_what_a_forward_cannot_repeat_is_refused_and_runs_without_recompute(modu
     with pytest.raises(ScheduleError, match=f"RECOMPUTE of stage 0 made another {what} than its forward"):
         runner.step(x, x * 2)
     PipelineRunner(gpipe(1, M), [Stage(module(), 0)], None, loss).step(x, x * 2)
+
+
+def test_a_checkpoint_that_does_not_repeat_its_forward_is_refused():
+    module, x = Hides(), torch.randn(4 * M, 4)
+    runner = PipelineRunner(gpipe(1, M), [Stage(module, 0, checkpoint=True)], None, square_loss)
+    with pytest.raises(ScheduleError, match="the checkpoint of stage 0 made another output than its forward: "):
+        runner.step(x, x * 2)
+
+
+class Teacher(nn.Module):
+    """MoCo's: a frozen copy follows the trained layer in each forward."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.teacher.load_state_dict(self.student.state_dict())
+
+    def forward(self, x: Tensor) -> Tensor:
+        old, new = self.teacher.weight, self.student.weight.detach()
+        with torch.no_grad():
+            if self.way == "no_grad":
+                old.lerp_(new, 0.1)
+            elif self.way == "data":
+                old.data.lerp_(new, 0.1)
+            elif self.way == "other memory":
+                old.data = torch.lerp(old.data, new, 0.1)
+            elif self.way == "other parameter":
+                self.teacher.weight = nn.Parameter(torch.lerp(old.data, new, 0.1), requires_grad=False)
+        if self.way == "not read":
+            old.data.lerp_(new, 0.1)
+            return self.student(x)
+        return self.student(x) + self.teacher(x)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["recompute", "checkpoint"])
+@pytest.mark.parametrize("way", ["no_grad", "data", "other memory", "other parameter", "not read"])
+def test_a_parameter_that_a_forward_changes_is_refused_by_name_when_it_would_change_twice(way, checkpoint):
+    program = gpipe(1, M) if checkpoint else passes.recompute(gpipe(1, M))
+    torch.manual_seed(0)
+    x, module = torch.randn(4 * M, 4), Teacher(way)
+    runner = PipelineRunner(program, [Stage(module, 0, checkpoint=checkpoint)], None, square_loss)
+    runner.step(x, x * 2)  # the teacher is the student
+    with torch.no_grad():
+        module.student.weight.add_(1.0)
+    with pytest.raises(
+        ScheduleError, match=r"forward of stage 0 changes parameter teacher\.weight, .*make it a buffer"
+    ):
+        runner.step(x, x * 2)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True], ids=["recompute", "checkpoint"])
+def test_a_parameter_that_a_second_run_leaves_alone_is_none_of_them(checkpoint):
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(16, 4, max_norm=0.5)  # torch cuts long rows in the forward
+            self.after = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.after(self.words(x).tanh())
+
+    found = []
+    for again in (False, True):
+        program = passes.recompute(one_f_one_b(1, M)) if again and not checkpoint else one_f_one_b(1, M)
+        torch.manual_seed(0)
+        module = Words()
+        runner = PipelineRunner(program, [Stage(module, 0, checkpoint=again and checkpoint)], None, square_loss)
+        for _ in range(2):
+            runner.step(torch.arange(16).repeat(2), torch.ones(32, 4))
+        found.append([module.words.weight.detach(), *(p.grad for p in module.parameters())])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def test_a_module_that_goes_from_eval_to_training_is_looked_at_again():

@@ -112,7 +112,7 @@ class StageRun:
         self.store = store
         self.slots = slots
         self.effects = SideEffects(stage)  # of forwards that are run again
-        self.calls: list[Callable[..., Any]] = [stage.called(self.effects.contexts)] * slots
+        self.calls: list[Callable[..., Any]] = [stage.called(self.effects.around)] * slots
         self.clear()
 
     def clear(self) -> None:

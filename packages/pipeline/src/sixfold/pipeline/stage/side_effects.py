@@ -1,6 +1,6 @@
 """What a forward reads and changes besides its inputs, so that RECOMPUTE finds it as it was and leaves it as it is.
 
-    F --> what its modules hold, their generators, a part of its output (this file) --> RECOMPUTE, or an error
+    F --> what its modules hold, their generators, a part of its output (this file) --> the second run, or an error
 
 [Note: one forward, run twice] RECOMPUTE and the backward of a ``Stage(checkpoint=True)`` run a forward a second time.
 It begins where the first began, and what it changes is dropped. So a batch norm counts a microbatch once, and a layer
@@ -11,9 +11,16 @@ before its first change is a copy, held until then. A tensor's version shows a c
 F of a module's mode, and where another tensor of the module changed. Of a list, tuple, dict, set or deque up to 256
 parts are looked at, theirs included; of a dataclass or namespace the attributes; of a numpy array the bytes, up to
 1 MiB. Of any other attribute it is seen whether another object is there. Generators that a module or a keyword argument
-holds are noted as well, and Python's and numpy's own where a forward draws from them. What a stage cannot name (a
-global, a list in a closure) shows in its output. A part of RECOMPUTE's output is compared with that of the first
-forward. A checkpoint ends its second forward before there is an output, and torch compares shapes.
+holds are noted as well, and Python's and numpy's own where a forward draws from them. Modules and generators in an
+attribute's lists, tuples and dicts are looked at as the stage's own.
+
+[Note: parameters are not put back] A copy of each would double a stage, and gradients would reach the copy. So a second
+run that changes one again is refused. A parameter that a forward changes without a new version, by ``.data``, shows in
+its sum. Frozen ones are added up around the second run of each step's first microbatch, all of them in a mode's first.
+
+What a stage cannot name (a global, a list in a closure) shows in its output: a part of RECOMPUTE's is compared with
+that of the first forward. So is a checkpoint's, of each step's first microbatch and all of a mode's first step; for
+that it runs to its end, while others stop at the last tensor that a backward needs.
 """
 
 from __future__ import annotations
@@ -58,11 +65,12 @@ def module_of(loss_fn: Callable[..., Any] | None) -> nn.Module | None:
 
 
 class StateBefore:
-    """State as one F found it."""
+    """State as one F found it, and the parameters to add up when it runs again."""
 
-    __slots__ = ("__weakref__", "generators", "held")
+    __slots__ = ("__weakref__", "generators", "held", "parameters")
 
     def __init__(self) -> None:
+        self.parameters: list[tuple[dict[str, Any], str, str]] = []
         self.held: list[tuple[dict[str, Any], str, Any]] = []
         self.generators: list[tuple[Callable[[Any], object], Callable[[], Any], Any]] = []
 
@@ -74,6 +82,11 @@ class SideEffects:
         self._stage = stage
         self._loss: nn.Module | None = None
         self._first = True  # the next F is the first of a step
+        self._new = False  # it is a step of other modules than the last, or of another mode
+        self._modules: list[nn.Module] = []
+        self._parameters: list[tuple[dict[str, Any], str, str]] = []  # where each is, and its path
+        self._moved: set[str] = set()  # paths of those that a forward changed
+        self._sums: list[tuple[dict[str, Any], str, str, Tensor]] = []  # of those that the run at hand may change
         self._key: list[tuple[int, bool]] = []
         self._changed: dict[tuple[int, str], Place] = {}
         self._places: list[Place] = []  # as the first F of the step found them
@@ -81,30 +94,46 @@ class SideEffects:
         self._starts: dict[tuple[int, str], tuple[Any, Mark, Any]] = {}  # value, its mark, its copy, of what may change
         self._noted: WeakSet[StateBefore] = WeakSet()  # of F's that may be run again
         self._generators: dict[int, Any] = {}
-        self._doubts: list[tuple[str, Tensor]] = []  # what a device has compared, and the host not looked at
+        self._doubts: list[tuple[ScheduleError, Tensor]] = []  # what a device has compared, and the host not looked at
 
     def watch(self, loss_fn: Callable[..., Any] | None) -> None:
         """The loss runs with the stage; if it is a module, or a method of one, its state is looked at too."""
         self._loss = module_of(loss_fn)
 
-    def compare(self, what: str, first: list[Tensor], again: list[Tensor]) -> None:
-        """What RECOMPUTE made is what F made. On a device the host looks in ``settle``.
+    def compare(self, what: str, first: list[Tensor], again: list[Tensor], run: str = "RECOMPUTE") -> None:
+        """What the second run made is what F made. On a device the host looks in ``settle``.
 
         Raises:
             ScheduleError: it is not.
         """
-        verdict = differs(first, again)
-        if isinstance(verdict, Tensor):
-            self._doubts.append((what, verdict))
-        elif verdict:
-            raise another(self._stage.index, what, self.names)
+        self._compare_sums()
+        self._doubt(differs(first, again), another(run, self._stage.index, what, self.names))
 
     def settle(self) -> None:
         """Look at what a device has compared. Raises ScheduleError."""
         doubts, self._doubts = self._doubts, []
-        for what, verdict in doubts:
+        for error, verdict in doubts:
             if verdict.item():
-                raise another(self._stage.index, what, self.names)
+                raise error
+
+    def _doubt(self, verdict: Tensor | bool, error: ScheduleError) -> None:
+        if isinstance(verdict, Tensor) and verdict.device.type != "cpu":
+            self._doubts.append((error, verdict))
+        elif verdict:
+            raise error
+
+    def _compare_sums(self) -> None:
+        """Raises ScheduleError: the run at hand changed a parameter."""
+        sums, self._sums = self._sums, []  # one error is enough
+        for place, name, path, was in sums:
+            if (now := _sum(place.get(name))) is not None:
+                self._doubt((now != was) & ~(now.isnan() & was.isnan()), twice(self._stage.index, path))
+        self._sums = sums
+
+    @property
+    def looks_closely(self) -> bool:
+        """The next F's second run is compared, if it is a checkpoint's too."""
+        return self._first or self._new
 
     def new_step(self) -> None:
         """Modules may be others, or in another mode."""
@@ -113,14 +142,16 @@ class SideEffects:
     @property
     def names(self) -> str:
         """Of what forwards change, for messages."""
-        names = sorted({name for _, name in self._changed.values()})
+        names = sorted({name for _, name in self._changed.values()} | {f"parameter {path}" for path in self._moved})
         return f" (its forwards change {', '.join(names)})" if names else ""
 
     @contextmanager
     def noted(self, kwargs: Mapping[str, Any]) -> Iterator[StateBefore]:
         """Around an F."""
         before, first, self._first = StateBefore(), self._first, False
-        new = first and self._begin_step()
+        if first:
+            self._begin_step()
+        new = first and self._new
         memo: dict[int, Any] = {}
         for place, name in self._changed.values():
             before.held.append((place, name, _copied(place.get(name, _ABSENT), memo)))
@@ -130,22 +161,38 @@ class SideEffects:
             write, read = access(generator)  # type: ignore[misc]
             before.generators.append((write, read, read()))
         states = [(write, read, read()) for write, read in process_generators().values()]
-        yield before
+        modes = [module.training for module in self._modules]
+        parameters = [place.get(name) for place, name, _ in self._parameters]
+        versions = [None if parameter is None else parameter._version for parameter in parameters]
         self._noted.add(before)
+        yield before
+        for at, was, version in zip(self._parameters, parameters, versions, strict=True):
+            now = at[0].get(at[1])
+            same = now is was and (now is None or now._version == version)
+            if not same and type(now) is type(was):  # fully_shard puts one of another type there
+                self._moved.add(at[2])
+                before.parameters.append(at)
+            elif new or (first and was is not None and not was.requires_grad):
+                before.parameters.append(at)
+        for module, mode in zip(self._modules, modes, strict=True):
+            if module.training is not mode:
+                self._change(module.__dict__, "training", mode)
         before.generators += [(write, read, state) for write, read, state in states if not _same_state(state, read())]
         moved = {id(place) for place, name, was, _ in looked if _has_changed(was, place.get(name, _ABSENT))}
         for place, name, was, start in looked:
             now = place.get(name, _ABSENT)
             if _has_changed(was, now) or ((new or id(place) in moved) and _has_values_of_its_own(start, now)):
-                self._changed[id(place), name] = place, name
                 self._starts.pop((id(place), name), None)
-                self._found(place, name, start)
+                self._change(place, name, start)
         for place, names in self._names:
             for name in () if place.keys() <= names else place.keys() - names:
                 names.add(name)
-                if (id(place), name) not in self._changed:
-                    self._changed[id(place), name] = place, name
-                    self._found(place, name, _ABSENT)
+                self._change(place, name, _ABSENT)
+
+    def _change(self, place: dict[str, Any], name: str, start: Any) -> None:
+        if (id(place), name) not in self._changed:
+            self._changed[id(place), name] = place, name
+            self._found(place, name, start)
 
     def _found(self, place: dict[str, Any], name: str, start: Any) -> None:
         """What was seen to change now was ``start`` in all F's until here."""
@@ -159,6 +206,10 @@ class SideEffects:
         now = [(place, name, place.get(name, _ABSENT)) for place, name, _ in before.held]
         states = [read() for _, read, _ in before.generators]
         memo: dict[int, Any] = {}
+        outer, self._sums = self._sums, []
+        for place, name, path in before.parameters:
+            if (total := _sum(place.get(name))) is not None:
+                self._sums.append((place, name, path, total))
         try:
             for place, name, start in before.held:
                 _put(place, name, _copied(start, memo))
@@ -170,31 +221,50 @@ class SideEffects:
                 _put(place, name, value)
             for (write, _, _), state in zip(before.generators, states, strict=True):
                 write(state)
+            try:
+                self._compare_sums()
+            finally:
+                self._sums = outer
 
-    def contexts(self, kwargs: Mapping[str, Any]) -> tuple[NotedForward, RepeatedForward]:
-        """Around a checkpointed forward, and around each time that a backward runs it again."""
-        noting = NotedForward(self, kwargs)
-        return noting, RepeatedForward(self, noting)
+    def around(self, kwargs: Mapping[str, Any]) -> NotedForward:
+        """A checkpointed forward, and each time that a backward runs it again."""
+        return NotedForward(self, kwargs)
 
-    def _begin_step(self) -> bool:
+    def _begin_step(self) -> None:
         """Find all that may change; whether the modules are others than in the step before, or in another mode."""
         self.settle()
-        roots = [root for root in (self._stage.module, self._loss) if root is not None]
-        modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
-        key = [(id(module), module.training) for module in modules]
-        new, self._key = key != self._key, key
-        if new:
-            self._changed, self._starts = {}, {}
         self._generators, self._places = {}, []
-        self._names = [(module.__dict__, {_RUNNERS, *module.__dict__}) for module in modules]
+        waiting: list[tuple[str, nn.Module | None, nn.Module | None]]
+        waiting = [("", self._stage.module, None), ("loss_fn", self._loss, None)]
+        modules: dict[nn.Module, str] = {}
         seen: set[int] = set()
-        for module in modules:
-            for place, name, value in _held_by(module, seen):
-                if access(value) is not None:
-                    self._generators[id(value)] = value
-                else:
-                    self._places.append((place, name))
-        return new
+        for prefix, root, holder in waiting:
+            if root is None or (holder is not None and any(module is holder for module in root.modules())):
+                continue  # what holds its holder is a way back to the whole model
+            for path, module in root.named_modules(prefix=prefix):
+                if module in modules:
+                    continue
+                modules[module] = path
+                for place, name, value in _held_by(module, seen):
+                    for part in _inside(value):
+                        if isinstance(part, nn.Module):
+                            waiting.append((f"{path}.{name}[...]".lstrip("."), part, module))
+                        else:
+                            self._generators[id(part)] = part
+                    if id(value) not in self._generators:
+                        self._places.append((place, name))
+        key = [(id(module), module.training) for module in modules]
+        self._new, self._key, self._modules = key != self._key, key, list(modules)
+        if self._new:
+            self._changed, self._starts, self._moved = {}, {}, set()
+        self._names = [(module.__dict__, {_RUNNERS, *module.__dict__}) for module in modules]
+        self._names += [(module._buffers, set(module._buffers)) for module in modules]
+        self._parameters = [
+            (module._parameters, name, f"{path}.{name}".lstrip("."))
+            for module, path in modules.items()
+            for name, parameter in module._parameters.items()
+            if parameter is not None and not parameter.is_inference()
+        ]
 
     def _look(self) -> list[tuple[dict[str, Any], str, Any, Any]]:
         """What may change and did not yet: where it is, what shows a change, and a copy to begin with again."""
@@ -223,14 +293,30 @@ class NotedForward:
     """``noted``, as torch's checkpoint takes it."""
 
     def __init__(self, effects: SideEffects, kwargs: Mapping[str, Any]) -> None:
-        self._context = effects.noted(kwargs)
-        self.before = StateBefore()
+        self._effects, self._context = effects, effects.noted(kwargs)
+        self._part: list[Tensor] | None = None
+        self.before: StateBefore | None = None
+        self.early_stop = not effects.looks_closely
 
     def __enter__(self) -> None:
         self.before = self._context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
         self._context.__exit__(*error)
+
+    def contexts(self) -> tuple[NotedForward, RepeatedForward]:
+        """Of the first run, and of the others."""
+        return self, RepeatedForward(self._effects, self)
+
+    def made(self, outputs: Any) -> Any:
+        """``outputs``, those of the first run; those of a later run are compared if it comes to its end."""
+        if self.early_stop or self.before is None:
+            return outputs
+        if self._part is None:
+            self._part = part_of(outputs)
+        else:
+            self._effects.compare("output", self._part, part_of(outputs), "the checkpoint")
+        return outputs
 
 
 class RepeatedForward:
@@ -241,7 +327,7 @@ class RepeatedForward:
         self._context: AbstractContextManager[None] = nullcontext()
 
     def __enter__(self) -> None:
-        self._context = self._effects.repeated(self._noting.before)
+        self._context = self._effects.repeated(self._noting.before or StateBefore())
         self._context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -261,6 +347,31 @@ def _held_by(module: nn.Module, seen: set[int]) -> Iterable[tuple[dict[str, Any]
                 yield from ((own, key, part) for key, part in own.items())
     for name, value in module._buffers.items():
         yield module._buffers, name, value
+
+
+def _inside(value: Any) -> Iterator[Any]:
+    """Modules and generators: itself, or those that its lists, tuples and dicts hold."""
+    stack, seen = [value], set()
+    for _ in range(_MANY):
+        if not stack:
+            return
+        part = stack.pop()
+        if isinstance(part, _HOLDERS):
+            if id(part) not in seen and len(part) <= _MANY:
+                seen.add(id(part))
+                stack += part.values() if isinstance(part, dict) else part
+        elif isinstance(part, nn.Module) or (not isinstance(part, (*_PLAIN, Tensor)) and access(part) is not None):
+            yield part
+
+
+def _sum(parameter: Any) -> Tensor | None:
+    """Of the elements, None of what is not a plain tensor or has no memory now."""
+    values = parameter if parameter is None else parameter.detach()
+    if type(values) is not Tensor or values.layout is not torch.strided or not values.untyped_storage().nbytes():
+        return None
+    if values.element_size() == 1:  # float8 has no sum
+        values = values.view(torch.uint8)
+    return values.sum(dtype=None if values.is_complex() or values.device.type == "mps" else torch.float64)
 
 
 def _put(place: dict[str, Any], name: str, value: Any) -> None:
@@ -419,10 +530,19 @@ def differs(first: list[Tensor], again: list[Tensor]) -> Tensor | bool:
     return bool(verdict) if isinstance(verdict, Tensor) and verdict.device.type == "cpu" else verdict
 
 
-def another(stage: int, what: str, names: str) -> ScheduleError:
-    """RECOMPUTE did not repeat its forward."""
+def another(run: str, stage: int, what: str, names: str) -> ScheduleError:
+    """The second run did not repeat the first."""
     return ScheduleError(
-        f"RECOMPUTE of stage {stage} made another {what} than its forward{names}: the stage or loss_fn reads state "
+        f"{run} of stage {stage} made another {what} than its forward{names}: the stage or loss_fn reads state "
         "or draws from a generator that none of its modules holds, or changes its targets in place; make these "
-        "attributes or buffers of its modules, change a copy, or run a program without RECOMPUTE"
+        "attributes, buffers or list entries of its modules, change a copy, or run the stage without RECOMPUTE and "
+        "checkpoint"
+    )
+
+
+def twice(stage: int, path: str) -> ScheduleError:
+    """[Note: parameters are not put back]"""
+    return ScheduleError(
+        f"the forward of stage {stage} changes parameter {path}, and its second run would change it twice; make it a "
+        "buffer, which is put back, change it behind step(), or run the stage without RECOMPUTE and checkpoint"
     )

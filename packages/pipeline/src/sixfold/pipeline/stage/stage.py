@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from itertools import chain
 from typing import Any, Protocol
 
@@ -23,8 +22,20 @@ from sixfold.pipeline.stage.distributed_data_parallel import check_reducers, rep
 
 __all__ = ["DataParallel", "GivenTensors", "Stage", "check_made"]
 
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-Around = Callable[[Mapping[str, Any]], Contexts]
+
+class TwoRuns(Protocol):
+    """A forward that a checkpoint runs twice."""
+
+    early_stop: bool  # the second run ends with the last tensor that the backward needs, not with the forward
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        """Around the first run, and around each later one."""
+
+    def made(self, outputs: Any) -> Any:
+        """What a run made, before it is handed on."""
+
+
+Around = Callable[[Mapping[str, Any]], TwoRuns]
 
 
 class GivenTensors:
@@ -81,7 +92,8 @@ class Stage:
         tied: parameters of which several stages hold a copy, by one name on all of them. A runner gives each copy the
             value of the lowest stage. After a step each has the sum of their gradients.
         checkpoint: keep only the stage's inputs, and run its forward again in the backward
-            (``torch.utils.checkpoint``, non-reentrant). What the forward changes, it changes once.
+            (``torch.utils.checkpoint``, non-reentrant). What the forward changes in buffers, attributes and generators,
+            it changes once; a parameter that the second run changes again is refused.
         data_parallel: see ``DataParallel``.
         cuda_graphs: from the fourth step on F, I and W (or B) are replays of CUDA graphs, for one set of shapes. The
             module takes only tensors and has no hooks and no branch on values. Each microbatch keeps its activations.
@@ -152,24 +164,29 @@ class Stage:
     @property
     def call(self) -> Callable[..., Any]:
         """What F runs: ``data_parallel.call``, else the module, else the identity; checkpointed if asked for."""
-        return self.called(_nothing_around)
+        return self.called(_NothingAround)
 
-    def called(self, contexts: Around) -> Callable[..., Any]:
-        """``call``; where it is checkpointed, ``contexts(kwargs)`` are what its forward runs in, and runs again in."""
+    def called(self, around: Around) -> Callable[..., Any]:
+        """``call``; where it is checkpointed, ``around(kwargs)`` has what its forward runs in, and runs again in."""
         if (call := getattr(self.data_parallel, "call", None)) is not None:
-            return self.checkpointed(call, contexts)
-        return _pass_on if self.module is None else self.checkpointed(self.module, contexts)
+            return self.checkpointed(call, around)
+        return _pass_on if self.module is None else self.checkpointed(self.module, around)
 
-    def checkpointed(self, call: Callable[..., Any], contexts: Around | None = None) -> Callable[..., Any]:
+    def checkpointed(self, call: Callable[..., Any], around: Around) -> Callable[..., Any]:
         """``call`` as this stage runs it: itself, or with its activations made again in the backward."""
-        around = contexts or _nothing_around
         if not self.checkpoint:
             return call
 
         def again_in_backward(*arguments: Any, **kwargs: Any) -> Any:
-            run, context_fn = partial(call, **kwargs), partial(around, kwargs)
+            runs = around(kwargs)
             given = GivenTensors((), kwargs)  # torch looks after the arguments itself
-            made = checkpointed_call(run, *arguments, use_reentrant=False, context_fn=context_fn)
+
+            def run(*inputs: Any) -> Any:
+                return runs.made(call(*inputs, **kwargs))
+
+            made = checkpointed_call(
+                run, *arguments, use_reentrant=False, context_fn=runs.contexts, early_stop=runs.early_stop
+            )
             if torch.is_grad_enabled():
                 given.check(self.index, "the second run of its checkpoint")
             return made
@@ -234,8 +251,17 @@ def _tied(index: int, tied: Mapping[str, Tensor] | None, module: nn.Module | Non
     return found
 
 
-def _nothing_around(_: Mapping[str, Any]) -> Contexts:
-    return nullcontext(), nullcontext()
+class _NothingAround:
+    early_stop = True
+
+    def __init__(self, _: Mapping[str, Any]) -> None:
+        pass
+
+    def contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), nullcontext()
+
+    def made(self, outputs: Any) -> Any:
+        return outputs
 
 
 def _pass_on(*arguments: Tensor, **_: Any) -> Tensor | tuple[Tensor, ...]:

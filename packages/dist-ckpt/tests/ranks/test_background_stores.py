@@ -260,12 +260,12 @@ def wait_in_the_call(rank, ranks, environment, port, url):
             seen.append(asked(s3))
             return found
 
-        def copied(content):
+        def copied(content, request):
             until = time.monotonic() + 20
             while rank == 0 and len([status for _, status in asked(s3) if status]) < 2 and time.monotonic() < until:
                 time.sleep(0.01)
             seen.append(asked(s3))
-            return copy(content)
+            return copy(content, request)
 
         saving.agree_on, saver._copy = agreed, copied
         handle = saver.save(state(2, rank, ranks), url)
@@ -344,12 +344,12 @@ def given_up(rank, ranks, environment, port, url):
             dist.barrier()
             before, start = set(threading.enumerate()), []
 
-            def fail(content, kind=kind, start=start):
+            def fail(content, request, kind=kind, start=start):
                 if rank == 0:
                     s3.wait_for(kind, 1, 20)
                     start.append(time.monotonic())
                     raise CheckpointError("no room")
-                return copy(content)
+                return copy(content, request)
 
             saver._copy = fail
             with pytest.raises(CheckpointError, match=r"^no room$"):

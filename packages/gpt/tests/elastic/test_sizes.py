@@ -87,5 +87,5 @@ def test_a_folder_of_no_run_is_told(tmp_path):
 
 
 def test_what_nobody_has_asked_is_no_number(run):
-    (run / "resize").write_text("many")
+    (run / sizes.WORD).write_text("many")
     assert taken(run, (4, 2)) is None

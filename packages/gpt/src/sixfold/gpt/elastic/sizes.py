@@ -1,7 +1,7 @@
 """How many ranks a run that is kept alive may have, and the word that asks it for another number.
 
     config, ranks --> sizes_of, config_of (this file) --> supervisor.py, train.py
-    sixfold resize RUN RANKS --> ask (this file) --> RUN/resize --> taken (this file) --> supervisor.py
+    sixfold resize RUN RANKS --> ask (this file) --> RUN/.sixfold-resize --> taken (this file) --> supervisor.py
 
 Only the data-parallel degree changes: the global batch stays, and microbatches for each rank grow.
 """
@@ -17,7 +17,7 @@ from sixfold.gpt.config.rules import check_world
 from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.errors import ConfigError
 
-WORD, REFUSED = "resize", "refused:"
+WORD, REFUSED = ".sixfold-resize", "refused:"  # a name that no file of a user has
 ANSWER_S = 10.0  # a supervisor looks ten times a second
 
 
@@ -94,7 +94,7 @@ def taken(run_dir: Path, sizes: tuple[int, ...]) -> int | None:
 
 def _put(word: Path, text: str) -> None:
     """At once, over a word of before."""
-    draft = word.with_name(f".{WORD}.{os.getpid()}")
+    draft = word.with_name(f"{WORD}.{os.getpid()}")
     draft.write_text(text)
     draft.replace(word)
 

@@ -44,6 +44,7 @@ class KeptAlive:
     is_full: bool = False  # no room for snapshots, and that was told
     is_begun: bool = False  # a snapshot whose end is not known yet
     last_step: int = 0  # of the last snapshot, or from which the generation went on
+    in_memory: tuple[int, ...] = ()  # steps of whole snapshots when the generation began
 
     @classmethod
     def of(cls, generation: Generation, heartbeat: Heartbeat, memory_run: str) -> KeptAlive:
@@ -63,8 +64,9 @@ class KeptAlive:
 
     def newest_step(self, run: Run, start: StartingPoint) -> int:
         """The step from which this generation goes on. Collective over all ranks."""
-        steps = [] if run.tier is None or self.generation.number == 1 else run.tier.steps()
-        return max([step_of(start.newest), *steps])
+        if run.tier is not None and self.generation.number > 1:
+            self.in_memory = tuple(run.tier.steps())
+        return max(step_of(start.newest), *self.in_memory, 0)
 
     def take_back(self, run: Run, start: StartingPoint, step: int) -> bool:
         """Take state from memory, unless a checkpoint is newer. Collective over all ranks.
@@ -73,7 +75,7 @@ class KeptAlive:
             CorruptError: what is in memory is damaged, and there is no checkpoint either.
         """
         mesh, on_disk = run.rank.mesh, step_of(start.newest)
-        if run.tier is None or self.generation.number == 1 or step not in run.tier.steps():
+        if run.tier is None or step not in self.in_memory:
             return False
         try:
             found = training_state.load_snapshot(run.rank, run.tier)

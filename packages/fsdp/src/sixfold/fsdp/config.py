@@ -7,19 +7,51 @@ Pure values that refuse what cannot work when they are made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.strategy import ShardingStrategy, one_of
 
+T = TypeVar("T")
+
 __all__ = ["BufferConfig", "MixedPrecision", "ShardingStrategy", "one_of"]
+
+# What torch's MixedPrecision of FSDP1 and MixedPrecisionPolicy of FSDP2 take beside.
+_TORCHS_PRECISION = {
+    "buffer_dtype": "module buffers keep their dtype; leave it out",
+    "cast_forward_inputs": "use cast_inputs, for the root call's inputs",
+    "cast_root_forward_inputs": "use cast_inputs",
+    "keep_low_precision_grads": "use grad_dtype",
+    "output_dtype": "outputs keep the dtype of the last layer; cast them in the loss, and leave it out",
+}
 
 MERGE_BYTES = 4 << 20  # of single layers that are merged unasked; docs/decisions/fsdp.md
 
 
+def _naming_ours(foreign: Mapping[str, str]) -> Callable[[type[T]], type[T]]:
+    """A class decorator: a ``foreign`` argument is an FsdpError that says what to write, and no bare TypeError."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        make = cls.__init__
+
+        @wraps(make)
+        def checked(self: T, *positional: Any, **given: Any) -> None:
+            for name in given.keys() & foreign:
+                raise FsdpError(f"{name} is no option of {cls.__name__}; {foreign[name]}")
+            make(self, *positional, **given)
+
+        cls.__init__ = checked  # type: ignore[assignment]
+        return cls
+
+    return decorate
+
+
+@_naming_ours(_TORCHS_PRECISION)
 @dataclass(frozen=True, kw_only=True)
 class MixedPrecision:
     """Number formats of weights, sums and main copies.

@@ -47,9 +47,14 @@ class Options:
     first_step_timeout_s: float
 
     @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """All options."""
+        return tuple(field.name for field in fields(cls))
+
+    @classmethod
     def of(cls, arguments: Mapping[str, Any]) -> Options:
         """Those of ``arguments`` that are options."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+        return cls(**{name: arguments[name] for name in cls.names()})
 
     def __post_init__(self) -> None:
         names = tuple(strategy.value for strategy in ShardingStrategy)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -28,11 +28,12 @@ from sixfold.fsdp.report import model_report
 from sixfold.fsdp.setup import build, start_values
 from sixfold.fsdp.setup.meta_device import InitFn
 from sixfold.fsdp.setup.options import Options
+from sixfold.fsdp.setup.torch_options import check_kinds, refuse_unknown
 from sixfold.fsdp.setup.unit_selection import Selector
 from sixfold.fsdp.state import full_state, records
 from sixfold.fsdp.state import load_full_state as streamed
 from sixfold.fsdp.state.records import StateRecord
-from sixfold.fsdp.wrapper.missing_members import MEMBERS, OPTIONS, module_member
+from sixfold.fsdp.wrapper.missing_members import MEMBERS, module_member
 from sixfold.fsdp.wrapper.pipeline_stage import StageHandle
 
 
@@ -73,13 +74,14 @@ class FullyShardedDataParallel(nn.Module):
             ``timeout_s`` holds.
         first_step_timeout_s: longest wait in the first step, where ranks compile. The longer one holds there too.
     Raises:
-        FsdpError: an argument breaks its rule; on all ranks, if models or start values differ between ranks.
+        FsdpError: an argument breaks its rule, or is of torch's wrappers; on all ranks, if models or start values
+            differ between ranks.
     """
 
     def __init__(
         self,
         module: nn.Module,
-        *,
+        *positional: Never,
         mesh: DeviceMesh | None = None,
         process_group: dist.ProcessGroup | str | None = "world",
         strategy: ShardingStrategy | str = "optim_grads_params",
@@ -98,8 +100,12 @@ class FullyShardedDataParallel(nn.Module):
         timeout_s: float = 60.0,
         busy_timeout_s: float = 600.0,
         first_step_timeout_s: float = 600.0,
+        **others: Never,
     ) -> None:
-        options = Options.of(locals())
+        given = {**locals()}
+        refuse_unknown(positional, others, Options.names())
+        check_kinds(module, given)
+        options = Options.of(given)
         super().__init__()
         made = build.build(module, options)
         self.module = module
@@ -502,15 +508,13 @@ class FullyShardedDataParallel(nn.Module):
         return sharded_optimizer.shard_optimizer(optimizer, self._engine, self._engine.records, self._optimizers)
 
 
-def fully_shard(module: nn.Module, **options: Any) -> FullyShardedDataParallel:
+def fully_shard(module: nn.Module, *positional: Never, **options: Any) -> FullyShardedDataParallel:
     """``FullyShardedDataParallel(module, **options)``, for as long as ``module`` lives.
 
     ``module(x)`` works like the returned object's call. You need not keep that object. Call this once for the whole
     model and name the units by ``fsdp_unit_modules``. torch's function of this name is called once per unit.
     """
-    for name in OPTIONS.keys() & options.keys():
-        raise FsdpError(f"fully_shard has no option {name}; {OPTIONS[name]}")
-    model = FullyShardedDataParallel(module, **options)
+    model = FullyShardedDataParallel(module, *positional, **options)
     model._end.detach()
     model._tidy.detach()
     build.end_with(module, model._engine, model._everywhere)
@@ -529,4 +533,9 @@ def fully_shard_optimizer(optimizer: torch.optim.Optimizer, model: FullyShardedD
     Raises:
         FsdpError: the optimizer has state, or a parameter that is not of this model.
     """
+    if not isinstance(model, FullyShardedDataParallel):
+        raise FsdpError(
+            f"fully_shard_optimizer is given a {type(optimizer).__name__} and a {type(model).__name__}; it takes the "
+            "optimizer, then what fully_shard returned"
+        )
     return model._shard_optimizer(optimizer)

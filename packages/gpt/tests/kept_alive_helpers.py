@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import importlib
+import multiprocessing
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +22,7 @@ from sixfold.gpt.commands.train import prepare_member, train_generation
 from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.elastic.generation import Generation
 from sixfold.gpt.elastic.heartbeat import Heartbeat
-from sixfold.gpt.elastic.memory_folder import snapshots_of
+from sixfold.gpt.elastic.memory_folder import PREFIX, snapshots_of
 from sixfold.gpt.elastic.supervisor import keep_alive
 
 # Name of an instant -> what is called there. "after": when it has returned, as in the middle of what calls it.
@@ -63,7 +67,9 @@ class Fault:
 
     instant: str
     rank: int
-    action: str  # "SIGKILL", "SIGSTOP", "error"; "worker", "stopped worker"; "flipped bit": in memory, then SIGKILL
+    # "SIGKILL", "SIGSTOP", "error"; "worker", "stopped worker"; "flipped bit": in memory, then SIGKILL; "host": its
+    # memory is gone, and then this process; "no room for copies": of other hosts.
+    action: str
     generation: int = 1
     step: int = 3  # the step at hand, counted from 1; 0: from the start of the generation on
 
@@ -109,6 +115,16 @@ class Fault:
         if self.action == "flipped bit":
             _flip_newest(_tier())
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.action == "no room for copies":
+
+            def full(*_: object) -> None:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+            _tier()._server._take = full
+            return
+        if self.action == "host":
+            shutil.rmtree(_tier()._folder.root, ignore_errors=True)
+            os.kill(os.getpid(), signal.SIGKILL)
         os.kill(os.getpid(), getattr(signal, self.action))
 
 
@@ -139,13 +155,23 @@ def _found(module: str, name: str) -> tuple[Any, str]:
 
 
 def faulty_generation(
-    generation: Generation, heartbeat: Heartbeat, config: TrainConfig, memory_run: str, faults: tuple[Fault, ...]
+    generation: Generation, heartbeat: Heartbeat, config: TrainConfig, memory_runs: list[str], faults: tuple[Fault, ...]
 ) -> int:
     """`train_generation`, in which the faults of this rank and generation happen."""
     for fault in faults:
         if fault.generation in (0, generation.number) and fault.rank == generation.rank:
             fault.put()
-    return train_generation(generation, heartbeat, config, memory_run)
+    return train_generation(generation, heartbeat, config, _of_member(memory_runs))
+
+
+def _prepare(config: TrainConfig, memory_runs: list[str], *_: object) -> None:
+    prepare_member(config, _of_member(memory_runs))
+
+
+def _of_member(memory_runs: list[str]) -> str:
+    """That of the stand-in for a node on which this process is: two members each, in turns."""
+    member = int(multiprocessing.current_process().name.rpartition(" ")[2])
+    return memory_runs[member // 2 % len(memory_runs)]
 
 
 def run_kept_alive(
@@ -154,16 +180,25 @@ def run_kept_alive(
     *faults: Fault,
     watch: Callable[[], None] | None = None,
     attempts: int = 3,
+    nodes: int = 1,
     **options: Any,
 ) -> list[str]:
-    """Train as ``config`` says while faults happen; what the supervisor told."""
+    """Train as ``config`` says while faults happen; what the supervisor told.
+
+    Args:
+        nodes: stand-ins on this machine, which differ in the folder of their snapshots.
+    """
     told: list[str] = []
-    with snapshots_of(Path(config.run.dir), Path(config.elastic.memory_folder)) as memory_run:
+    folder = Path(config.elastic.memory_folder)
+    with snapshots_of(Path(config.run.dir), folder) as memory_run, ExitStack() as at_end:
+        memory_runs = [memory_run, *(f"{memory_run}-{node}" for node in range(1, nodes))]
+        for name in memory_runs[1:]:
+            at_end.callback(shutil.rmtree, folder / f"{PREFIX}{name}", ignore_errors=True)
         status = keep_alive(
             faulty_generation,
             ranks,
-            (config, memory_run, faults),
-            prepare=prepare_member,
+            (config, memory_runs, faults),
+            prepare=_prepare,
             spares=config.elastic.spares,
             attempts=attempts,
             hung_after_s=config.elastic.hung_after_seconds,

@@ -125,11 +125,11 @@ def deaf(rank, ranks, shm, how):
         handle.wait()
         took = time.monotonic() - start
         tier.wait()
-        copies = handle.unreplicated
+        copies, known = handle.unreplicated, str(tier.unreplicated)
         tier.save(3, state_of(rank, ranks, 3)).wait()
         tier.wait()
         own = [int(path.name.split("-")[3]) for path in generations(shm, rank)]
-        return took, type(copies).__name__, str(copies), own
+        return took, type(copies).__name__, str(copies), own, known
 
 
 @pytest.mark.parametrize(
@@ -139,8 +139,9 @@ def deaf(rank, ranks, shm, how):
 )  # fmt: skip
 def test_a_peer_that_takes_no_copy_leaves_the_snapshot_whole_and_the_handle_says_why(shm, how, kind, text):
     """And the newest generation with all its copies stays: the first."""
-    (took, found, told, own), (_, other, _, _) = run_ranks(deaf, 2, shm, how)
+    (took, found, told, own, known), (_, other, _, _, other_knows) = run_ranks(deaf, 2, shm, how)
     assert took < 4
+    assert known == other_knows == told, "all ranks know"
     assert (found, other) == (kind, "NoneType") and text in told and "rank 1 of domain host1" in told
     assert own[0] == 1 and own[-1] == 3
     lose(shm, 1)

@@ -232,3 +232,32 @@ def regroups(rank, ranks, shm):
 def test_a_tier_goes_on_with_the_ranks_that_are_left(shm):
     assert run_ranks(regroups, 3, shm, allow_exit={2})[:2] == [(2, [2, 3], True)] * 2
     assert {one.step for one in run_ranks(restores, 2, shm, 3)} == {3}
+
+
+def with_fewer_domains(rank, ranks, shm):
+    """Of three domains two are left, then one: each time fewer copies are asked for, and nothing is warned of."""
+    tier, found = tier_of(shm, rank, ranks, ranks, replicas=2, timeout_s=10), []
+    tier.save(1, state_of(rank, ranks, 1)).wait()
+    groups = [dist.new_group([*range(left)]) for left in (2, 1)]
+    dist.barrier()
+    for step, group in enumerate(groups, 2):
+        left = dist.get_world_size(group) if rank <= 3 - step else 0
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        tier.regroup(group, replicas=left - 1)
+        restored = tier.restore(state_of(rank, left, 0, fill=False))
+        check_state(restored.state, rank, left, step - 1)
+        handle = tier.save(step, state_of(rank, left, step))
+        handle.wait()
+        tier.wait()
+        found.append((restored.step, handle.unreplicated, tier.unreplicated, len(handle._receivers)))
+        dist.barrier(group)
+    with pytest.raises(CheckpointError, match="replicas is -1; it is an integer >= 0"):
+        tier.regroup(groups[1], replicas=-1)
+    tier.close()
+    return found
+
+
+@pytest.mark.filterwarnings("error:replicas is")
+def test_a_tier_goes_on_with_fewer_domains_and_as_many_copies_as_it_is_told(shm):
+    assert run_ranks(with_fewer_domains, 3, shm, allow_exit={1, 2})[0] == [(1, None, None, 1), (2, None, None, 0)]

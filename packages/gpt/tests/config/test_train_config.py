@@ -143,6 +143,7 @@ dp = []
 memory_every = 1
 memory_lazy = false
 memory_folder = "/dev/shm"
+memory_replicas = 1
 compare_replicas_every = 0
 
 [run]

@@ -79,8 +79,11 @@ def test_snapshots_take_the_memory_of_two_generations_their_copies_and_the_arena
     found = whole["goodput"]["snapshots"]
     assert (found["hosts"], found["copies"]) == (2, 1)
     assert found["bytes_per_host"] == pytest.approx(arenas + 2 * 2 * 8 * share, rel=0.01)
-    text = plan("--world", "16", "--device", "h100", "--mtbf-hours", "3", "--copies", "0", "train.global_batch_size=64")
-    assert "on each of 2 hosts, no copy elsewhere" in text
+    words = ("--world", "16", "--device", "h100", "--mtbf-hours", "3", "train.global_batch_size=64")
+    assert "on each of 2 hosts, a copy on 1 other" in plan(*words, "elastic.memory_replicas=3")
+    assert "on each of 2 hosts, no copy elsewhere" in plan(*words, "elastic.memory_replicas=0")
+    assert "no snapshots in memory (elastic.memory_every = 0)" in plan(*words, "elastic.memory_every=0")
+    assert goodput_of(plan(*words, "--json", "elastic.memory_every=0"))["snapshots"]["bytes_per_host"] == 0
 
 
 def test_without_a_rate_of_failures_there_is_no_goodput(plan):
@@ -91,7 +94,6 @@ def test_without_a_rate_of_failures_there_is_no_goodput(plan):
     ("words", "said"),
     [
         (["--save-seconds", "3"], "--save-seconds is given and no time between failures; add --mtbf-hours or --rank"),
-        (["--copies", "0"], "--copies is given and no time between failures"),
         (["--mtbf-hours", "3", "--device", "cpu"], "the time of a step is not known for cpu; give --step-seconds"),
         (["--mtbf-hours", "3", "--rank-mtbf-hours", "3"], "not allowed with argument"),
         (["--mtbf-hours", "0"], "'0' is no number > 0"),

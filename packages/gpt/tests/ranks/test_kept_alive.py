@@ -141,6 +141,43 @@ def test_a_worker_that_dies_or_is_stopped_costs_a_snapshot_and_no_process(tmp_pa
     assert all(one == first for one in later), told
 
 
+NODE_LOST = Fault("in a forward", 2, "host", step=4), Fault("in a forward", 3, "host", step=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["fsdp4", "dp2pp2"])
+def test_a_node_whose_memory_is_lost_with_it_costs_no_more_than_its_ranks(tmp_path, unbroken, layout):
+    ranks, *keys = LAYOUTS[layout]
+    config = tiny_config(tmp_path, *KEYS, *keys, IN_MEMORY)
+    told = run_kept_alive(config, ranks, *NODE_LOST, nodes=2)
+    first, *_ = lines(config, "recovery")
+    assert first["source"] == "memory" and first["step"] in (2, 3), told
+    assert_same_run(config, unbroken(layout))
+    alone = "elastic.memory_replicas is 1, and the run is on 1 node: copies of a snapshot on other nodes: 0"
+    assert [line["why"] for line in lines(config, "no_replica")] == [alone] * len(lines(config, "recovery"))
+
+
+@pytest.mark.slow
+def test_a_node_without_room_for_copies_is_told_once_and_the_run_goes_on(tmp_path, unbroken):
+    ranks, *keys = LAYOUTS["fsdp4"]
+    config = tiny_config(tmp_path, *KEYS, *keys)
+    faults = [Fault("after a snapshot", rank, "no room for copies", step=2) for rank in (2, 3)]
+    assert run_kept_alive(config, ranks, *faults, nodes=2) == []
+    [line] = lines(config, "no_replica")
+    assert line["step"] in (3, 4) and "a snapshot lacks a copy on another node: rank 2 of domain" in line["why"]
+    assert "No space left on device" in line["why"]
+    assert_same_run(config, unbroken("fsdp4"))
+
+
+@pytest.mark.slow
+def test_without_copies_a_node_whose_memory_is_lost_takes_the_snapshots_with_it(tmp_path, unbroken):
+    ranks, *keys = LAYOUTS["fsdp4"]
+    config = tiny_config(tmp_path, *KEYS, *keys, IN_MEMORY, "elastic.memory_replicas=0")
+    run_kept_alive(config, ranks, *NODE_LOST, nodes=2)
+    assert lines(config, "recovery")[0]["source"] == "the start"
+    assert_same_run(config, unbroken("fsdp4"))
+
+
 @pytest.fixture
 def small_memory():
     """A tmpfs of 64 KiB, in which no snapshot has room."""

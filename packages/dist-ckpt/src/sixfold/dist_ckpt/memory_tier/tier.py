@@ -27,9 +27,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from sixfold.dist_ckpt import retention, serialization
 from sixfold.dist_ckpt.background.saver import own_tensors
-from sixfold.dist_ckpt.collectives import consistency
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
-from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, MismatchError, ShardingError, StorageError
+from sixfold.dist_ckpt.errors import CheckpointError, CorruptError, ShardingError, StorageError
 from sixfold.dist_ckpt.formats.frame import LARGE_ALIGNMENT, template
 from sixfold.dist_ckpt.memory_tier import placement
 from sixfold.dist_ckpt.memory_tier.domain_folder import DomainFolder, DomainStore, check_run
@@ -40,6 +39,7 @@ from sixfold.dist_ckpt.memory_tier.placement import Place, check_places
 from sixfold.dist_ckpt.memory_tier.record import Record
 from sixfold.dist_ckpt.memory_tier.restoring import GenerationStore, Index, index_of
 from sixfold.dist_ckpt.memory_tier.savers import DrainSaver, SnapshotSaver
+from sixfold.dist_ckpt.memory_tier.settling import Report, Verdict, error_of, first_of
 from sixfold.dist_ckpt.save_load.saving import SaveRequest
 from sixfold.dist_ckpt.storage.local import located, resolved, store_at
 from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
@@ -47,27 +47,6 @@ from sixfold.dist_ckpt.strategies.torch import TorchDistSaveShardedStrategy
 T = TypeVar("T")
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _IO_S = 10.0  # the longest that a rank waits for a byte of another, or a quarter of timeout_s
-
-
-class _Report(NamedTuple):
-    """How a rank's part of the last snapshot ended, and what this rank calls."""
-
-    call: dict[str, object]
-    generation: Generation | None  # None: this rank has begun none
-    error: BaseException | None
-    has_copies: bool
-    crcs: bytes | None
-    is_draining: bool
-    drain_error: BaseException | None
-
-
-class _Verdict(NamedTuple):
-    """What the first rank makes of all reports."""
-
-    error: CheckpointError | None
-    has_copies: bool
-    drains: bool
-    drain_error: CheckpointError | None
 
 
 class _Found(NamedTuple):
@@ -115,6 +94,9 @@ class MemoryTier:
             quarter of ``timeout_s`` if that is less, gets no copy.
         address: the name or number by which other hosts reach this one; None: its host name. Where all ranks are of one
             host, they talk over its loopback.
+    Attributes:
+        unreplicated: why some rank's part of the newest whole snapshot lacks a copy; None if none does, or none of
+            this attempt is whole yet. All ranks have the same.
     Raises:
         CheckpointError: an argument that means nothing.
     """
@@ -134,8 +116,7 @@ class MemoryTier:
     ) -> None:
         check_run(run)
         for name, value in (("replicas", replicas), ("drain_every", drain_every)):
-            if not retention.is_integer(value, 0):
-                raise CheckpointError(f"{name} is {value!r}; it is an integer >= 0")
+            _check_count(name, value)
         if drain_every and drain_to is None:
             raise CheckpointError(f"drain_every is {drain_every}, and drain_to None; name the folder or URL")
         if domain is not None and not (isinstance(domain, str) and domain):
@@ -158,6 +139,7 @@ class MemoryTier:
         self._turn, self._last_step = 0, -1
         self._saved: list[Saved] = []
         self._current: Snapshot | None = None
+        self.unreplicated: CheckpointError | None = None
 
     # ---- what a run calls
 
@@ -287,14 +269,20 @@ class MemoryTier:
 
         return exchange.all_reduce(share, stated)[1]
 
-    def regroup(self, group: Group) -> None:
+    def regroup(self, group: Group, *, replicas: int | None = None) -> None:
         """Go on with the ranks of another group, after one of them was lost. Not collective; ``restore`` comes next.
 
         Worker and memory of this process stay. What became of the last snapshot is seen by ``restore``. A checkpoint on
         its way to ``drain_to`` ends as it does, and no call raises its error.
+
+        Args:
+            replicas: from now on, as where hosts were lost or have come; None: as before.
         """
         if self._is_closed:
             raise CheckpointError("this MemoryTier is closed; make a new one")
+        if replicas is not None:
+            _check_count("replicas", replicas)
+            self.replicas = replicas
         with suppress(CheckpointError):  # of the last snapshot
             self._saver.let_go()
         self._drainer.error_is_known()
@@ -304,7 +292,7 @@ class MemoryTier:
         self._group = self._saver._group = self._drainer._group = group
         self._server, self._domain_of_R, self._addresses = None, (), ()
         self._strategy = TorchDistSaveShardedStrategy()
-        self._attempt, self._current, self._saved = None, None, []
+        self._attempt, self._current, self._saved, self.unreplicated = None, None, [], None
 
     def discard(self) -> None:
         """Remove this run's snapshots on all domains, and close. Collective; checkpoints of ``drain_to`` stay."""
@@ -426,13 +414,11 @@ class MemoryTier:
         """What became of the last snapshot; see [Note: two generations]. All ranks call this for the same reason."""
         current, generation = self._current, None if self._current is None else self._saver.generation
         self._saver.let_go()
-        report = _Report(call, generation, None, True, b"", self._drainer.is_busy(), self._drainer.error())
+        report = Report(call, generation, None, None, b"", self._drainer.is_busy(), self._drainer.error())
         if current is not None:
             value = current._flight._value
-            has_copies = value is not None or not current._receivers
             crcs = None if value is None else value[0]
-            failed = current.unreplicated is not None
-            report = report._replace(error=current._flight._error, has_copies=has_copies and not failed, crcs=crcs)
+            report = report._replace(error=current._flight._error, unreplicated=current.unreplicated, crcs=crcs)
         _, verdict = self._exchange().all_reduce(lambda: (None, report), self._judged)
         self._current = None
         if generation is not None:
@@ -449,43 +435,24 @@ class MemoryTier:
             if error is not None:
                 raise error
 
-    def _judged(self, reports: list[_Report]) -> _Verdict:
+    def _judged(self, reports: list[Report]) -> Verdict:
         """On the first rank."""
-        for rank, report in enumerate(reports):
-            if report.call != reports[0].call:
-                first, other = (" of step ".join(map(str, call.values())) for call in (reports[0].call, report.call))
-                raise MismatchError(
-                    f"rank 0 calls {first} of a memory tier, and rank {rank} {other}; all ranks make the same calls"
-                )
-        step = reports[0].call.get("step")
-        if isinstance(step, int) and step <= self._last_step:
-            raise CheckpointError(
-                f"step {step} is saved after step {self._last_step}; steps grow. A run that goes back calls restore()"
-            )
-        error = next((_as_ours(report.error) for report in reports if report.error is not None), None)
-        found = {report.generation for report in reports}
-        if error is None and len(found) > 1:
-            without = [rank for rank, report in enumerate(reports) if report.generation is None]
-            error = CheckpointError(f"ranks {without} have begun no snapshot, and the others have; save it again")
-        crcs = [report.crcs for report in reports if report.crcs is not None]
-        if error is None and self._current is not None and self._saver.content is not None:
-            try:
-                consistency.check_crcs(self._saver.content.crcs, crcs if len(crcs) == len(reports) else [])
-            except CheckpointError as differ:
-                error = differ
+        content = None if self._current is None else self._saver.content
+        error = error_of(reports, self._last_step, () if content is None else tuple(content.crcs))
         is_whole = self._current is not None and error is None
         self._since_drain += is_whole
         drains = is_whole and 0 < self._drain_every <= self._since_drain
         drains = drains and not any(report.is_draining for report in reports)
         if drains:
             self._since_drain = 0
-        drain_error = next((_as_ours(report.drain_error) for report in reports if report.drain_error is not None), None)
-        return _Verdict(error, all(report.has_copies for report in reports), drains, drain_error)
+        unreplicated = first_of(report.unreplicated for report in reports)
+        return Verdict(error, unreplicated, drains, first_of(report.drain_error for report in reports))
 
-    def _is_whole(self, generation: Generation, verdict: _Verdict) -> None:
+    def _is_whole(self, generation: Generation, verdict: Verdict) -> None:
         if self._is_first:
             self._folder.settle(generation)
-        self._saved = kept([*self._saved, Saved(generation, verdict.has_copies)])
+        self.unreplicated = verdict.unreplicated
+        self._saved = kept([*self._saved, Saved(generation, verdict.unreplicated is None)])
         if verdict.drains:
             assert self._saver.content is not None, "a generation was saved"
             place = retention.step_path(self.drain_to, generation.step)
@@ -494,6 +461,7 @@ class MemoryTier:
     def _begin_attempt(self, found: _Found) -> None:
         """The next attempt, from ``found`` on: what is not found goes. See [Note: attempts] (generations.py)."""
         self._attempt, self._saved, self._turn, self._last_step = found.attempt, [], 0, -1
+        self.unreplicated = None
         if found.choice is not None:
             wanted = min(self.replicas, len({*self._domain_of_R}) - 1)
             is_replicated = all(len(holders) > wanted for holders in found.choice.holders)
@@ -595,5 +563,6 @@ class MemoryTier:
         return {*(found or everything)}
 
 
-def _as_ours(error: BaseException) -> CheckpointError:
-    return error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
+def _check_count(name: str, value: object) -> None:
+    if not retention.is_integer(value, 0):
+        raise CheckpointError(f"{name} is {value!r}; it is an integer >= 0")

@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sixfold.gpt.commands.arguments import above_zero, at_least_one, at_least_zero, seconds, share
+from sixfold.gpt.commands.arguments import above_zero, at_least_one, seconds, share
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -89,7 +89,6 @@ def _add_failures(plan: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--from-checkpoint", type=share, metavar="P", help="share of failures that memory cannot mend, 0 to 1"
     )
-    group.add_argument("--copies", type=at_least_zero, metavar="K", help="of a snapshot, on other hosts (1)")
 
 
 def _plan(args: argparse.Namespace) -> int:

@@ -315,6 +315,7 @@ class ElasticConfig(Table):
     memory_every: Count = 1  # steps between snapshots in memory, from which the run goes on; 0 = none
     memory_lazy: bool = False  # their copy is made beside the next step, and whole at its end
     memory_folder: str = "/dev/shm"
+    memory_replicas: Count = 1  # copies of each in the memory of other nodes; where there are fewer, so many
     compare_replicas_every: Count = 0  # steps between comparisons of the bits of all copies of a shard; 0 = none
 
     def check(self) -> None:

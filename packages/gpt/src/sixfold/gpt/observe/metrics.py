@@ -31,6 +31,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "damaged": ("step", "checkpoint", "why"),
     "recovery": ("step", "generation", "lost", "source", "seconds"),
     "no_snapshot": ("step", "why"),
+    "no_replica": ("step", "why"),
     "plan": ("step", "source", "microbatches", "bubble_over_ideal", "gap", "memory_cap", "peak_activations"),
     "step": (
         "step",

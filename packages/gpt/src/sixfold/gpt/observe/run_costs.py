@@ -70,7 +70,8 @@ def _is_resize(recovery: Record, before: int, world: int) -> bool:
 def _event_kind(record: Record) -> str | None:
     if record["kind"] == "replicas":
         return None if record["result"] == "agree" else "copies differ"
-    return {"recovery": "recovery", "save": "checkpoint", "no_snapshot": "no snapshot"}.get(record["kind"])
+    kinds = {"recovery": "recovery", "save": "checkpoint", "no_snapshot": "no snapshot", "no_replica": "no copy"}
+    return kinds.get(record["kind"])
 
 
 @dataclass(kw_only=True, slots=True)

@@ -32,7 +32,6 @@ class FailureFlags:
 
     Attributes:
         mtbf_hours: mean time between failures of the whole job. rank_mtbf_hours: of one rank.
-        copies: of each snapshot, in the memory of other hosts; None: 1.
     """
 
     mtbf_hours: float | None = None
@@ -45,7 +44,6 @@ class FailureFlags:
     recover_seconds: float | None = None
     restart_seconds: float | None = None
     from_checkpoint: float | None = None
-    copies: int | None = None
 
     def __post_init__(self) -> None:
         if self.mtbf_hours is not None or self.rank_mtbf_hours is not None:
@@ -69,7 +67,8 @@ class FailurePlan:
         interval: steps between saves, as the configuration says. best: the interval with the highest goodput.
         steps: of the run.
         assumed: flags that were not given and that have no figure of the plan.
-        domain_bytes: memory for snapshots, of the host that needs most. hosts: how many. copies: on other hosts.
+        domain_bytes: memory for snapshots, of the host that needs most; 0: there are none. hosts: how many.
+        copies: of each snapshot, on other hosts.
     """
 
     costs: FailureCosts
@@ -119,7 +118,8 @@ def plan_failures(planned: LayoutPlan, flags: FailureFlags) -> FailurePlan:
     steps = max(1, planned.config.train.steps)
     best = best_interval(costs, steps)
     hosts = -(-planned.world // planned.device.per_node)
-    copies = 1 if flags.copies is None else flags.copies
+    elastic = planned.config.elastic
+    copies = min(elastic.memory_replicas, hosts - 1) if elastic.memory_every else 0
     return FailurePlan(
         costs=costs,
         interval=interval,
@@ -129,9 +129,9 @@ def plan_failures(planned: LayoutPlan, flags: FailureFlags) -> FailurePlan:
         at_best=goodput(costs, best),
         steps=steps,
         assumed=assumed,
-        domain_bytes=_domain_bytes(planned, copies),
+        domain_bytes=_domain_bytes(planned, copies) if elastic.memory_every else 0,
         hosts=hosts,
-        copies=min(copies, hosts - 1),
+        copies=copies,
     )
 
 
@@ -208,6 +208,8 @@ def as_lines(plan: FailurePlan) -> list[str]:
         words = ", ".join(f"--{name.replace('_', '-')} {ASSUMED[name]:g}" for name in plan.assumed)
         lines.append(f"  assumed: {words}; `sixfold doctor --run RUN` measures a run")
     copies = f"a copy on {plan.copies} other" if plan.copies else "no copy elsewhere"
+    if not plan.domain_bytes:
+        return [*lines, "  no snapshots in memory (elastic.memory_every = 0)"]
     lines.append(
         f"  snapshots in memory: {plan.domain_bytes / 1e9:,.2f} GB on each of {plan.hosts:,} "
         f"host{'s' * (plan.hosts > 1)}, {copies}"

@@ -3,15 +3,21 @@
     elastic/member.py --> generation, heartbeat --> KeptAlive (this file) --> loop.py
 
 The ranks of a generation are a run that resumes, as any other; the next one of the same process takes nothing from it.
+
+[Note: nodes and copies] What one supervisor has started is lost together with its host. So it is a domain of the tier,
+and copies go to the hosts of other supervisors. Where there are fewer of those than copies wanted, there are fewer
+copies, and the run goes on. It says so where copies can be expected: on several nodes, or where there were several.
 """
 
 from __future__ import annotations
 
+import socket
 import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sixfold.dist_ckpt import CorruptError, MemoryTier, StorageError
@@ -20,8 +26,9 @@ from sixfold.gpt.checkpoints.starting_point import StartingPoint, step_of
 from sixfold.gpt.data.token_stream import continue_data
 from sixfold.gpt.elastic.generation import Generation
 from sixfold.gpt.elastic.heartbeat import LATE, Heartbeat
+from sixfold.gpt.elastic.memory_folder import PREFIX
 from sixfold.gpt.launch.stop_signals import StopFlag
-from sixfold.gpt.parallel.agreement import all_or_raise, world_collective
+from sixfold.gpt.parallel.agreement import all_or_raise, gather_objects, world_collective
 from sixfold.gpt.parallel.mesh import RankMesh
 
 if TYPE_CHECKING:
@@ -42,8 +49,10 @@ class KeptAlive:
     flag: StopFlag
     memory_run: str  # the name of the run among those that have snapshots in memory
     is_full: bool = False  # no room for snapshots, and that was told
+    is_lone: bool = False  # copies do not arrive elsewhere, and that was told
     is_begun: bool = False  # a snapshot whose end is not known yet
     last_step: int = 0  # of the last snapshot, or from which the generation went on
+    few: str = ""  # why there are fewer copies on other nodes than wanted
     in_memory: tuple[int, ...] = ()  # steps of whole snapshots when the generation began
 
     @classmethod
@@ -55,11 +64,24 @@ class KeptAlive:
         return cls(generation=generation, heartbeat=heartbeat, flag=flag, memory_run=memory_run)
 
     def tier(self, config: TrainConfig, mesh: RankMesh) -> MemoryTier | None:
-        """Where snapshots lie; None without any. Versions of weights are of different steps, and in no snapshot."""
+        """Where snapshots lie; None without any. Versions of weights are of different steps, and in no snapshot.
+
+        Collective over all ranks. See [Note: nodes and copies].
+        """
         if not config.elastic.memory_every or not config.parallel.entry.flushed:
             return None
-        tier = tier_of(config, self.memory_run)
-        tier.regroup(mesh.control)
+        tier, wanted = tier_of(config, self.memory_run), config.elastic.memory_replicas
+        told = gather_objects(mesh.control, mesh.size, (tier.domain, max(_nodes_before())))
+        nodes = len({domain for domain, _ in told})
+        most = max(nodes, *(before for _, before in told))
+        _nodes_before().add(most)
+        copies = min(wanted, nodes - 1)
+        tier.regroup(mesh.control, replicas=copies)
+        if copies < wanted and max(most, wanted) > 1:
+            self.few = (
+                f"elastic.memory_replicas is {wanted}, and the run is on {nodes} node{'s' * (nodes > 1)}: copies of a "
+                f"snapshot on other nodes: {copies}"
+            )
         return tier
 
     def newest_step(self, run: Run, start: StartingPoint) -> int:
@@ -86,7 +108,7 @@ class KeptAlive:
         else:
             why = "" if found is None else f"the newest snapshot that is whole is of step {found[0].step}"
         if found is None or found[0].step < on_disk:
-            self._say(run, f"{why}; the run goes on from {start.newest}")
+            self._say(mesh, f"{why}; the run goes on from {start.newest}")
             return False
         run.progress, common = found
         all_or_raise(mesh.control, mesh.size, lambda: continue_data(run.train_data, common["data"], run.config))
@@ -112,10 +134,11 @@ class KeptAlive:
                 if not self.is_full:
                     why = str(error).partition("; an older")[0]
                     run.note("no_snapshot", step=at.step, why=why)
-                    self._say(run, f"{why}; the run goes on without a snapshot in memory until there is room")
+                    self._say(run.rank.mesh, f"{why}; the run goes on without a snapshot in memory until there is room")
                 self.is_full, self.is_begun = True, False
             else:  # the one before was whole, if there was one
                 self.is_full, self.is_begun = self.is_full and not self.is_begun, True
+                self._say_uncopied(run)
 
     def end(self, run: Run) -> None:
         """The last snapshot has ended, well or not. Collective over all ranks."""
@@ -123,8 +146,19 @@ class KeptAlive:
             with world_collective("the last snapshot"), suppress(StorageError):
                 run.tier.wait()
 
-    def _say(self, run: Run, text: str) -> None:
-        if run.rank.mesh.rank == 0:
+    def _say_uncopied(self, run: Run) -> None:
+        assert run.tier is not None, "a snapshot was taken"
+        why = run.tier.unreplicated
+        if why is not None and not self.is_lone:
+            self._tell_uncopied(run, f"a snapshot lacks a copy on another node: {why}; the run goes on")
+        self.is_lone = why is not None
+
+    def _tell_uncopied(self, run: Run, why: str) -> None:
+        run.note("no_replica", step=run.progress.step, why=why)
+        self._say(run.rank.mesh, why)
+
+    def _say(self, mesh: RankMesh, text: str) -> None:
+        if mesh.rank == 0:
             print(f"sixfold: {text}", file=sys.stderr, flush=True)
 
     def tell(self, run: Run, *, from_memory: bool) -> None:
@@ -139,6 +173,8 @@ class KeptAlive:
                 source="memory" if from_memory else "disk" if run.progress.step else "the start",
                 seconds=time.monotonic() - self.generation.lost_at,
             )
+        if self.few:
+            self._tell_uncopied(run, self.few)
 
 
 @cache
@@ -156,5 +192,12 @@ def tier_of(config: TrainConfig, memory_run: str) -> MemoryTier:
 
 @cache
 def _tier(folder: str, run: str, timeout_s: float) -> MemoryTier:
-    # All ranks are of one host, whose memory outlives them: no copies elsewhere.
-    return MemoryTier(folder, run, replicas=0, timeout_s=timeout_s)
+    """Below the folder of this supervisor, which has its process number. See [Note: nodes and copies]."""
+    domain = f"{socket.gethostname()}-{run.rpartition('-')[2]}"
+    return MemoryTier(Path(folder) / f"{PREFIX}{run}", "gpt", domain=domain, replicas=0, timeout_s=timeout_s)
+
+
+@cache
+def _nodes_before() -> set[int]:
+    """How many nodes generations of this process had."""
+    return {1}

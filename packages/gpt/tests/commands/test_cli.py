@@ -289,7 +289,7 @@ class Dropper:
         os.kill(os.getpid(), int(sys.argv[1]))
         time.sleep(0.01)
 
-def from_toml(path, overrides=()):
+def from_toml(path, overrides=(), **_):
     Dropper()
     time.sleep(30)
 

@@ -142,10 +142,10 @@ def test_a_search_goes_on_where_the_layout_that_is_given_cannot_be(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(config_with("train.global_batch_size=16", "train.micro_batch_size=4").to_toml())
     with pytest.raises(ConfigError, match=r"global_batch_size is 16 .* 4 \* 8 = 32"):
-        run(str(path), [], world=8, device="h100")
-    text = run(str(path), [], world=8, device="h100", look_further=True)
+        run(PlannedConfig.from_toml(path), world=8, device="h100")
+    text = run(PlannedConfig.from_toml(path), world=8, device="h100", look_further=True)
     assert text.startswith("as given: train.global_batch_size is 16") and "\n   1. " in text
-    found = json.loads(run(str(path), [], world=8, device="h100", look_further=True, as_object=True))
+    found = json.loads(run(PlannedConfig.from_toml(path), world=8, device="h100", look_further=True, as_object=True))
     assert "global_batch_size is 16" in found["refused"][0]
     best = found["search"]["best"][0]["overrides"]
     micro = best.get("train.micro_batch_size", 4)
@@ -156,10 +156,10 @@ def test_a_search_goes_on_where_the_layout_that_is_given_cannot_be(tmp_path):
 def test_a_ranked_layout_is_written_as_overrides_that_lead_to_it(tmp_path):
     path = tmp_path / "config.toml"
     path.write_text(big().to_toml())
-    lines = run(str(path), [], world=8, device="h100", look_further=True).splitlines()
+    lines = run(PlannedConfig.from_toml(path), world=8, device="h100", look_further=True).splitlines()
     best = next(line for line in lines if line.startswith("   1. "))
     overrides = [word for word in best.split() if "=" in word]
     assert not any("()" in word for word in overrides)
-    again = run(str(path), overrides, world=8, device="h100").splitlines()
+    again = run(PlannedConfig.from_toml(path, overrides), world=8, device="h100").splitlines()
     peak = best.split("bubble")[0].split()[-2:]
     assert any(line.startswith("fits: peak " + " ".join(peak)) for line in again)

@@ -1,9 +1,48 @@
-"""Values of the command's options, refused by argparse in one line.
+"""Values of the command's options, refused by argparse in one line, and the words that make a configuration.
 
 text of an option --> at_least_one, above_zero, seconds and others (this file) --> cli.py, plan_and_doctor.py
+files, section.key=value, --set, --preset --> configuration (this file) --> train.py, plan_and_doctor.py
 """
 
 import argparse
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config.train_config import TrainConfig
+
+Config = TypeVar("Config", bound="TrainConfig")
+
+
+def add_configuration(verb: argparse.ArgumentParser) -> None:
+    """The words from which ``configuration`` makes one."""
+    verb.add_argument(
+        "words",
+        nargs="*",
+        default=[],
+        metavar="CONFIG section.key=value",
+        help="TOML files, of which a later one says keys anew, and changes of keys",
+    )
+    verb.add_argument("--preset", default="", metavar="NAME", help="[model] of a published model, as llama-3-8b")
+    verb.add_argument(
+        "--set", action="append", default=[], dest="changes", metavar="section.key=value", help="change a key, too"
+    )
+
+
+def configuration(args: argparse.Namespace, kind: type[Config]) -> Config:
+    """What the words of ``add_configuration`` say.
+
+    Raises:
+        ConfigError: no file and no preset is named; all else that is wrong.
+    """
+    from sixfold.gpt.config.toml import is_override
+    from sixfold.gpt.config.train_config import TABLES
+    from sixfold.gpt.errors import ConfigError
+
+    overrides = [word for word in args.words if is_override(word, TABLES)]
+    files = [word for word in args.words if word not in overrides]
+    if not files and not args.preset:
+        raise ConfigError("no configuration is named; give a TOML file, or --preset with the name of a model")
+    return kind.from_toml(files, [*overrides, *args.changes], preset=args.preset)
 
 
 def at_least_one(text: str) -> int:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from sixfold.gpt.commands.arguments import at_least_one, at_least_zero, minutes
+from sixfold.gpt.commands.arguments import add_configuration, at_least_one, at_least_zero, minutes
 from sixfold.gpt.commands.plan_and_doctor import add_verbs
 from sixfold.gpt.commands.train import run_train
 from sixfold.gpt.errors import ConfigError, raised_inside
@@ -59,12 +59,14 @@ def _fail(error: BaseException, status: int) -> int:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
-    # argparse stops filling a list at the next option; overrides may stand anywhere.
+    # argparse stops filling a list at the next option; files and overrides may stand anywhere.
     if rest and args.verb in ("train", "plan") and not any(word.startswith("-") for word in rest):
-        args.overrides += rest
+        args.words += rest
         rest = []
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if args.verb in ("train", "plan") and not args.words and not args.preset:
+        parser.error(f"{args.verb} needs a CONFIG, or --preset with the name of a model")
     return args
 
 
@@ -74,8 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
 
     train = verbs.add_parser("train", help="train from a TOML file; resumes the run in run.dir")
-    train.add_argument("config", metavar="CONFIG", help="TOML file")
-    train.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="change a key of the file")
+    add_configuration(train)
     train.add_argument(
         "--ranks",
         type=at_least_one,

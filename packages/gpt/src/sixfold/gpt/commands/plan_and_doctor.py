@@ -12,7 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from sixfold.gpt.commands.arguments import above_zero, at_least_one, seconds, share
+from sixfold.gpt.commands.arguments import above_zero, add_configuration, at_least_one, configuration, seconds, share
 
 if TYPE_CHECKING:
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -23,8 +23,7 @@ def add_verbs(verbs: Verbs) -> None:
     plan = verbs.add_parser(
         "plan", help="estimate memory, traffic and time of a layout; needs no GPU, no ranks, no torch"
     )
-    plan.add_argument("config", metavar="CONFIG", help="TOML file")
-    plan.add_argument("overrides", nargs="*", default=[], metavar="section.key=value", help="change a key of the file")
+    add_configuration(plan)
     plan.add_argument(
         "--world", type=at_least_one, metavar="N", help="number of ranks (default: product of the degrees)"
     )
@@ -93,13 +92,13 @@ def _add_failures(plan: argparse.ArgumentParser) -> None:
 
 def _plan(args: argparse.Namespace) -> int:
     from sixfold.gpt.plan.failure_report import FailureFlags
+    from sixfold.gpt.plan.layout import PlannedConfig
     from sixfold.gpt.plan.report import run
 
     failures = FailureFlags(**{field.name: getattr(args, field.name) for field in fields(FailureFlags)})
     print(
         run(
-            args.config,
-            args.overrides,
+            configuration(args, PlannedConfig),
             world=args.world,
             memory_gb=args.memory_gb,
             tflops=args.tflops,

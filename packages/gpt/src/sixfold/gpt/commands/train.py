@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from sixfold.gpt.commands.arguments import configuration
 from sixfold.gpt.errors import ConfigError, raised_inside
 from sixfold.gpt.launch.interrupt import end_at_once
 from sixfold.gpt.launch.spawn import RankError, failure_of, is_typed, start_ranks
@@ -44,7 +45,7 @@ def run_train(args: argparse.Namespace) -> int:
     from sixfold.gpt.config.train_config import TrainConfig
 
     with early_signals():
-        config = TrainConfig.from_toml(args.config, overrides=args.overrides)
+        config = configuration(args, TrainConfig)
         if args.print_config:
             sys.stdout.write(config.to_toml())
             return 0

@@ -1,9 +1,9 @@
 """Text of a configuration: TOML and command-line overrides in, TOML out.
 
-    file, overrides --> read_tables (this file) --> train_config.py --> write_tables (this file) --> config.toml
+    files, overrides --> read_files, read_tables (this file) --> train_config.py --> write_tables (this file) --> TOML
 
-The standard library reads TOML but does not write it. Nothing here knows the rule of a
-value: only names of tables and keys.
+The standard library reads TOML but does not write it. Nothing here knows the rule of a value: only names of tables and
+keys. A later file says a key anew, and a file does so with what it includes.
 """
 
 import json
@@ -47,17 +47,96 @@ def read_tables(text: str, overrides: Sequence[str], tables: Tables, source: str
     Raises:
         ConfigError: not TOML, or a table or key that does not exist (with the nearest that does).
     """
+    found = _parsed(text, source)
+    if not found and not overrides:
+        raise ConfigError(_empty(source))
+    values = _checked(found, tables)
+    _override(values, overrides, tables)
+    return values
+
+
+def read_files(
+    paths: Sequence[str | os.PathLike[str]],
+    overrides: Sequence[str],
+    tables: Tables,
+    *,
+    first: Mapping[str, Mapping[str, Any]],
+) -> dict[str, dict[str, Any]]:
+    """As ``read_tables``, of files and what they include; ``first`` has keys that the files may say anew.
+
+    Raises:
+        ConfigError: also for an include that is no list of paths, cannot be read, or leads back to its file.
+    """
+    values: dict[str, dict[str, Any]] = {name: dict(first.get(name, {})) for name in tables}
+    for path in paths:
+        text = read_file(path)
+        if not _parsed(text, str(path)) and not overrides:
+            raise ConfigError(_empty(str(path)))
+        _merge(values, _with_includes(Path(path), text, tables, ()))
+    _override(values, overrides, tables)
+    return values
+
+
+def is_override(word: str, tables: Tables) -> bool:
+    """Whether a word of the command changes a key, and is no path of a file."""
+    if os.path.exists(word):
+        return False
+    name, _, key = word.partition("=")[0].strip().partition(".")
+    return ("=" in word and "/" not in name) or (name in tables and key in keys_of(tables[name]))
+
+
+def _with_includes(path: Path, text: str, tables: Tables, within: tuple[Path, ...]) -> dict[str, dict[str, Any]]:
+    """Tables of a file, whose text is known, with those of the files that it includes below its own."""
+    within = (*within, path.resolve())
+    found = _parsed(text, str(path))
+    names = found.pop("include", [])
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f'{path}: include is {names!r}; it is a list of paths, as include = ["base.toml"]')
+    values: dict[str, dict[str, Any]] = {name: {} for name in tables}
+    for name in names:
+        place = path.parent / name
+        if place.resolve() in within:
+            raise ConfigError(f"{path} includes {name!r}, which includes {path}; take one of them out")
+        try:
+            inner = read_file(place)
+        except ConfigError as problem:
+            raise ConfigError(f"{path} includes {name!r}, a path from the folder of that file: {problem}") from problem
+        _merge(values, _with_includes(place, inner, tables, within))
+    _merge(values, _checked(found, tables))
+    return values
+
+
+def _parsed(text: str, source: str) -> dict[str, Any]:
     try:
-        found = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as problem:
         raise ConfigError(f"{source}: not TOML: {problem}") from problem
-    if not found and not overrides:
-        raise ConfigError(
-            f"{source} is empty; a configuration has tables such as [model]. A shell empties the FILE of "
-            "`--print-config > FILE` before the command reads it: print to another file"
-        )
+
+
+def _empty(source: str) -> str:
+    return (
+        f"{source} is empty; a configuration has tables such as [model]. A shell empties the FILE of "
+        "`--print-config > FILE` before the command reads it: print to another file"
+    )
+
+
+def _merge(values: dict[str, dict[str, Any]], above: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, table in above.items():
+        values[name] |= table
+
+
+def _override(values: dict[str, dict[str, Any]], overrides: Sequence[str], tables: Tables) -> None:
+    for override in overrides:
+        name, key, value = parse_override(override, tables)
+        values[name][key] = value
+
+
+def _checked(found: Mapping[str, Any], tables: Tables) -> dict[str, dict[str, Any]]:
+    """Table name -> key -> value, for each table that there is."""
     values: dict[str, dict[str, Any]] = {name: {} for name in tables}
     for name, table in found.items():
+        if name == "include":
+            raise ConfigError("include stands in a text that is no file; only a file has a folder to start from")
         if name not in tables and not isinstance(table, dict):
             near = _nearest_key(f".{name}", tables)
             raise ConfigError(
@@ -70,9 +149,6 @@ def read_tables(text: str, overrides: Sequence[str], tables: Tables, source: str
         for key, value in table.items():
             _check_key(name, key, tables)
             values[name][key] = value
-    for override in overrides:
-        name, key, value = parse_override(override, tables)
-        values[name][key] = value
     return values
 
 

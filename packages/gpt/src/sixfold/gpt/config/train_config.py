@@ -1,6 +1,6 @@
 """The configuration of a run: one frozen dataclass per TOML table, checked when it is made.
 
-    TOML + overrides --> toml.py --> TrainConfig (this file) --> rules.py --> loop.py, rendezvous.py
+    presets.py, TOML, overrides --> toml.py --> TrainConfig (this file) --> rules.py --> loop.py, rendezvous.py
 
 No torch: a typing error is reported within milliseconds, before a rank is started or a folder made.
 """
@@ -9,13 +9,14 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from sixfold.gpt.config.model_config import GPTConfig
+from sixfold.gpt.config.presets import preset_named
 from sixfold.gpt.config.resume_rules import resume_changes
 from sixfold.gpt.config.rules import check_config, check_world, refuse_path
 from sixfold.gpt.config.table import AtLeast, Count, Fraction, OneOf, Positive, Rate, Size, Table, build
-from sixfold.gpt.config.toml import read_file, read_tables, write_tables
+from sixfold.gpt.config.toml import read_files, read_tables, write_tables
 from sixfold.gpt.errors import ConfigError
 from sixfold.pipeline.schedules import by_name, registered
 from sixfold.pipeline.schedules.registry import Schedule
@@ -374,18 +375,33 @@ class TrainConfig:
         return self.model.tie_embeddings and self.grad_sum == "tree"
 
     @classmethod
-    def from_toml(cls, path: str | os.PathLike[str], overrides: Sequence[str] = ()) -> "TrainConfig":
-        """Read a TOML file; ``overrides`` are ``section.key=value``, the value TOML, else a text.
+    def from_toml(
+        cls,
+        path: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        overrides: Sequence[str] = (),
+        *,
+        preset: str = "",
+    ) -> Self:
+        """Read a TOML file, or several, of which a later one says keys anew.
 
+        Args:
+            overrides: ``section.key=value``, the value TOML, else a text.
+            preset: name of a published model, whose [model] the files may change; see presets.py.
         Raises:
-            ConfigError: for everything that is wrong with the file, a name or a value.
+            ConfigError: for everything that is wrong with a file, a name or a value.
         """
-        return cls.from_text(read_file(path), overrides, source=str(path))
+        paths = [path] if isinstance(path, str | os.PathLike) else list(path)
+        first = {"model": preset_named(preset)} if preset else {}
+        values = read_files(paths, overrides, TABLES, first=first)
+        return cls._of(values, " and ".join(map(str, paths)) or f"preset {preset}")
 
     @classmethod
-    def from_text(cls, text: str, overrides: Sequence[str] = (), *, source: str = "configuration") -> "TrainConfig":
+    def from_text(cls, text: str, overrides: Sequence[str] = (), *, source: str = "configuration") -> Self:
         """As ``from_toml``, of TOML text; ``source`` says in errors where the text is from."""
-        values = read_tables(text, overrides, TABLES, source)
+        return cls._of(read_tables(text, overrides, TABLES, source), source)
+
+    @classmethod
+    def _of(cls, values: Mapping[str, Mapping[str, Any]], source: str) -> Self:
         if not values["model"]:
             for found in (values["run"].get("dir"), values["checkpoint"].get("init_from")):
                 if isinstance(found, str) and found and os.path.isfile(os.path.join(found, "config.toml")):

@@ -39,8 +39,7 @@ def choose_device(config: TrainConfig, world: int, *, name: str | None, machine:
 
 
 def run(
-    path: str,
-    overrides: Sequence[str],
+    config: PlannedConfig,
     *,
     world: int | None = None,
     memory_gb: float | None = None,
@@ -64,7 +63,6 @@ def run(
     Raises:
         ConfigError: a configuration that cannot be at this world; with ``look_further`` what can is ranked instead.
     """
-    config = PlannedConfig.from_toml(path, overrides)
     ranks = config.parallel.world if world is None else world
     chosen = choose_device(config, ranks, name=device, machine=machine)
     if tflops is not None:

@@ -119,6 +119,11 @@ class Schedule:
         schedule._begins = np.zeros(1, dtype=np.int64)
         return schedule
 
+    @property
+    def indices(self) -> None:
+        """Nothing is stored."""
+        return None
+
     @cached_property
     def only_length(self) -> int | None:
         """The sequence length of every sample; None if it changes."""

@@ -16,8 +16,17 @@ from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.builder.rank_shares import build_cost, shares
 from sixfold.blending.builder.threads import on_threads
 from sixfold.blending.cache.file_names import record_name
-from sixfold.blending.cache.index_files import Note, Record, Stamp, remove_abandoned, stamps_of, try_to_write
-from sixfold.blending.config.config import ORDERS, Blend, BlendedMegatronDatasetConfig, special_token
+from sixfold.blending.cache.index_files import (
+    KnownFiles,
+    Note,
+    Record,
+    Stamp,
+    making_with,
+    remove_abandoned,
+    stamps_of,
+    try_to_write,
+)
+from sixfold.blending.config.config import Blend, BlendedMegatronDatasetConfig, special_token
 from sixfold.blending.config.prefixes import text_of
 from sixfold.blending.config.splits import Bookends, Split, part_range
 from sixfold.blending.dataset.base import MegatronDataset
@@ -27,9 +36,7 @@ from sixfold.blending.documents.idx_bin import pair_of
 from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import AbsentSource, DocumentSource, several_sequences
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.megatron.sample_counts import normalized, targets, with_surplus
 from sixfold.blending.numbers.checks import whole_number
-from sixfold.blending.numbers.largest_remainder import apportion
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -97,7 +104,7 @@ class BlendedMegatronDatasetBuilder:
         ]
         self.is_built_on_rank = is_built_on_rank
         self.config = config
-        self._has_indices = ORDERS[config.order].indexed
+        self._has_indices = config.ordering.indexed
         self.group = group
         self._opened: dict[str, DocumentSource] = {}
         self._stamps: dict[str, list[Stamp] | None] = {}
@@ -242,7 +249,7 @@ class BlendedMegatronDatasetBuilder:
     def _start_records(self, tasks: Sequence[Task]) -> None:
         """One file per blend of exact counts tells what its files were built from; see ``cache/index_files.py``."""
         folder = self.config.cache_folder
-        if self.config.order != "apportioned" or not folder:
+        if not self.config.ordering.one_record or not folder:
             return
         fields = {name: getattr(self.config, name) for name in self.cls._key_config_attributes()}
         for split in {task[1] for task in tasks} - self._records.keys():
@@ -288,7 +295,7 @@ class BlendedMegatronDatasetBuilder:
 
     def _build_blends(self, number: int, builders: int) -> None:
         """The same for blends that have an index of their own in the cache."""
-        if self.config.order != "megatron" or not self.config.path_to_cache:
+        if not self.config.ordering.keeps_blend or not self.config.path_to_cache:
             return
         for split in Split:
             if number < builders and split.value % builders == number:
@@ -353,15 +360,15 @@ class BlendedMegatronDatasetBuilder:
         return self._alone(split) or (bool(self.config.multiple_validation_sets) and split is Split.valid)
 
     def _weights(self, split: Split, bookends: Bookends) -> Sequence[float] | None:
-        """Of a blend with indices: normalised for the greedy order, tokens for apportioned counts without weights."""
+        """Of a blend with indices, as its order builds it."""
         blend = self.config.blend_of(split)
         assert blend is not None, f"{split.name} has a blend"
         prefixes, weights = blend
-        if self.config.order == "megatron":
-            return None if weights is None else normalized(weights)
-        if weights is None and self.sizes[split.value] is not None:
+
+        def tokens() -> list[int]:
             return [self._tokens(text_of(prefix), bookends) for prefix in prefixes]
-        return weights
+
+        return self.config.ordering.weights(weights, self.sizes[split.value], tokens)
 
     def _asked(self, split: Split, bookends: Bookends) -> list[int | None]:
         """Samples that each dataset of a part is built with, in the orders that have indices; None is one epoch."""
@@ -372,9 +379,7 @@ class BlendedMegatronDatasetBuilder:
         weights = self._weights(split, bookends)
         if weights is None or size is None:
             return [None] * len(blend[0])
-        if self.config.order == "megatron":
-            return [*with_surplus(targets(weights, size), self.config.mid_level_dataset_surplus)]
-        return [*apportion(weights, size).tolist()]
+        return list(self.config.ordering.samples_to_build(weights, size, self.config))
 
     def _indexed_blend(self, split: Split, bookends: Bookends) -> BlendedDataset:
         """As megatron-core's builder, a surplus of each dataset and a few positions more; or exact counts."""
@@ -383,17 +388,18 @@ class BlendedMegatronDatasetBuilder:
         weights = self._weights(split, bookends)
         parts = zip(blend[0], self._asked(split, bookends), strict=True)
         datasets = [self._dataset(text_of(prefix), split, samples, bookends) for prefix, samples in parts]
-        if self.config.order == "megatron" and size is not None:
-            size = min(size, sum(map(len, datasets))) if weights is None else sum(targets(weights, size))
+        if size is not None:
+            size = self.config.ordering.size(weights, size, [*map(len, datasets)])
         return BlendedDataset(datasets, weights, size, self.config, shuffle=self._shuffles.get(split))
 
     def _start_shuffles(self) -> None:
         """Begin what depends on sizes alone, before anything is opened."""
         for split in Split:
             size, there = self.sizes[split.value], self.config.blend_of(split) and self._bookends(split)
-            blended = there and not self._separate(split) and self.config.order == "apportioned"
-            if size and blended and split not in self._shuffles:
-                shuffle = Shuffle(int(self.config.random_seed), size)
+            if not size or not there or self._separate(split) or split in self._shuffles:
+                continue
+            shuffle = self.config.ordering.shuffle(self.config, size)
+            if shuffle is not None:
                 self._shuffles[split] = shuffle.start() if size <= _TABLE_AHEAD else shuffle
 
     def _source(self, prefix: str) -> DocumentSource:
@@ -473,7 +479,6 @@ class BlendedMegatronDatasetBuilder:
         source, sequences = self._sequences(prefix, bookends)
         opened_here = getattr(source, "path_prefix", None) == self.config.path_of(prefix)
         stamps = self._stamps.get(prefix) if opened_here else None
-        with _naming(f"the {split.name} part of {prefix} was made"):
-            return self.cls._with_records(
-                self._records.get(split), stamps, source, prefix, sequences, samples, split, self.config
-            )
+        known = KnownFiles(self._records.get(split), stamps)
+        with making_with(known), _naming(f"the {split.name} part of {prefix} was made"):
+            return self.cls(source, prefix, sequences, samples, split, self.config)

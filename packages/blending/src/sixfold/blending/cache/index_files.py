@@ -26,9 +26,10 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -148,6 +149,40 @@ class Record:
         if self.notes != self._kept:
             _write_whole(self._path, json.dumps(self.notes, sort_keys=True).encode())
             self._kept = dict(self.notes)
+
+
+@dataclass(frozen=True)
+class KnownFiles:
+    """What a builder knows of the files of a dataset that it makes.
+
+    Attributes:
+        record: of the blend that the dataset is part of, if that keeps one.
+        stamps: of its pair, from before it was opened. None: those of now count.
+    """
+
+    record: Record | None = None
+    stamps: Sequence[Stamp] | None = None
+
+
+_known: ContextVar[KnownFiles] = ContextVar("sixfold.blending.known_files", default=KnownFiles())  # noqa: B039 - frozen
+
+
+def known_files() -> KnownFiles:
+    """Of the dataset that is being made on this thread."""
+    return _known.get()
+
+
+@contextmanager
+def making_with(known: KnownFiles) -> Iterator[None]:
+    """A dataset that is made in this block knows these files.
+
+    Indices are built in its ``__init__``, whose arguments are megatron-core's, in the classes of users too.
+    """
+    before = _known.set(known)
+    try:
+        yield
+    finally:
+        _known.reset(before)
 
 
 class MappedArrays(Arrays):

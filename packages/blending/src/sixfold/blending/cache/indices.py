@@ -9,7 +9,7 @@ from typing import Any
 from sixfold.blending.blend.exact_counts import ApportionedBlend
 from sixfold.blending.blend.index_arrays import BLEND_INDICES, BlendIndex, blend_fits, build_blend
 from sixfold.blending.cache.file_names import Identifiers, describe, digest
-from sixfold.blending.cache.index_files import Arrays, CacheEntry, Record, Stamp, load_or_build, stamps_of
+from sixfold.blending.cache.index_files import Arrays, CacheEntry, known_files, load_or_build, stamps_of
 from sixfold.blending.documents.idx_bin import pair_of
 from sixfold.blending.documents.part import Part
 from sixfold.blending.errors import BlendingError
@@ -25,8 +25,6 @@ def index_order(
     identifiers: Identifiers,
     facts: Mapping[str, Any],
     path_to_cache: str | None,
-    record: Record | None = None,
-    sources: Sequence[Stamp] | None = None,
 ) -> IndexOrder:
     """The three indices of one part.
 
@@ -36,12 +34,10 @@ def index_order(
         identifiers: name the files.
         facts: what ``identifiers`` do not say of what the indices depend on.
         path_to_cache: None for ``PREFIX/cache/CLASS_indices``; data without a prefix then has no files.
-        record: of the blend that this is part of, if that keeps one.
-        sources: stamps of the pair from before it was opened; None takes those of now.
     Raises:
         BlendingError: a folder that cannot be written to.
     """
-    prefix = getattr(part.source, "path_prefix", None)
+    prefix, known = getattr(part.source, "path_prefix", None), known_files()
     folder = path_to_cache
     if not folder and prefix is not None:
         folder = f"{prefix}/cache/{identifiers['class']}_indices"
@@ -52,14 +48,14 @@ def index_order(
         **_named(identifiers, identifiers["index_split"]),
         names=INDICES,
         facts=facts,
-        sources=sources or (None if prefix is None else stamps_of(pair_of(prefix))),
+        sources=known.stamps or (None if prefix is None else stamps_of(pair_of(prefix))),
     )
     arrays = load_or_build(
         entry,
         lambda: build_indices(part, plan, seed),
         quick=lambda arrays: shapes_fit(arrays, part, plan),
         full=lambda arrays: indices_fit(arrays, part, plan),
-        record=record,
+        record=known.record,
     )
     return IndexOrder(part, plan, arrays)
 

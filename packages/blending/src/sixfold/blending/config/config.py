@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from sixfold.blending.config.order_names import order_named
 from sixfold.blending.config.prefixes import (
     Prefix,
     base_name,
@@ -33,9 +34,11 @@ from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import first_repeated, plain, whole_number
 from sixfold.blending.numbers.weights import exact_weights, refuse_too_many_datasets, refuse_weights
 
+if TYPE_CHECKING:
+    from sixfold.blending.orders.interface import Order
+
 Blend = tuple[Sequence[Prefix], Sequence[float] | None]
 SHUFFLES = ("auto", "global", "block")
-_SEEDS_OF_INDICES = 2**32  # numpy.random.RandomState takes no others
 _MOST_LISTED = 8  # names that a message lists
 _WITHOUT_EFFECT = (
     "fast_cache_load", "defer_npy_index_mmap", "object_storage_cache_path", "data_parallel_size",
@@ -51,26 +54,6 @@ class _SplitOfMock(str):
     """The split of a config without a blend, which nobody gave."""
 
     __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class OrderTraits:
-    """What sets one order apart from another.
-
-    Attributes:
-        indexed: it is made of arrays. They are built for one blend and one size, and kept in files.
-        by_name: the names of the datasets are in its keys, so no two datasets have one name.
-    """
-
-    indexed: bool
-    by_name: bool
-
-
-ORDERS = {
-    "stateless": OrderTraits(indexed=False, by_name=True),
-    "megatron": OrderTraits(indexed=True, by_name=False),
-    "apportioned": OrderTraits(indexed=True, by_name=True),
-}
 
 
 @dataclass(frozen=True)
@@ -152,12 +135,7 @@ class BlendedMegatronDatasetConfig:
         self._check_changes()
         self._copy_what_callers_hold()
         self._check_names()
-        if not ORDERS[self.order].indexed and self.path_to_cache:
-            warnings.warn(
-                f'path_to_cache is {self.path_to_cache!r} and order is "stateless", which has no files: nothing is '
-                'read there or written; to go on with the order of a Megatron cache set order="megatron"',
-                stacklevel=4,
-            )
+        self.ordering.warn(self)
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
@@ -179,35 +157,16 @@ class BlendedMegatronDatasetConfig:
         self._set("changes", tuple(changes))
 
     def _check_order(self) -> None:
-        if not isinstance(self.order, str) or self.order not in ORDERS:
-            raise BlendingError(f'order is {self.order!r}; it is one of "stateless", "megatron", "apportioned"')
+        order_named(self.order)
         if self.document_shuffle not in SHUFFLES:
             raise BlendingError(
                 f'document_shuffle is {self.document_shuffle!r}; it is one of "auto", "global", "block"'
             )
-        if not ORDERS[self.order].indexed:
-            return
-        if self.document_shuffle == "block":
-            raise BlendingError(
-                f'document_shuffle is "block" with order "{self.order}", which shuffles all documents of a dataset '
-                'together; leave it out, or use order="stateless"'
-            )
-        if not 0 <= self.random_seed < _SEEDS_OF_INDICES:
-            raise BlendingError(
-                f'random_seed is {self.random_seed}; order "{self.order}" takes the seeds of numpy.random.RandomState: '
-                "0 to 2^32 - 1"
-            )
-        if self.changes:
-            raise BlendingError(
-                f'changes are given with order "{self.order}", whose index is built for one blend; '
-                'use order="stateless", the one that can change'
-            )
-        if not 0 <= self.mid_level_dataset_surplus < float("inf"):
-            raise BlendingError(f"mid_level_dataset_surplus is {self.mid_level_dataset_surplus}; it is finite and >= 0")
+        self.ordering.check(self)
 
     def _check_blend(self, what: str, blend: Blend) -> None:
-        check_blend(what, blend, self.place_of, as_peer=self.order == "megatron")
-        if ORDERS[self.order].indexed:
+        check_blend(what, blend, self.place_of, as_peer=not self.ordering.by_name)
+        if self.ordering.indexed:
             refuse_too_many_datasets(len(blend[0]))
 
     def _check_blend_per_split(self, blends: Sequence[Blend | None]) -> None:
@@ -246,7 +205,7 @@ class BlendedMegatronDatasetConfig:
         prefixes = dict.fromkeys(prefix for split in Split for prefix in self.prefixes_of(split))
         if not self.mock:  # without a blend the datasets are made by the caller, under any paths
             self._refuse_names_of_no_prefix(prefixes)
-        if not ORDERS[self.order].by_name:
+        if not self.ordering.by_name:
             return
         for split in Split:
             self._refuse_equal_names(self.prefixes_of(split))
@@ -284,6 +243,11 @@ class BlendedMegatronDatasetConfig:
                 if same_file(self.path_of(other), self.path_of(prefix)):
                     remedy = "they are one file: give it one entry with the sum of the weights"
                 raise BlendingError(f"{other!r} and {prefix!r} are both named {name!r}; {remedy}")
+
+    @property
+    def ordering(self) -> "Order":
+        """The object of the order; see ``orders/interface.py``."""
+        return order_named(self.order)
 
     def blend_of(self, split: Split) -> Blend | None:
         """The blend that ``split`` starts with."""

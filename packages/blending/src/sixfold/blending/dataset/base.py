@@ -1,6 +1,6 @@
 """One part of one dataset, by sample number. A subclass says what the samples look like.
 
-    source + split --> SampleOrder or IndexOrder --> MegatronDataset (this file) --> gpt.py, blended.py
+    source + split --> orders/ --> MegatronDataset (this file) --> gpt.py, blended.py
 
 In the stateless order nothing is built. A dataset opens in microseconds whatever its size, and any sample is computed
 from its number. The other orders look it up in their indices. ``batches/reader.py`` is the only path from numbers to
@@ -21,9 +21,7 @@ from sixfold.blending.batches.reader import BatchReader
 from sixfold.blending.blend.quota_tree import PERIOD
 from sixfold.blending.blend.schedule import Era, Schedule
 from sixfold.blending.cache.file_names import Identifiers, dataset_identifiers
-from sixfold.blending.cache.index_files import Record, Stamp
-from sixfold.blending.cache.indices import index_order
-from sixfold.blending.config.config import ORDERS, BlendedMegatronDatasetConfig
+from sixfold.blending.config.config import BlendedMegatronDatasetConfig
 from sixfold.blending.config.splits import Split
 from sixfold.blending.dataset.checkpoint_state import (
     STATE_VERSION,
@@ -39,13 +37,9 @@ from sixfold.blending.dataset.stream import Samples, one_sequence_length
 from sixfold.blending.documents.idx_bin import open_prefix
 from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import AbsentSource, DocumentSource, several_sequences
-from sixfold.blending.megatron.document_index import plan_epochs, refuse_document
-from sixfold.blending.megatron.index_order import IndexOrder
 from sixfold.blending.numbers.checks import Positions, checked_positions, whole_number
 from sixfold.blending.numbers.kernels import F64, I64
-from sixfold.blending.samples.chunk_grid import SampleOrder
-from sixfold.blending.samples.document_shuffle import token_line_of
-from sixfold.blending.samples.token_line import no_tokens
+from sixfold.blending.orders.interface import Samples as SampleTokens
 
 
 def epoch_limit_of(
@@ -73,9 +67,6 @@ class MegatronDataset(Samples):
         lengths: (first sample, sequence length) of each change of it; one without a blend that changes it.
         indices: numbers of the part's sequences, a range or an array.
     """
-
-    _record: Record | None = None  # of the blend that a builder makes this for, while it is made
-    _stamps: Sequence[Stamp] | None = None  # of its pair before a builder opened it, while it is made
 
     def __init__(
         self,
@@ -107,21 +98,9 @@ class MegatronDataset(Samples):
         self.part = Part(indexed_dataset, indexed_indices)
         self.name = config.name_of(dataset_path or "")
         self.lengths: tuple[tuple[int, int], ...] = ((0, config.sequence_length),)
-        self._epoch_only = num_samples is None
+        self.is_one_epoch = num_samples is None
         if num_samples != 0 or self._indexed:
             self.order  # noqa: B018 - indices are built, and a part without tokens is refused, now
-
-    @classmethod
-    def _with_records(cls, record: Record | None, stamps: Sequence[Stamp] | None, *arguments: Any) -> Self:
-        """As a builder makes it, which knows of index files.
-
-        Indices are built in ``__init__``, and its arguments are megatron-core's: so these two are there before it runs.
-        """
-        dataset = cls.__new__(cls)
-        dataset._record, dataset._stamps = record, stamps
-        cls.__init__(dataset, *arguments)
-        del dataset._record, dataset._stamps
-        return dataset
 
     @staticmethod
     def _key_config_attributes() -> list[str]:
@@ -166,12 +145,12 @@ class MegatronDataset(Samples):
     @property
     def _indexed(self) -> bool:
         """Whether the order is made of indices, which end."""
-        return ORDERS[self.config.order].indexed
+        return self.config.ordering.indexed
 
     @property
     def _end(self) -> int | None:
         """Positions that there are; None for an endless stream."""
-        return len(self) if self._epoch_only or self._indexed else None
+        return len(self) if self.is_one_epoch or self._indexed else None
 
     @property
     def _extra_tokens(self) -> int:
@@ -199,14 +178,13 @@ class MegatronDataset(Samples):
         return self._array("shuffle_index")
 
     def _array(self, name: str) -> npt.NDArray[Any] | None:
-        return self.order.arrays[name] if isinstance(self.order, IndexOrder) else None
+        return self.order.arrays.get(name)
 
     @cached_property
     def unique_identifiers(self) -> Identifiers:
         """What names the cache files of this dataset, and is part of what names its blend's."""
         keys = {name: getattr(self.config, name) for name in self._key_config_attributes()}
-        if ORDERS[self.config.order].by_name:  # the names of the peer's files have neither
-            keys |= {"order": self.config.order, "data": self.index_facts}
+        keys |= self.config.ordering.identifying(self)
         return dataset_identifiers(
             type(self).__name__, self.dataset_path, self.num_samples, self.index_split.name, keys
         )
@@ -224,7 +202,7 @@ class MegatronDataset(Samples):
     @property
     def document_shuffle(self) -> str:
         """How the documents are shuffled: "global" or "block" in the stateless order, "global" in the others."""
-        return self.order.line.shuffle if isinstance(self.order, SampleOrder) else "global"
+        return self.order.document_shuffle
 
     @property
     def samples_per_epoch(self) -> int:
@@ -233,38 +211,11 @@ class MegatronDataset(Samples):
         return -(-tokens // S) if self._keeps_partial else tokens // S
 
     @cached_property
-    def order(self) -> SampleOrder | IndexOrder:
-        """Which stretch of the line is which sample."""
+    def order(self) -> SampleTokens:
+        """Which tokens are which sample."""
         if isinstance(self.indexed_dataset, AbsentSource):
             raise self.indexed_dataset.asked()
-        if self._indexed:
-            return self._index_order()
-        seed, name, split = int(self.config.random_seed), self.name, self.index_split.name
-        line = token_line_of(self.part, seed, name, split, self.config.document_shuffle)
-        return SampleOrder(line, self.lengths, chunks=self.samples_per_epoch if self._epoch_only else None)
-
-    def _index_order(self) -> IndexOrder:
-        config = self.config
-        if self.part.tokens == 0 and self.num_samples != 0:
-            raise no_tokens(self.part, self.name, self.index_split.name)
-        refuse_document(self.part.last)  # before anything as long as the documents is made
-        plan = plan_epochs(
-            self.part.tokens,
-            self.num_samples,
-            config.sequence_length,
-            self._extra_tokens,
-            keep_partial=self._keeps_partial,
-        )
-        return index_order(
-            self.part,
-            plan,
-            seed=int(config.random_seed),
-            identifiers=self.unique_identifiers,
-            facts=self.index_facts,
-            path_to_cache=config.cache_folder,
-            record=self._record,
-            sources=self._stamps,
-        )
+        return self.config.ordering.samples(self)
 
     @cached_property
     def _reader(self) -> BatchReader:
@@ -274,7 +225,7 @@ class MegatronDataset(Samples):
     @cached_property
     def schedule(self) -> Schedule:
         """This dataset alone as a blend, for ``state_dict``."""
-        if self._epoch_only and self.samples_per_epoch:
+        if self.is_one_epoch and self.samples_per_epoch:
             return Schedule.one_epoch([self.samples_per_epoch], self.lengths[0][1])
         return Schedule([Era(0, [PERIOD], self.lengths[0][1])])
 
@@ -291,8 +242,7 @@ class MegatronDataset(Samples):
 
     def __len__(self) -> int:
         if self._indexed:
-            assert isinstance(self.order, IndexOrder), f"order {self.config.order} has indices"
-            return len(self.order)
+            return self.order.arrays["shuffle_index"].size
         return self.samples_per_epoch if self.num_samples is None else self.num_samples
 
     def get_batch(self, positions: Positions, *, out: Batch | None = None) -> Batch:
@@ -327,7 +277,7 @@ class MegatronDataset(Samples):
         if self.part.tokens == 0:
             return 0.0
         epochs = tokens_given(samples, self.lengths) / self.part.tokens
-        return min(1.0, epochs) if self._epoch_only else epochs
+        return min(1.0, epochs) if self.is_one_epoch else epochs
 
     def epochs(self, n: int) -> F64:
         """How often the first ``n`` positions read the dataset, (1,)."""
@@ -335,7 +285,7 @@ class MegatronDataset(Samples):
 
     @cached_property
     def _epoch_limit(self) -> EpochLimit | None:
-        return epoch_limit_of(self.config, self.index_split, [self]) if not self._epoch_only else None
+        return epoch_limit_of(self.config, self.index_split, [self]) if not self.is_one_epoch else None
 
     def watch_epochs(self, end: int) -> None:
         """Tell once that the positions below ``end`` read the dataset more often than ``config.max_epochs``.
@@ -363,7 +313,7 @@ class MegatronDataset(Samples):
             begin = (int(first[number]) + offset) * itemsize if known and first is not None else None
             found.append(
                 TokenRange(
-                    epoch=None if self._indexed else int(ranges.epoch[number]),
+                    epoch=int(ranges.epoch[number]) if ranges.epoch[number] >= 0 else None,
                     document=int(document_R[number]),
                     offset=offset,
                     length=length,

@@ -1,6 +1,6 @@
 """Several datasets as one dataset, in the proportions of their weights.
 
-    Schedule, BlendIndex or ApportionedBlend --> batches/reader.py --> BlendedDataset (this file)
+    orders/ --> Positions --> batches/reader.py --> BlendedDataset (this file)
 
 In the stateless order nothing is built or stored, and every process computes any position. So the number of ranks, the
 batch size, the weights and the datasets can change at any step. In the others two arrays hold the order. Samples of
@@ -19,13 +19,10 @@ import numpy.typing as npt
 
 from sixfold.blending.batches.gpt_arrays import Batch, output_array
 from sixfold.blending.batches.reader import BatchReader
-from sixfold.blending.blend.exact_counts import ApportionedBlend
-from sixfold.blending.blend.index_arrays import BlendIndex
 from sixfold.blending.blend.position_shuffle import Shuffle
-from sixfold.blending.blend.schedule import Schedule, eras_of
+from sixfold.blending.blend.schedule import Schedule
 from sixfold.blending.cache.file_names import Identifiers, blend_identifiers
-from sixfold.blending.cache.indices import blend_index, refuse_too_many_samples
-from sixfold.blending.config.config import ORDERS, BlendedMegatronDatasetConfig
+from sixfold.blending.config.config import BlendedMegatronDatasetConfig
 from sixfold.blending.dataset.base import MegatronDataset, epoch_limit_of
 from sixfold.blending.dataset.checkpoint_state import (
     STATE_VERSION,
@@ -40,11 +37,10 @@ from sixfold.blending.dataset.provenance import Why
 from sixfold.blending.dataset.stream import Samples, one_sequence_length
 from sixfold.blending.documents.source import AbsentSource
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.megatron.sample_counts import normalized
-from sixfold.blending.numbers.checks import Positions, checked_positions, first_repeated, plain, whole_number
+from sixfold.blending.numbers.checks import Positions, checked_positions, first_repeated, whole_number
 from sixfold.blending.numbers.kernels import F64, I64
-from sixfold.blending.numbers.largest_remainder import apportion
-from sixfold.blending.numbers.weights import Weights, refuse_too_many_datasets, refuse_weights
+from sixfold.blending.numbers.weights import Weights
+from sixfold.blending.orders.interface import Positions as BlendPositions
 
 
 class BlendedDataset(Samples):
@@ -92,7 +88,7 @@ class BlendedDataset(Samples):
                 "changes are given without a size; without a size a blend is one epoch of every dataset"
             )
         self.names = [dataset.name for dataset in datasets]
-        by_name = ORDERS[config.order].by_name
+        by_name = config.ordering.by_name
         twice = first_repeated(self.names) if by_name else None
         if twice is not None:  # each would give the samples of the other
             raise BlendingError(
@@ -108,65 +104,25 @@ class BlendedDataset(Samples):
         self.size = None if size is None else whole_number("size", size, 0)
         self.weights = weights
         self.index_split = split
-        if ORDERS[config.order].indexed:
-            self.datasets = list(datasets)
-            self.schedule: Schedule | BlendIndex | ApportionedBlend = (
-                self._index() if config.order == "megatron" else self._apportioned(shuffle)
-            )
-            held = [len(dataset) for dataset in self.datasets]
-            refuse_too_many_samples(self.schedule, held, self.names, config.mid_level_dataset_surplus)
-            self.watch_epochs(len(self))
-            return
-        self.schedule = _schedule(datasets, weights, size, config)
-        lengths = [self.schedule.lengths_of(number) for number in range(len(datasets))]
-        self.datasets = [
-            dataset if length == dataset.lengths else dataset.with_sequence_lengths(length)
-            for dataset, length in zip(datasets, lengths, strict=True)
-        ]
-        for number, dataset in enumerate(self.datasets):
-            if (
-                size != 0
-                and not dataset.is_absent
-                and any(segment.tree.quotas[number] for segment in self.schedule.segments)
-            ):
-                dataset.order  # noqa: B018 - a dataset without tokens is refused now, not at its first sample
-        if size is not None:
-            _refuse_more_than_an_epoch(self.datasets, self.schedule.counts(len(self)).tolist())
+        self.datasets = list(datasets)
+        self.schedule: BlendPositions = config.ordering.blend(self, self.datasets, shuffle)
+        if isinstance(self.schedule, Schedule):
+            self._give_lengths(self.schedule)
         self.watch_epochs(len(self))
 
-    def _index(self) -> BlendIndex:
-        """Cached or built; ``weights`` become those that the peer's description has."""
-        given = [len(dataset) for dataset in self.datasets] if self.weights is None else self.weights
-        try:
-            refuse_weights(given)
-        except BlendingError as error:
-            raise BlendingError(f"{error} (the datasets, from 0: {_some(self.names)})") from None
-        self.weights = given if self.size is None else normalized(given)
-        return blend_index(
-            self.weights,
-            self.size,
-            self.config.sequence_length,
-            identifiers=self.unique_identifiers,
-            path_to_cache=self.config.cache_folder,
-        )
-
-    def _apportioned(self, shuffle: Shuffle | None) -> ApportionedBlend:
-        """Exact counts by largest remainder, or every sample of every dataset if there is no size."""
-        try:
-            refuse_too_many_datasets(len(self.datasets))
-            if self.size is None:
-                given = [len(dataset) for dataset in self.datasets] if self.weights is None else self.weights
-                counts_D = np.array(given, dtype=np.int64)
-                _refuse_no_samples(counts_D.tolist(), self.config)
-            else:
-                given = [dataset.part.tokens for dataset in self.datasets] if self.weights is None else self.weights
-                counts_D = apportion(given, self.size)
-        except BlendingError as error:
-            raise BlendingError(f"{error} (the datasets, from 0: {_some(self.names)})") from None
-        total = int(counts_D.sum())
-        if shuffle is None or shuffle.size != total:
-            shuffle = Shuffle(int(self.config.random_seed), total)
-        return ApportionedBlend(counts_D, shuffle, self.config.sequence_length)
+    def _give_lengths(self, schedule: Schedule) -> None:
+        """The datasets with the sequence lengths that changes give them; refuse what they cannot give."""
+        lengths = [schedule.lengths_of(number) for number in range(len(self.datasets))]
+        self.datasets = [
+            dataset if length == dataset.lengths else dataset.with_sequence_lengths(length)
+            for dataset, length in zip(self.datasets, lengths, strict=True)
+        ]
+        for number, dataset in enumerate(self.datasets):
+            given = any(segment.tree.quotas[number] for segment in schedule.segments)
+            if self.size != 0 and not dataset.is_absent and given:
+                dataset.order  # noqa: B018 - a dataset without tokens is refused now, not at its first sample
+        if self.size is not None:
+            _refuse_more_than_an_epoch(self.datasets, schedule.counts(len(self)).tolist())
 
     @cached_property
     def _reader(self) -> BatchReader:
@@ -181,12 +137,12 @@ class BlendedDataset(Samples):
     @property
     def dataset_index(self) -> npt.NDArray[np.int16] | None:
         """(len,) dataset of each position; None in the stateless order."""
-        return None if isinstance(self.schedule, Schedule) else self.schedule.indices[0]
+        return None if self.schedule.indices is None else self.schedule.indices[0]
 
     @property
     def dataset_sample_index(self) -> I64 | None:
         """(len,) its sample; None in the stateless order."""
-        return None if isinstance(self.schedule, Schedule) else self.schedule.indices[1]
+        return None if self.schedule.indices is None else self.schedule.indices[1]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self)} samples, {self.index_split.name} of {', '.join(self.names)})"
@@ -275,8 +231,8 @@ class BlendedDataset(Samples):
         """
         if self._epoch_limit is None or end <= self._epoch_limit.next:
             return
-        behind, apportioned = self._epoch_limit.next > 0, isinstance(self.schedule, ApportionedBlend)
-        self._epoch_limit.check(end, self.counts, self.epochs, None if apportioned else self.schedule.find)
+        behind, find = self._epoch_limit.next > 0, self.config.ordering.in_sample_order(self.schedule)
+        self._epoch_limit.check(end, self.counts, self.epochs, find)
         if behind:  # an endless stream behind its size: not to look at every batch
             self._epoch_limit.skip_to_limit(self.schedule.find)
 
@@ -286,10 +242,8 @@ class BlendedDataset(Samples):
 
     def _state(self, position: int, version: int) -> State:
         if not isinstance(self.schedule, Schedule):
-            index: dict[str, object] = {"size": self.size, "counts": self.schedule.counts(self.schedule.end).tolist()}
-            if isinstance(self.schedule, BlendIndex):  # the counts do not fix the order of a greedy blend
-                index["weights"] = [plain(weight) for weight in self.weights or []]
-            return index_state(position, self.config, self.index_split, self.datasets, index, version)
+            arrays = self.config.ordering.arrays_of_blend(self)
+            return index_state(position, self.config, self.index_split, self.datasets, arrays, version)
         return stream_state(position, self.config, self.index_split, self.schedule, self.datasets, version)
 
     def load_state_dict(self, state: State) -> int:
@@ -374,36 +328,3 @@ def _samples_of_each(weights: Weights, datasets: Sequence[MegatronDataset]) -> l
                 f"the blend needs {weight} samples of dataset {number} ({dataset.name}), which has {has} in an epoch"
             )
     return [int(weight) for weight in weights]
-
-
-def _schedule(
-    datasets: Sequence[MegatronDataset],
-    weights: Weights | None,
-    size: int | None,
-    config: BlendedMegatronDatasetConfig,
-) -> Schedule:
-    tokens = [dataset.part.tokens for dataset in datasets]
-    paths = [dataset.dataset_path or "" for dataset in datasets]
-    try:
-        if size is None:
-            counts = [dataset.samples_per_epoch for dataset in datasets] if weights is None else [*map(int, weights)]
-            _refuse_no_samples(counts, config)
-            return Schedule.one_epoch(counts, config.sequence_length)
-        first = tokens if weights is None else weights
-        changes = config.changes_of(datasets[0].index_split)
-        return Schedule(eras_of(paths, tokens, first, config.sequence_length, changes, config.place_of))
-    except BlendingError as error:
-        raise BlendingError(f"{error} (the datasets, from 0: {_some(paths)})") from None
-
-
-def _refuse_no_samples(counts: Sequence[int], config: BlendedMegatronDatasetConfig) -> None:
-    if not any(counts):
-        raise BlendingError(
-            f"one epoch of {len(counts)} datasets gives no sample: each has fewer tokens than sequence_length "
-            f"{config.sequence_length} needs; give a shorter sequence_length or a size"
-        )
-
-
-def _some(names: Sequence[str]) -> str:
-    """The first names, for a message."""
-    return f"{', '.join(names[:8])}{' ...' * (len(names) > 8)}"

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sixfold.blending.blend.schedule import Schedule
-from sixfold.blending.config.config import ORDERS, BlendedMegatronDatasetConfig
+from sixfold.blending.config.config import BlendedMegatronDatasetConfig
+from sixfold.blending.config.order_names import order_named
 from sixfold.blending.config.prefixes import base_name
 from sixfold.blending.config.splits import Split
 from sixfold.blending.documents.part import Part
@@ -136,7 +137,7 @@ def refuse_other_past(saved: State, current: State, datasets: "Sequence[Megatron
     if current["position"] == 0:  # nothing was given that could be given otherwise
         return
     saved, current = json.loads(json.dumps(saved, default=plain)), json.loads(json.dumps(current))
-    if ORDERS[current["order"]].indexed:
+    if order_named(current["order"]).indexed:
         _forget_folders(saved, current)
     elif saved["state_version"] == _OLDEST and saved.get("order") == current["order"]:
         for dataset in saved.get("datasets", {}).values():
@@ -163,7 +164,7 @@ def _forget_folders(saved: State, current: State) -> None:
 
 
 def _remedy(where: str, saved: State, current: State, datasets: "Sequence[MegatronDataset]") -> str:
-    new = ", and say what is new with a BlendChange" if not ORDERS[current["order"]].indexed else ""
+    new = ", and say what is new with a BlendChange" if not order_named(current["order"]).indexed else ""
     if not (where.startswith("datasets.") and where.endswith((".name", ".document_shuffle"))):
         return f"restore it{new}"
     listed = _order_of_then(saved, datasets)

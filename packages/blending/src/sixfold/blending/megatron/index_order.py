@@ -118,6 +118,11 @@ class IndexOrder:
             array.flags.writeable = False  # they are handed out, and samples are looked up in them
 
     @property
+    def document_shuffle(self) -> str:
+        """All documents are shuffled together."""
+        return "global"
+
+    @property
     def only_length(self) -> int:
         """Tokens of every sample."""
         return self.plan.sequence_length

@@ -15,8 +15,10 @@ piece. Labels inside a piece are the next tokens on the line, and masks restart 
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.kernels import I64, Kernels
@@ -192,6 +194,16 @@ class SampleOrder:
     def only_length(self) -> int | None:
         """The sequence length of every sample; None if it changes."""
         return self._grids[0].sequence_length if len(self._grids) == 1 else None
+
+    @property
+    def document_shuffle(self) -> str:
+        """How the line shuffles its documents."""
+        return self.line.shuffle
+
+    @property
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Nothing is stored."""
+        return {}
 
     def sequence_lengths(self, samples: I64) -> I64:
         """Sequence length of each sample."""

@@ -18,7 +18,11 @@ REFUSED = {
     "model.experts_per_token": "3", "model.router_aux_loss": "0.5", "model.norm_topk_prob": "false",
     "pipeline.steps": "3", "pipeline.waves": "2", "train.cuda_graphs": "true",
 }  # fmt: skip
-BY_NAME = {"fsdp": {"reduce_dtype", "main_dtype", "grad_dtype", *config_module._BUFFER_KEYS}}  # handed on as a mapping
+BY_NAME = {  # handed on as a mapping, or read before there are tables
+    "fsdp": {"reduce_dtype", "main_dtype", "grad_dtype", *config_module._BUFFER_KEYS},
+    "train": {"tokens"},
+    "schedule": {"warmup_tokens", "decay_tokens"},
+}
 
 
 def attributes_read() -> set[tuple[str, str]]:

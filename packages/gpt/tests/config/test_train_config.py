@@ -97,6 +97,9 @@ offload_activations = false
 cuda_graphs = false
 recompute = "none"
 clip_grad = 1.0
+z_loss = 0.0
+label_smoothing = 0.0
+tokens = 0
 
 [optimizer]
 name = "adamw"
@@ -109,6 +112,9 @@ weight_decay = 0.1
 shape = "cosine"
 warmup_steps = 0
 decay_steps = 0
+warmup_tokens = 0
+decay_tokens = 0
+decay = "linear"
 min_lr_ratio = 0.1
 
 [checkpoint]

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from sixfold.gpt.model import loss as loss_module
-from sixfold.gpt.model.loss import token_losses
+from sixfold.gpt.model.loss import LossTerms, token_losses
 
 
 def sample(b=3, s=7, vocab=100, padded=128, dtype=torch.float32):
@@ -62,3 +62,23 @@ def test_masked_tokens_are_exactly_zero_whatever_their_logits_and_labels():
     losses.sum().backward()
     assert (losses == 0).equal(mask == 0)
     assert (logits.grad.abs().sum(-1) == 0).equal(mask == 0)
+
+
+@pytest.mark.parametrize("chunk_elements", [500, 2**20])
+@pytest.mark.parametrize(("z_loss", "smoothing"), [(1e-2, 0.0), (0.0, 0.1), (1e-2, 0.1)])
+def test_a_z_loss_and_label_smoothing_are_torchs_in_the_gradient_and_not_in_the_value(
+    chunk_elements, z_loss, smoothing, monkeypatch
+):
+    monkeypatch.setitem(loss_module._CHUNK_ELEMENTS, "cpu", chunk_elements)
+    logits, labels = sample()
+    mask = torch.ones(3, 7)
+    mask[1, 3] = 0
+    upstream = torch.randn(3, 7, generator=torch.Generator().manual_seed(1))
+    losses = token_losses(logits, labels, mask, 100, terms=LossTerms(z_loss=z_loss, label_smoothing=smoothing))
+    assert torch.equal(losses, token_losses(logits, labels, mask, 100))
+    (found,) = torch.autograd.grad(losses, logits, upstream)
+    real = logits[..., :100].flatten(0, 1)
+    whole = F.cross_entropy(real, labels.flatten(), reduction="none", label_smoothing=smoothing)
+    whole = (whole + z_loss * torch.logsumexp(real, -1) ** 2).view(3, 7) * mask
+    (reference,) = torch.autograd.grad(whole, logits, upstream)
+    torch.testing.assert_close(found, reference, rtol=1e-6, atol=1e-6)

@@ -18,7 +18,7 @@ from sixfold import dist_ckpt
 from sixfold.gpt import GPTModel
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model import loss as loss_module
-from sixfold.gpt.model.loss import token_losses
+from sixfold.gpt.model.loss import LossTerms, token_losses
 from sixfold.gpt.parallel import tensor_parallel
 from sixfold.gpt.parallel.axes import Axes, Axis
 from sixfold.gpt.parallel.tensor_parallel import gather_sequence, scatter_sequence
@@ -64,6 +64,30 @@ def test_losses_and_gradients_are_torchs_of_the_whole_vocabulary():
         together = torch.cat([found[number][1] for found in ranks], -1)
         assert together.dtype == dtype and not together[..., vocab:].any() and not together[1, 2].any()
         torch.testing.assert_close(together, gradient, rtol=1e-6, atol=1e-6)
+
+
+TERMS = LossTerms(z_loss=1e-2, label_smoothing=0.1)
+
+
+def in_parts_with_terms(rank: int, ranks: int) -> list[torch.Tensor]:
+    found = []
+    for vocab, chunk, dtype in CASES:
+        loss_module._CHUNK_ELEMENTS["cpu"] = chunk
+        logits, labels, mask = sample(vocab, dtype)
+        mine = logits.chunk(ranks, -1)[rank].clone().requires_grad_()
+        token_losses(mine, labels, mask, vocab, Axis(rank, ranks, dist.group.WORLD), TERMS).backward(UPSTREAM)
+        found.append(mine.grad)
+    return found
+
+
+def test_a_z_loss_and_label_smoothing_are_those_of_one_rank():
+    ranks = run_ranks(in_parts_with_terms, 2)
+    for number, (vocab, _, dtype) in enumerate(CASES):
+        logits, labels, mask = sample(vocab, dtype)
+        whole = logits.requires_grad_()
+        token_losses(whole, labels, mask, vocab, terms=TERMS).backward(UPSTREAM)
+        together = torch.cat([found[number] for found in ranks], -1)
+        torch.testing.assert_close(together, whole.grad, rtol=1e-6, atol=1e-6)
 
 
 def what_is_refused(rank: int, ranks: int) -> list[str]:

@@ -36,6 +36,18 @@ def test_wsd_holds_and_then_falls_in_equal_steps():
     np.testing.assert_allclose(found[30:], np.linspace(0.5, 0.05, 10), rtol=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("kind", "half"), [("cosine", 0.5), ("minus_sqrt", 1 - 0.5**0.5), ("exponential", 2**0.5 - 1), ("linear", 0.5)]
+)
+def test_wsd_falls_from_the_peak_to_its_least_rate_by_any_curve(kind, half):
+    options = ("schedule.shape=wsd", "schedule.decay_steps=10", "schedule.min_lr_ratio=0.2", f"schedule.decay={kind}")
+    found, config = rates(*options), config_with("optimizer.lr=0.5", "train.steps=40", *options)
+    np.testing.assert_array_equal(found[:31], 0.5)
+    assert (np.diff(found[30:]) < 0).all()
+    assert found[35] == pytest.approx(0.5 * (0.2 + 0.8 * half), rel=1e-12)
+    assert learning_rate(config, 40) == pytest.approx(0.1, rel=1e-12)
+
+
 def test_constant_stays():
     np.testing.assert_array_equal(rates("schedule.shape=constant"), 0.5)
 

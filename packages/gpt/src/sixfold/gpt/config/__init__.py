@@ -1,4 +1,4 @@
 """What a user may say in the TOML file, key by key, and what it means together. Numbers and texts: no torch.
 
-From outside: batch_schedule, model_config, presets, resume_rules, rules, table, toml, train_config.
+From outside: batch_schedule, model_config, presets, resume_rules, rules, table, token_budgets, toml, train_config.
 """

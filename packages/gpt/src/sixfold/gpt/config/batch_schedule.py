@@ -5,6 +5,7 @@
 Pure: a resumed run asks for the same number and gets the same answer, so there is no state to save.
 """
 
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -26,7 +27,12 @@ def batch_sizes(config: "TrainConfig") -> list[tuple[str, int]]:
 
 def samples_before(config: "TrainConfig", step: int) -> int:
     """Samples that ``step`` updates have consumed."""
-    starts = [(0, config.train.global_batch_size), *config.train.batch_ramp, (step, 0)]
+    return samples_of(config.train.global_batch_size, config.train.batch_ramp, step)
+
+
+def samples_of(first: int, ramp: Iterable[Sequence[int]], step: int) -> int:
+    """Samples of ``step`` updates: each has ``first`` until the ramp's [step, batch] say otherwise."""
+    starts = [(0, first), *ramp, (step, 0)]
     total = 0
     for (begin, batch), (end, _) in pairwise(starts):
         total += max(min(end, step) - begin, 0) * batch

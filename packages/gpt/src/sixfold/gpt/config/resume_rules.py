@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 _FREE_TABLES = ("parallel", "pipeline", "fsdp", "checkpoint", "eval", "log", "elastic", "run")
 # data.document_shuffle is compared with what the checkpoint says of each dataset: 0.1.0 had no such key.
 _FREE_KEYS = (
-    "train.steps", "train.micro_batch_size", "train.recompute", "train.offload_activations", "data.cache_dir",
-    "data.document_shuffle", "data.max_epochs",
+    "train.steps", "train.tokens", "train.micro_batch_size", "train.recompute", "train.offload_activations",
+    "data.cache_dir", "data.document_shuffle", "data.max_epochs",
 )  # fmt: skip
 # A branch of a run: what is ahead of it is trained otherwise, and the line ``resume`` says how. None of these is in a
 # checkpoint: it holds fp32 weights and moments, whatever the products were computed in, and options are the config's.
@@ -28,6 +28,7 @@ _NOTED_TABLE = "schedule"
 _NOTED_KEYS = (
     "optimizer.lr", "optimizer.weight_decay", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "train.clip_grad",
     "train.precision", "train.compile", "train.deterministic", "train.global_batch_size", "model.router_aux_loss",
+    "train.z_loss", "train.label_smoothing",
 )  # fmt: skip
 # How a tokenizer is found: preflight compares it with what made the data. Training reads of it the end of a document
 # alone, and that where data.eod_mask_loss is true; there its id may not change.

@@ -308,6 +308,11 @@ def _check_schedule_lr(config: "TrainConfig") -> None:
             f"schedule.decay_steps is {schedule.decay_steps} and schedule.shape {schedule.shape!r}; "
             f"it is 0 unless the shape is 'wsd'"
         )
+    if schedule.shape != "wsd" and schedule.decay != type(schedule).decay:
+        raise ConfigError(
+            f"schedule.decay is {schedule.decay!r} and schedule.shape {schedule.shape!r}, which has no such part; "
+            f"leave the key out, or set schedule.shape = 'wsd'"
+        )
     if schedule.shape == "constant" and schedule.min_lr_ratio != type(schedule).min_lr_ratio:
         raise ConfigError(
             f"schedule.min_lr_ratio is {schedule.min_lr_ratio} and schedule.shape 'constant', which never falls; leave "

@@ -16,6 +16,7 @@ from sixfold.gpt.config.presets import preset_named
 from sixfold.gpt.config.resume_rules import resume_changes
 from sixfold.gpt.config.rules import check_config, check_world, refuse_path
 from sixfold.gpt.config.table import AtLeast, Count, Fraction, OneOf, Positive, Rate, Size, Table, build
+from sixfold.gpt.config.token_budgets import tokens_as_steps
 from sixfold.gpt.config.toml import read_files, read_tables, write_tables
 from sixfold.gpt.errors import ConfigError
 from sixfold.pipeline.schedules import by_name, registered
@@ -211,6 +212,7 @@ class LoopConfig(Table):
 
     TABLE: ClassVar[str] = "train"
     steps: Count
+    tokens: Count = 0  # if given, steps is the number of them that reads so many
     global_batch_size: Positive
     micro_batch_size: Positive
     batch_ramp: tuple[tuple[Count, Positive], ...] = ()  # [step, batch]: from that step on, that global batch
@@ -222,6 +224,8 @@ class LoopConfig(Table):
     cuda_graphs: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     clip_grad: Size = 1.0  # 0 = no clipping
+    z_loss: Size = 0.0  # weight of log(sum of exponentials of logits)^2 in the gradient; losses are told without it
+    label_smoothing: Fraction = 0.0  # share of a target that the vocabulary has alike, in the gradient alone
 
     def check(self) -> None:
         steps = [step for step, _ in self.batch_ramp]
@@ -256,7 +260,10 @@ class ScheduleConfig(Table):
     TABLE: ClassVar[str] = "schedule"
     shape: Literal["cosine", "wsd", "constant"] = "cosine"
     warmup_steps: Count = 0
+    warmup_tokens: Count = 0  # if given, warmup_steps is the number of steps that reads so many
     decay_steps: Count = 0  # of wsd
+    decay_tokens: Count = 0  # the same, of the last steps
+    decay: Literal["linear", "cosine", "minus_sqrt", "exponential"] = "linear"  # of wsd
     min_lr_ratio: Annotated[float, AtLeast(0)] = 0.1
 
 
@@ -401,7 +408,7 @@ class TrainConfig:
         return cls._of(read_tables(text, overrides, TABLES, source), source)
 
     @classmethod
-    def _of(cls, values: Mapping[str, Mapping[str, Any]], source: str) -> Self:
+    def _of(cls, values: Mapping[str, dict[str, Any]], source: str) -> Self:
         if not values["model"]:
             for found in (values["run"].get("dir"), values["checkpoint"].get("init_from")):
                 if isinstance(found, str) and found and os.path.isfile(os.path.join(found, "config.toml")):
@@ -409,6 +416,7 @@ class TrainConfig:
                         f"{source} has no table [model]; copy the table [model] of {found}/config.toml into the "
                         "configuration"
                     )
+        tokens_as_steps(values)
         return cls(**{name: build(table, values[name], name) for name, table in TABLES.items()})
 
     def to_toml(self) -> str:

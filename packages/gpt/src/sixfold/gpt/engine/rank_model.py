@@ -35,6 +35,7 @@ from sixfold.gpt.engine.weight_versions import VersionedModel
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model.decoder import Block, GPTModel
 from sixfold.gpt.model.initial_weights import fill_elements
+from sixfold.gpt.model.loss import LossTerms
 from sixfold.gpt.observe.straggler import Clock
 from sixfold.gpt.parallel.agreement import all_or_raise, gather_objects
 from sixfold.gpt.parallel.axes import Axes
@@ -243,6 +244,7 @@ def _stage_modules(
             device="meta",
         )
         stage.recompute = config.train.recompute
+        stage.loss_terms = LossTerms(z_loss=config.train.z_loss, label_smoothing=config.train.label_smoothing)
         if config.train.compile:
             for block in stage.layers.values():
                 block.compile_layer()  # type: ignore[operator]
@@ -278,6 +280,8 @@ def check_provider(config: TrainConfig, provider: ModelProvider | None) -> None:
         ("train.precision", config.train.precision, "bf16" if fp8 else config.train.precision),
         ("train.compile", config.train.compile, False),
         ("train.recompute", config.train.recompute, "none"),
+        ("train.z_loss", config.train.z_loss, 0.0),
+        ("train.label_smoothing", config.train.label_smoothing, 0.0),
         ("optimizer.name", config.optimizer.name, "adamw"),
         ("model.num_experts", config.model.num_experts, 0),
     ):

@@ -20,7 +20,7 @@ from sixfold.gpt.config.train_config import GPTConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model.attention import Rows, plan_rows
 from sixfold.gpt.model.initial_weights import initializer
-from sixfold.gpt.model.loss import token_losses
+from sixfold.gpt.model.loss import PLAIN, token_losses
 from sixfold.gpt.model.moe import MixtureOfExperts
 from sixfold.gpt.model.norm import RMSNorm
 from sixfold.gpt.model.rope import rotate
@@ -189,6 +189,7 @@ class GPTModel(nn.Module):
         self.config, self.axes = config, axes
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.recompute = "none"  # train.recompute: "none", "selective" or "full"
+        self.loss_terms = PLAIN  # train.z_loss, train.label_smoothing
         self.vocab_rows = config.padded_vocab_size // axes.tp.size  # of this rank
         if pre_process:
             self.embedding: nn.Module = nn.Embedding(self.vocab_rows, config.hidden_size, device="meta")
@@ -249,7 +250,7 @@ class GPTModel(nn.Module):
         (logits,) = columns(self.norm(x), (self._project,), self.axes, once=True)
         if labels is None:
             return whole_rows(logits, self.axes.tp)[..., : self.config.vocab_size]
-        return token_losses(logits, labels, loss_mask, self.config.vocab_size, self.axes.tp)
+        return token_losses(logits, labels, loss_mask, self.config.vocab_size, self.axes.tp, self.loss_terms)
 
     @property
     def cuts(self) -> Cuts:

@@ -5,9 +5,13 @@
 Float32 logits of the whole micro-batch never exist: a chunk is cast, used and dropped, in backward once more.
 Tensor-parallel ranks have columns of the logits each. Two numbers of a token travel, in two all-reduces: its largest
 logit, then the sum of exponentials behind it together with its target's logit; backward sends nothing.
+
+[Note: terms of the gradient] A z-loss and label smoothing are in the gradient alone. What is returned, logged and
+compared stays the plain cross entropy in nats, so that curves with and without them mean the same.
 """
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,8 +27,44 @@ _CHUNK_ELEMENTS = {"cpu": 2**18}
 _CHUNK_ELEMENTS_ELSEWHERE = 2**26
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LossTerms:
+    """What the gradient has beside the cross entropy; see [Note: terms of the gradient].
+
+    Attributes:
+        z_loss: weight of log(sum of exponentials)^2 of a token (PaLM, arXiv 2204.02311, section 5; there 1e-4).
+        label_smoothing: share of a target that all of the vocabulary has alike, as torch's ``cross_entropy``.
+    """
+
+    z_loss: float = 0.0
+    label_smoothing: float = 0.0
+
+    def gradient(self, shares: Tensor, normaliser: Tensor, targets: Tensor, hits: Tensor | float, vocab: int) -> Tensor:
+        """Of a chunk's logits, made in place of ``shares``, its softmax.
+
+        Args:
+            normaliser: log of the sum of exponentials of each row. targets: (rows, 1), a column here.
+            hits: 1 where that column is the target, else 0. vocab: columns of all ranks.
+        """
+        if self.z_loss:
+            shares.mul_(torch.add(1.0, normaliser, alpha=2 * self.z_loss).unsqueeze(1))
+        if self.label_smoothing:
+            shares.sub_(self.label_smoothing / vocab)
+            hits = hits * (1 - self.label_smoothing)
+        # not scatter_add_, which has no fixed order on a GPU
+        return shares.scatter_(1, targets, shares.gather(1, targets) - hits)
+
+
+PLAIN = LossTerms()
+
+
 def token_losses(
-    logits: Tensor, labels: Tensor, loss_mask: Tensor | None, vocab_size: int, axis: Axis = ALONE.tp
+    logits: Tensor,
+    labels: Tensor,
+    loss_mask: Tensor | None,
+    vocab_size: int,
+    axis: Axis = ALONE.tp,
+    terms: LossTerms = PLAIN,
 ) -> Tensor:
     """-log softmax(logits)[label] of each token.
 
@@ -34,19 +74,22 @@ def token_losses(
         labels: (b, s) int64 in [0, vocab_size) where the mask is not 0; elsewhere of no account.
         loss_mask: (b, s), 0 where a target does not count; None counts all.
         axis: the tensor-parallel ranks. They have the same labels, get the same losses, and give the same gradients.
+        terms: what else the gradient has.
     Returns:
         (b, s) float32, exactly 0 where masked. Padding and masked tokens get gradient 0.
     """
     if axis.size > 1:
-        shared: Tensor = _SharedLosses.apply(logits, labels, loss_mask, vocab_size, axis)  # type: ignore[no-untyped-call]
+        shared: Tensor = _SharedLosses.apply(logits, labels, loss_mask, vocab_size, axis, terms)  # type: ignore[no-untyped-call]
         return shared
-    losses: Tensor = _TokenLosses.apply(logits, labels, loss_mask, vocab_size)  # type: ignore[no-untyped-call]
+    losses: Tensor = _TokenLosses.apply(logits, labels, loss_mask, vocab_size, terms)  # type: ignore[no-untyped-call]
     return losses
 
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, loss_mask: Tensor | None, vocab_size: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, loss_mask: Tensor | None, vocab_size: int, terms: LossTerms
+    ) -> Tensor:
         flat = logits.reshape(-1, logits.shape[-1])
         targets = labels.reshape(-1)
         if loss_mask is not None:
@@ -63,12 +106,12 @@ class _TokenLosses(torch.autograd.Function):
             ctx.save_for_backward(flat, targets, normaliser, dropped)
         else:
             ctx.save_for_backward(flat, targets, normaliser)
-        ctx.vocab_size, ctx.shape = vocab_size, logits.shape
+        ctx.vocab_size, ctx.shape, ctx.terms = vocab_size, logits.shape, terms
         return losses.view(labels.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
         flat, targets, normaliser, *masked = ctx.saved_tensors
         upstream = gradients[0].reshape(-1, 1)
         if masked:
@@ -77,16 +120,21 @@ class _TokenLosses(torch.autograd.Function):
         grad[:, ctx.vocab_size :] = 0
         for rows in _chunks(flat):
             chunk = (flat[rows, : ctx.vocab_size].float() - normaliser[rows].unsqueeze(1)).exp_()
-            hit = targets[rows].unsqueeze(1)
-            chunk.scatter_(1, hit, chunk.gather(1, hit) - 1)  # not scatter_add_, which has no fixed order on a GPU
+            ctx.terms.gradient(chunk, normaliser[rows], targets[rows].unsqueeze(1), 1.0, ctx.vocab_size)
             grad[rows, : ctx.vocab_size] = chunk.mul_(upstream[rows]).to(grad.dtype)
-        return grad.view(ctx.shape), None, None, None
+        return grad.view(ctx.shape), None, None, None, None
 
 
 class _SharedLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, loss_mask: Tensor | None, vocab_size: int, axis: Axis
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor | None,
+        vocab_size: int,
+        axis: Axis,
+        terms: LossTerms,
     ) -> Tensor:
         flat = logits.reshape(-1, logits.shape[-1])
         first = axis.rank * flat.shape[1]
@@ -114,22 +162,22 @@ class _SharedLosses(torch.autograd.Function):
         normaliser = sums[0].log_().add_(largest)
         losses = (normaliser - sums[1]).masked_fill_(dropped, 0.0)
         ctx.save_for_backward(flat, targets, here, normaliser.clone(), dropped)
-        ctx.real, ctx.shape = real, logits.shape
+        ctx.real, ctx.shape, ctx.vocab_size, ctx.terms = real, logits.shape, vocab_size, terms
         return losses.view(labels.shape)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None, None, None]:
         flat, targets, here, normaliser, dropped = ctx.saved_tensors
         upstream = gradients[0].reshape(-1).masked_fill(dropped, 0.0).unsqueeze(1)
         grad = torch.empty_like(flat)
         grad[:, ctx.real :] = 0
         for rows in _chunks(flat) if ctx.real else ():
             chunk = (flat[rows, : ctx.real].float() - normaliser[rows].unsqueeze(1)).exp_()
-            hit = targets[rows].unsqueeze(1)
-            chunk.scatter_(1, hit, chunk.gather(1, hit) - here[rows].unsqueeze(1).float())
+            hits = here[rows].unsqueeze(1).float()
+            ctx.terms.gradient(chunk, normaliser[rows], targets[rows].unsqueeze(1), hits, ctx.vocab_size)
             grad[rows, : ctx.real] = chunk.mul_(upstream[rows]).to(grad.dtype)
-        return grad.view(ctx.shape), None, None, None, None
+        return grad.view(ctx.shape), None, None, None, None, None
 
 
 def _chunks(flat: Tensor) -> list[slice]:

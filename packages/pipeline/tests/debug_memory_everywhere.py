@@ -2,4 +2,4 @@
 
 from sixfold.pipeline import PipelineRunner
 
-PipelineRunner.__init__.__kwdefaults__["debug_memory"] = True
+PipelineRunner.__init__.__wrapped__.__kwdefaults__["debug_memory"] = True

@@ -21,7 +21,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint, opens, read_config
-from sixfold.dist_ckpt.collectives.exchange import Group, errors_to_all
+from sixfold.dist_ckpt.collectives.exchange import Group, checked_timeout, errors_to_all
 from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
 from sixfold.dist_ckpt.mirror.local_view import viewed
 from sixfold.dist_ckpt.progress import Progress
@@ -40,6 +40,7 @@ from sixfold.dist_ckpt.strategies.base import StrategyAction, register
 from sixfold.dist_ckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from sixfold.dist_ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
+from sixfold.dist_ckpt.torch_arguments import naming_ours
 
 Found = TypeVar("Found")
 
@@ -53,6 +54,7 @@ register(StrategyAction.SAVE_COMMON, "torch", 1, TorchCommonSaveStrategy())
 register(StrategyAction.LOAD_COMMON, "torch", 1, TorchCommonLoadStrategy())
 
 
+@naming_ours
 def save(
     sharded_state_dict: Mapping[Any, Any],
     checkpoint_dir: str | Path | Store,
@@ -130,6 +132,7 @@ def save(
     return AsyncRequest(None, (), [], handle=saver.start(request))
 
 
+@naming_ours
 def load(
     sharded_state_dict: Mapping[Any, Any],
     checkpoint_dir: str | Path | Store,
@@ -180,7 +183,7 @@ def load(
     await_saves_to(checkpoint_dir)
     with errors_to_all(group, timeout_s):
         # Who waits for this rank does so for timeout_s: a store that fails is told of before.
-        store = store_at(checkpoint_dir, timeout_s / 2)
+        store = store_at(checkpoint_dir, checked_timeout(timeout_s) / 2)
         sharded, common = _strategies(store.local_folder, sharded_strategy, common_strategy)
         engine = _engine(sharded, common)
         if engine is None and store.local_folder is None:

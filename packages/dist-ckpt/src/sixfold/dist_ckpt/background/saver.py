@@ -57,6 +57,7 @@ from sixfold.dist_ckpt.state.records import ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer, ChildStore
 from sixfold.dist_ckpt.storage.local import store_at
 from sixfold.dist_ckpt.storage.range_reads import begun as in_thread
+from sixfold.dist_ckpt.torch_arguments import naming_ours
 
 __all__ = ["AsyncSave", "AsyncSaver", "async_save", "prepare_async_save"]
 
@@ -300,6 +301,7 @@ def _without_data(record: ShardedTensor) -> ShardedTensor:
     return twin
 
 
+@naming_ours
 def async_save(
     sharded_state_dict: Mapping[Any, Any],
     checkpoint_dir: str | Path,

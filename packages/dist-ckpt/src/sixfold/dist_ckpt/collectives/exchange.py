@@ -71,9 +71,7 @@ class Exchange:
     """
 
     def __init__(self, group: Group, timeout_s: float) -> None:
-        if not timeout_s > 0:
-            raise CheckpointError(f"timeout_s is {timeout_s}; it is > 0")
-        self.timeout_s = min(timeout_s, _LONGEST_S)
+        self.timeout_s = min(checked_timeout(timeout_s), _LONGEST_S)
         self.group = _resolve(group)
         self.channel = _cpu_group(self.group, self.timeout_s)
         self.rank = 0 if self.channel is None else dist.get_rank(self.channel)
@@ -272,6 +270,13 @@ class Exchange:
             f"(rank {self.rank} waited: {reason}). Restart the job; the older checkpoint stays "
             "until the newer one is visible"
         )
+
+
+def checked_timeout(timeout_s: float) -> float:
+    """``timeout_s``, or CheckpointError: it is no number > 0."""
+    if not isinstance(timeout_s, (int, float)) or not timeout_s > 0:
+        raise CheckpointError(f"timeout_s is {timeout_s!r}; it is a number of seconds > 0")
+    return timeout_s
 
 
 @contextmanager

@@ -49,6 +49,7 @@ from sixfold.pipeline.stage.distributed_data_parallel import Replicas
 from sixfold.pipeline.stage.fully_shard import shard_again
 from sixfold.pipeline.stage.side_effects import module_of
 from sixfold.pipeline.stage.stage import Stage
+from sixfold.pipeline.torch_arguments import RUNNER, STEP, naming_ours
 from sixfold.pipeline.transport.agreement import broadcast
 from sixfold.pipeline.transport.protocol import Links, Transport
 
@@ -97,6 +98,7 @@ class PipelineRunner:
         PipelineTimeout: a rank of the group did not make its runner in time, or cannot be reached.
     """
 
+    @naming_ours(RUNNER)
     def __init__(
         self,
         program: Program,
@@ -183,6 +185,7 @@ class PipelineRunner:
         except BaseException as error:
             self._fail(error)
 
+    @naming_ours(STEP)
     def step(
         self,
         inputs: Any = None,
@@ -278,6 +281,7 @@ class PipelineRunner:
             restored(state, endless, self._stages)
         self._in_flight = endless if state["carried"] is not None else None
 
+    @naming_ours(STEP)
     def evaluate(
         self,
         inputs: Any = None,

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint as checkpointed_call
 from sixfold.pipeline.errors import ScheduleError, whole
 from sixfold.pipeline.microbatches.cut_batch import tensors_in
 from sixfold.pipeline.stage.distributed_data_parallel import check_reducers, replicas
+from sixfold.pipeline.torch_arguments import STAGE, naming_ours
 
 __all__ = ["DataParallel", "GivenTensors", "Stage", "check_made"]
 
@@ -103,6 +104,7 @@ class Stage:
             hooks or a forward of its own.
     """
 
+    @naming_ours(STAGE, most=3)
     def __init__(
         self,
         module: nn.Module | None,

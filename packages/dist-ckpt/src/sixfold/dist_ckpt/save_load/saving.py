@@ -421,6 +421,8 @@ def describe(
         for path, leaf in tree.leaves(common):
             if isinstance(leaf, torch.Tensor) and has_values(leaf):
                 writer.check_tensor_finite(tree.path_text(path), leaf.detach(), (0,) * leaf.dim(), rank)
+            else:
+                writer.check_array_finite(tree.path_text(path), leaf, rank)
     common_bytes = b"" if rank else weights_only.dump(common, "common data")
     nbytes = plan.total_bytes(writes) + sum(len(data) for _, data in stored) + len(common_bytes)
     encoded, same = table.encode(), common if compared is parts.common else compared

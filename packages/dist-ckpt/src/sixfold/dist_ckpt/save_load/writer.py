@@ -13,6 +13,7 @@ holds of them.
 from __future__ import annotations
 
 import ctypes
+import sys
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -385,3 +386,14 @@ def check_tensor_finite(key: str, tensor: torch.Tensor, offset: Sequence[int], r
             index = [sum(places) for places in zip(offset, (axis.start or 0 for axis in cut), local, strict=True)]
             value = part[tuple(local)].item()
             raise ShardingError(f"{key}{index} is {value} on rank {rank}, and check_finite is set")
+
+
+def check_array_finite(key: str, leaf: Any, rank: int) -> None:
+    """``check_tensor_finite`` for an array of numpy, which is not imported here. Its numbers pass, as Python's do."""
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not isinstance(leaf, numpy.ndarray) or leaf.dtype.kind not in "fc":
+        return
+    bad = ~numpy.isfinite(leaf)
+    if bad.any():
+        index = [int(places[0]) for places in numpy.nonzero(bad)] if leaf.ndim else []
+        raise ShardingError(f"{key}{index} is {leaf[tuple(index)]} on rank {rank}, and check_finite is set")

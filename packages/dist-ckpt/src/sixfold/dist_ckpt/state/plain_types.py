@@ -88,7 +88,9 @@ def reduce(value: Any) -> Any:
     if kind is numpy.ndarray:
         if not _NUMBERS.fullmatch(value.dtype.str):
             raise NotPlain(f"it holds {value.dtype}; arrays of numbers, truth values and texts come back")
-        return numpy.ndarray, (value.shape, value.dtype.str, bytearray(value.tobytes()))
+        order = "F" if value.flags.fnc else "C"  # as it lies in memory; what has gaps or steps comes back in C order
+        own = (value.shape, value.dtype.str, bytearray(value.tobytes(order)))
+        return numpy.ndarray, own if order == "C" else (*own, 0, None, order)
     if isinstance(value, numpy.generic):
         if kind.__name__ not in _SCALARS:
             raise NotPlain(f"a {kind.__name__} has no plain form")
@@ -123,12 +125,16 @@ def _numpy() -> Any:
     return import_module("numpy")
 
 
-def make_array(shape: Any, code: Any, data: Any) -> Any:
-    """``numpy.ndarray(shape, code, data)`` for number types, of the right size."""
+def make_array(shape: Any, code: Any, data: Any, start: Any = 0, strides: Any = None, order: Any = "C") -> Any:
+    """``numpy.ndarray(shape, code, data)`` for number types, of the right size; ``order`` is C or Fortran."""
     numpy, dtype = _numpy(), _dtype(code)
     if len(data) != prod(shape) * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are no numpy array {dtype} of shape {shape}")
-    return numpy.frombuffer(bytearray(data), dtype).reshape(shape) if len(data) else numpy.empty(shape, dtype)
+    if (start, strides) != (0, None) or order not in ("C", "F"):
+        raise ValueError(f"a numpy array starts at {start!r} with strides {strides!r} in order {order!r}")
+    if not len(data):
+        return numpy.empty(shape, dtype)
+    return numpy.frombuffer(bytearray(data), dtype).reshape(shape, order=order)
 
 
 def make_scalar(dtype: Any, data: Any) -> Any:

@@ -23,7 +23,7 @@ import torch
 
 from sixfold.dist_ckpt.errors import MismatchError, ShardingError
 from sixfold.dist_ckpt.geometry.manifest import Stored
-from sixfold.dist_ckpt.state import module_names, parameter_names, tree
+from sixfold.dist_ckpt.state import module_names, parameter_names, schedulers, tree
 from sixfold.dist_ckpt.state.parameter_names import Name
 from sixfold.dist_ckpt.state.records import LocalNonpersistentObject
 from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_dtensor, local_of, memory_of
@@ -95,6 +95,7 @@ def state_of(
         names = parameter_names.names_of(owner, known()) if is_optimizer and type(own) is dict else []
         return {parameter_names.KEY: [name.key for name in names]} | own if names else own
     if not is_optimizer:
+        schedulers.check_is_same(owner, own, tree.get(saved.common, path), tree.key_text(path))
         return _without_grown(own, path, saved, is_module=isinstance(owner, torch.nn.Module))
     if type(own) is not dict:
         return own

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from gpt_helpers import write_pair
+from run_helpers import losses, train_rank
 
 from sixfold.gpt import TrainConfig, global_batches
 from sixfold.gpt.data.token_stream import preflight
@@ -75,6 +76,37 @@ def test_a_pair_of_sixfold_data_build_has_the_rows_that_prepare_gives(tmp_path):
     for ours, theirs in zip(*pairs, strict=True):
         for field in ("tokens", "labels", "loss_mask", "cu_seqlens"):
             assert np.array_equal(getattr(ours, field), getattr(theirs, field)), field
+
+
+def trained(config):
+    """The losses of a run, read from what it wrote."""
+    step, loss, reason = train_rank(0, 1, config.to_toml())
+    assert (step, reason) == (config.train.steps, "finished") and loss == losses(config)[-1]
+    return losses(config)
+
+
+@pytest.mark.slow
+def test_a_pair_of_megatron_trains_as_the_same_documents_of_our_builder(tmp_path):
+    by_megatron(tmp_path / "theirs"), by_our_builder(tmp_path / "ours")
+    assert not list(tmp_path.glob("*.json"))
+    same = ("data.names=['p']", "train.precision=fp32")  # the order of samples depends on names
+    found = {name: trained(config_of(tmp_path / name, *same)) for name in ("theirs", "ours")}
+    assert found["theirs"] == found["ours"]
+    assert abs(found["ours"][0] - np.log(VOCAB)) < 0.5 and found["ours"][-1] < found["ours"][0]
+
+
+@pytest.mark.slow
+def test_a_pair_of_the_command_sixfold_data_build_trains_as_that_of_prepare(tmp_path):
+    from sixfold.gpt.data.prepare import prepare
+    from sixfold.indexed_data.cli import main
+
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": "word " * n}) + "\n" for n in range(1, 40)))
+    assert not main(["build", str(tmp_path / "a.jsonl"), "--output", str(tmp_path / "built"), "--tokenizer", "bytes"])
+    prepare([tmp_path / "a.jsonl"], tmp_path / "prepared")
+    assert not (tmp_path / "built.json").exists() and (tmp_path / "prepared.json").exists()
+    same = ("data.names=['p']", "train.precision=fp32", "optimizer.lr=3e-3")
+    found = {name: trained(config_of(tmp_path / name, *same, vocab=257)) for name in ("built", "prepared")}
+    assert found["built"] == found["prepared"] and found["built"][-1] < found["built"][0]
 
 
 def test_a_mask_of_document_ends_needs_to_know_them_and_the_remedy_works(tmp_path):

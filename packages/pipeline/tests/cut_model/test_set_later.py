@@ -250,6 +250,59 @@ def test_weights_that_were_tied_before_the_cut_may_be_tied_again():
     assert ties_later(lambda: llama(True), lambda m: m.tie_weights(), stages_of_causal_lm, ids, True) == [None, None]
 
 
+def groups(first: tuple[int, int], second: tuple[int, int]) -> Callable[[], nn.Sequential]:
+    """Six layers on three stages, of which two pairs are tied before the cut."""
+
+    def make() -> nn.Sequential:
+        model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(6)])
+        for one, other in (first, second):
+            model[other].weight = model[one].weight
+        return model
+
+    return make
+
+
+def merge(model: nn.Sequential, layers: tuple[int, ...]) -> None:
+    for at in layers:
+        model[at].weight = model[0].weight
+
+
+@pytest.mark.parametrize("second", [(3, 4), (1, 4)], ids=["stages 1 and 2", "stages 0 and 2"])
+def test_two_groups_that_are_merged_after_the_cut_are_refused_on_all_ranks(second):
+    x = torch.randn(6, 8)
+
+    def rank(transport: Any) -> None:
+        torch.manual_seed(5)
+        model = groups((0, 2), second)()  # stages 0 and 1
+        runner = PipelineRunner(gpipe(3, 2), [stages_of_sequential(model, 3)[transport.rank]], transport, mean)
+        runner.step(x, x)
+        merge(model, second)
+        runner.step(x, x)
+
+    errors = on_threads(3, rank)
+    assert all(isinstance(error, ScheduleError) for error in errors), errors
+    assert all("and to further ones after it" in str(error) for error in errors), errors
+
+
+def test_two_groups_of_the_same_stages_may_be_merged_after_the_cut():
+    """Their sums are of the same stages; so they stay those of one process."""
+    x = torch.randn(6, 8)
+
+    def made() -> nn.Sequential:
+        torch.manual_seed(5)
+        return groups((0, 2), (1, 3))()
+
+    plain = made()
+    merge(plain, (1, 3))
+    for rows in x.chunk(2):
+        (mean(plain(rows), rows) / 2).backward()
+    model = made()
+    stages = stages_of_sequential(model, 3)
+    merge(model, (1, 3))
+    PipelineRunner(gpipe(3, 2), stages, None, mean).step(x, x)
+    assert torch.allclose(model[0].weight.grad, plain[0].weight.grad, rtol=1e-5)
+
+
 def gradients_of(model: Any, ids: Tensor) -> dict[str, Tensor]:
     """By plain torch: two microbatches one behind the other."""
     model.zero_grad()

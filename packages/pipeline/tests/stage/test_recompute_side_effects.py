@@ -328,6 +328,33 @@ def test_a_checkpoint_that_does_not_repeat_its_forward_is_refused():
         runner.step(x, x * 2)
 
 
+@pytest.mark.parametrize("changes", range(M))
+def test_a_global_that_one_later_microbatch_moves_is_found_within_as_many_steps_as_microbatches(changes):
+    """Of a checkpoint one more microbatch is compared in each step, the next one in the next step."""
+    state = {"on": False, "calls": 0}
+
+    class Moves(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+
+        def forward(self, x):
+            out = self.layer(x)
+            if state["on"] and int(x[0, 0]) == changes:  # a global of this microbatch alone
+                state["calls"] += 1
+                return out * state["calls"]
+            return out
+
+    x = torch.randn(4 * M, 4)
+    x[:, 0] = torch.arange(M).repeat_interleave(4)
+    runner = PipelineRunner(gpipe(1, M), [Stage(Moves(), 0, checkpoint=True)], None, square_loss)
+    runner.step(x, x * 2)
+    state["on"] = True
+    with pytest.raises(ScheduleError, match="the checkpoint of stage 0 made another output than its forward"):
+        for _ in range(M):
+            runner.step(x, x * 2)
+
+
 class Teacher(nn.Module):
     """MoCo's: a frozen copy follows the trained layer in each forward."""
 

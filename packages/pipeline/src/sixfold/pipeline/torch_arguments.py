@@ -13,7 +13,7 @@ from typing import ParamSpec, TypeVar
 
 from sixfold.pipeline.errors import ScheduleError
 
-__all__ = ["RUNNER", "STAGE", "STEP", "naming_ours"]
+__all__ = ["RUNNER", "STAGE", "STEP", "naming_ours", "refuse_others"]
 
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -61,6 +61,12 @@ STEP = {
     "return_outputs": "give keep_outputs",
     "target": "give targets",
 }
+
+
+def refuse_others(call: str, others: Mapping[str, object]) -> None:
+    """Raises ScheduleError: ``step`` or ``evaluate`` was given ``others``. It adds no frame below their warnings."""
+    for name in others:
+        raise ScheduleError(f"{name} is no argument of PipelineRunner.{call}; {STEP.get(name, 'leave it out')}")
 
 
 def naming_ours(

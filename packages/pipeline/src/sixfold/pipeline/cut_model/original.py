@@ -10,7 +10,7 @@ The model is not kept alive: a rank that keeps its stages alone has the memory o
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -128,6 +128,10 @@ class Origin:
             if unit is not base and id(unit) not in mine:
                 yield from unit.parameters()
 
+    def grown(self, _: nn.Module) -> str | None:
+        """See SequentialOrigin. Here one group alone is tied, embedding and head: another is none of ``tied``."""
+        return None
+
     def _look_at_head(self, model: Any, head: Any) -> Iterator[tuple[int, str, Any]]:
         weight: Any = getattr(head, "weight", None)
         if weight is None or weight is not self._weight():
@@ -150,14 +154,20 @@ class SequentialOrigin:
 
     Args:
         mine: the names of the stage's layers.
+        places: of each layer by name, the stage.
     """
 
-    def __init__(self, model: nn.Sequential | None = None, mine: Iterable[str] = ()) -> None:
+    def __init__(
+        self, model: nn.Sequential | None = None, mine: Iterable[str] = (), places: Mapping[str, int] | None = None
+    ) -> None:
         self._model: Callable[[], Any] = (lambda: None) if model is None else weakref.ref(model)
         layers: dict[str, Any] = {} if model is None else model._modules
         self._own = {name: weakref.ref(layers[name]) for name in mine}
         self._count = 0 if model is None else len(model)
         self._kind: type = type(model)
+        self._places = dict(places or {})
+        own = ((f"{name}.{path}", one) for name in mine for path, one in layers[name].named_parameters())
+        self._shared = self._stages_with(own)
 
     def __deepcopy__(self, _: Any) -> SequentialOrigin:
         return SequentialOrigin()
@@ -185,12 +195,29 @@ class SequentialOrigin:
                 "optimizer and runner"
             )
 
-    def elsewhere(self, _: nn.Module) -> Iterator[nn.Parameter]:
+    def grown(self, part: nn.Module) -> str | None:
+        """A parameter of the stage, whose module is ``part``, that has come to further stages since the cut."""
+        now = self._stages_with(part.named_parameters())
+        return next((path for path, stages in now.items() if stages - self._shared.get(path, stages)), None)
+
+    def _stages_with(self, named: Iterable[tuple[str, nn.Parameter]]) -> dict[str, set[int]]:
+        """By path, the other stages that a parameter is of, too; without those of this stage alone."""
+        stages: dict[int, set[int]] = {}
+        for name, layer in self._others():
+            for parameter in layer.parameters():
+                stages.setdefault(id(parameter), set()).add(self._places.get(name, -1))
+        return {path: stages[id(one)] for path, one in named if id(one) in stages}
+
+    def elsewhere(self, part: nn.Module) -> Iterator[nn.Parameter]:
         """See Origin."""
+        for _, layer in self._others():
+            yield from layer.parameters()
+
+    def _others(self) -> Iterator[tuple[str, nn.Module]]:
         model = self._model()
         for name, layer in model._modules.items() if model is not None else ():
             if name not in self._own and layer is not None:
-                yield from layer.parameters()
+                yield name, layer
 
 
 def check_compiled(model: Any, cut: str) -> None:

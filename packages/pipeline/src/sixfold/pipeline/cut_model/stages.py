@@ -57,11 +57,13 @@ def stages_of_sequential(model: nn.Sequential, stages: int) -> list[Stage]:
     layers: Any = list(model._modules.items())  # named_children leaves out what stands there again
     sizes = _cut(layers, [layer for _, layer in layers], stages)
     parts, begin = [], 0
+    stage_of = [at for at, size in enumerate(sizes) for _ in range(size)]
+    places = {name: at for (name, _), at in zip(layers, stage_of, strict=True)}
     for size in sizes:
         part = _Layers(first=begin == 0, last=begin + size == len(layers))
         for name, layer in layers[begin : begin + size]:
             part.add_module(name, layer)  # under its own name, so that state dicts fit
-        part._origin = SequentialOrigin(model, part._modules)
+        part._origin = SequentialOrigin(model, part._modules, places)
         parts.append(part)
         begin += size
     _watch_buffers(parts)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import length_hint
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, Never, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -49,7 +49,7 @@ from sixfold.pipeline.stage.distributed_data_parallel import Replicas
 from sixfold.pipeline.stage.fully_shard import shard_again
 from sixfold.pipeline.stage.side_effects import module_of
 from sixfold.pipeline.stage.stage import Stage
-from sixfold.pipeline.torch_arguments import RUNNER, STEP, naming_ours
+from sixfold.pipeline.torch_arguments import RUNNER, naming_ours, refuse_others
 from sixfold.pipeline.transport.agreement import broadcast
 from sixfold.pipeline.transport.protocol import Links, Transport
 
@@ -185,7 +185,6 @@ class PipelineRunner:
         except BaseException as error:
             self._fail(error)
 
-    @naming_ours(STEP)
     def step(
         self,
         inputs: Any = None,
@@ -196,6 +195,7 @@ class PipelineRunner:
         keep_outputs: bool = False,
         new_shapes: bool = False,
         profile: bool = True,
+        **others: Never,
     ) -> StepResult:
         """Forward and backward of one batch; gradients are added to what is there.
 
@@ -220,6 +220,7 @@ class PipelineRunner:
             ScheduleError: an argument, a stage or ``loss_fn`` failed here or on the rank it names.
             PipelineTimeout: another rank did not answer before the deadline.
         """
+        refuse_others("step", others)
         with torch.enable_grad():
             return self._run(program, "step", self._goal(), inputs, targets, kwargs, keep_outputs, new_shapes, profile)
 
@@ -281,7 +282,6 @@ class PipelineRunner:
             restored(state, endless, self._stages)
         self._in_flight = endless if state["carried"] is not None else None
 
-    @naming_ours(STEP)
     def evaluate(
         self,
         inputs: Any = None,
@@ -291,6 +291,7 @@ class PipelineRunner:
         program: Program | None = None,
         keep_outputs: bool = False,
         profile: bool = True,
+        **others: Never,
     ) -> StepResult:
         """Losses of one batch without gradients; buffers stay as they were. Arguments as in ``step``.
 
@@ -298,6 +299,7 @@ class PipelineRunner:
 
         A tensor needs m rows at least. If m does not divide them, the mean of the losses is not the mean over rows.
         """
+        refuse_others("evaluate", others)
         goal = Goal(train=False, loss_fn=self._loss_fn, scale=self._scale, autocast=_autocast())
         with torch.no_grad(), self._guard.around(self._stages.values(), "evaluate", self._loss_fn):
             return self._run(program, "evaluate", goal, inputs, targets, kwargs, keep_outputs, profile=profile)

@@ -127,6 +127,12 @@ def _check_ties(stage: Stage, held: Iterable[nn.Module], part: nn.Module, origin
                 "ranks would train it apart; tie weights before the cut, or cut the model again, and make a new "
                 "optimizer and runner (a Stage made of a stage's module takes tied=stage.tied)"
             )
+    if (path := origin.grown(part)) is not None:
+        raise ScheduleError(
+            f"stage {stage.index}: {path} was tied to other stages before the cut, and to further ones after it, so "
+            "that its gradients would be summed in two groups; tie weights before the cut, or cut the model again, "
+            "and make a new optimizer and runner"
+        )
 
 
 def _options(stage: Stage) -> dict[str, object]:

@@ -19,8 +19,8 @@ run that changes one again is refused. A parameter that a forward changes withou
 its sum. Frozen ones are added up around the second run of each step's first microbatch, all of them in a mode's first.
 
 What a stage cannot name (a global, a list in a closure) shows in its output: a part of RECOMPUTE's is compared with
-that of the first forward. So is a checkpoint's, of each step's first microbatch and all of a mode's first step; for
-that it runs to its end, while others stop at the last tensor that a backward needs.
+that of the first forward. So is a checkpoint's, of one microbatch in each step, the next one in the next step, and of
+all in a mode's first step; for that it runs to its end, while others stop at the last tensor that a backward needs.
 """
 
 from __future__ import annotations
@@ -83,6 +83,8 @@ class SideEffects:
         self._loss: nn.Module | None = None
         self._first = True  # the next F is the first of a step
         self._new = False  # it is a step of other modules than the last, or of another mode
+        self._count = 0  # of F's in this step
+        self._turn = 0  # the F of this step that is compared, if it is a checkpoint's
         self._modules: list[nn.Module] = []
         self._parameters: list[tuple[dict[str, Any], str, str]] = []  # where each is, and its path
         self._moved: set[str] = set()  # paths of those that a forward changed
@@ -133,11 +135,13 @@ class SideEffects:
     @property
     def looks_closely(self) -> bool:
         """The next F's second run is compared, if it is a checkpoint's too."""
-        return self._first or self._new
+        return self._first or self._new or self._count == self._turn
 
     def new_step(self) -> None:
         """Modules may be others, or in another mode."""
         self._first = True
+        if self._count:
+            self._count, self._turn = 0, (self._turn + 1) % self._count
 
     @property
     def names(self) -> str:
@@ -149,6 +153,7 @@ class SideEffects:
     def noted(self, kwargs: Mapping[str, Any]) -> Iterator[StateBefore]:
         """Around an F."""
         before, first, self._first = StateBefore(), self._first, False
+        self._count += 1
         if first:
             self._begin_step()
         new = first and self._new

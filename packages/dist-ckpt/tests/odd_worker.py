@@ -4,6 +4,8 @@ python odd_worker.py slow:PAUSE_S <arguments of the worker>             each wri
 python odd_worker.py held:PATH <arguments of the worker>                so does it; and it decides when PATH exists
 python odd_worker.py orphan:PATH <arguments of the worker>              once PATH exists it writes when its trainer is
                                                                         dead
+python odd_worker.py after:PATH <arguments of the worker>               it writes once PATH exists, and says in
+                                                                        PATH.tried that it did, or could not
 python odd_worker.py late:SECONDS <arguments of the worker>             it takes so much processor time to start
 python odd_worker.py dies:MODULE.FUNCTION:N <arguments of the worker>   SIGKILL instead of the n-th call
 python odd_worker.py stops:MODULE.FUNCTION <arguments of the worker>    SIGSTOP before the first call
@@ -56,6 +58,18 @@ if kind == "moving":
         return publish(*arguments, **options)
 
     LocalStore.publish = publish_as_an_orphan
+if kind == "after":
+    write, path, kind, what = _worker.lost_ranks.writer.write, what, "slow", "0"
+
+    def write_after(*arguments):
+        while not os.path.exists(path):
+            time.sleep(0.01)
+        try:
+            return write(*arguments)
+        finally:
+            open(f"{path}.tried", "w").close()
+
+    _worker.lost_ranks.writer.write = write_after
 if kind == "orphan":
     write, trainer = _worker.lost_ranks.writer.write, os.getppid()
     path, kind, what = what, "slow", "0"

@@ -523,15 +523,18 @@ def test_a_trainer_that_dies_in_its_workers_commit_is_waited_for_and_the_others_
 
 
 def lose_the_first_worker_before_another_writes(rank, ranks, folder):
-    """The first trainer takes away what was written, and tells of it a little later."""
-    worker_process._WORKER = (ODD_WORKER, "late:1" if rank else "slow:0")
+    """The first trainer takes away what was written; it tells of it when another worker has missed the files."""
+    gone = folder / "gone"
+    worker_process._WORKER = (ODD_WORKER, f"after:{gone}" if rank else "slow:0")
     worker_process._start_worker = Forked
     dist_ckpt.save(state(rank, ranks, 1), folder / "c")
     abandon = LocalStore.abandon
 
     def abandon_slowly(store, save):
         abandon(store, save)
-        time.sleep(2.5)
+        gone.touch()
+        until((folder / "gone.tried").exists)
+        time.sleep(1.0)  # in which the other trainer hears of its worker alone
 
     LocalStore.abandon = abandon_slowly
     handle = dist_ckpt.async_save(state(rank, ranks, 2), folder / "c", timeout_s=60)

@@ -49,12 +49,11 @@ def stopped(tmp_path, forked):
 
 def test_a_stopped_worker_ends_a_save_whose_job_does_not_fit_into_the_socket_and_the_next_one_runs(stopped, tmp_path):
     saver, pid = stopped
-    start = time.monotonic()
+    saver._timeout_s = 3.0
     handle = saver.save(large_job(), tmp_path / "c")
-    assert handle.blocked_s < 1.0, "the call itself does not wait for the worker"
+    assert handle.blocked_s < 3.0, "the call itself does not wait for the worker, which would last its deadline"
     with pytest.raises(LostPeerError, match="the worker of rank 0 hangs and was killed"):
-        handle.wait(10)
-    assert time.monotonic() - start < 5
+        handle.wait(50)
     assert names(tmp_path) == ["c"]
     assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {"it": 1}
     saver._timeout_s = 60.0
@@ -86,15 +85,16 @@ def test_the_next_save_and_close_end_beside_a_stopped_worker(stopped, tmp_path, 
         saver.save({"it": 2}, tmp_path / "d")
     with pytest.warns(UserWarning, match="nobody waited for it: the worker of rank 0 hangs"):
         saver.close()
-    assert time.monotonic() - start < 5 + 10 * usual_s
+    assert time.monotonic() - start < 15 + 10 * usual_s, "the deadline of what waits without end is 60 s"
 
 
 def test_close_ends_a_stopped_worker_that_has_nothing_to_do(stopped, monkeypatch):
     saver, pid = stopped
+    saver._timeout_s = 60.0
     monkeypatch.setattr(worker_process, "_CLOSE_S", 0.3)
     start = time.monotonic()
     saver.close()
-    assert time.monotonic() - start < 3
+    assert time.monotonic() - start < 30, "the deadline of the saver is 60 s"
     assert not os.path.exists(f"/proc/{pid}")
 
 
@@ -119,7 +119,7 @@ def test_an_interpreter_ends_beside_a_stopped_worker(tmp_path):
     with subprocess.Popen(run, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process_that_ends:
         assert process_that_ends.stdout.readline() == "ends\n", process_that_ends.stderr.read()
         try:  # from here on: two processes have imported torch, which may take a minute on a busy machine
-            _, told = process_that_ends.communicate(timeout=30)
+            _, told = process_that_ends.communicate(timeout=120)
         finally:
             process_that_ends.kill()
     assert "nobody waited for it: the worker of rank 0 hangs" in told
@@ -127,11 +127,11 @@ def test_an_interpreter_ends_beside_a_stopped_worker(tmp_path):
 
 
 def test_a_slow_save_that_advances_outlives_its_deadline_and_tells_how_far_it_is(tmp_path, monkeypatch, forked):
-    monkeypatch.setattr(worker_process, "_WORKER", (str(ODD_WORKER), "slow:0.5"))
+    monkeypatch.setattr(worker_process, "_WORKER", (str(ODD_WORKER), "slow:0.4"))
     with background.AsyncSaver(group=None, timeout_s=30) as saver:
         saver.save({"it": 1}, tmp_path / "c").wait(60)  # the worker is up
-        saver._timeout_s = 2.0
-        saved = {"w": one("w", torch.ones(6 << 20)), "v": one("v", torch.ones(9, dtype=torch.int8)), "it": 2}
+        saver._timeout_s = 4.0  # ten times what a piece takes
+        saved = {"w": one("w", torch.ones(12 << 20)), "v": one("v", torch.ones(9, dtype=torch.int8)), "it": 2}
         handle = saver.save(saved, tmp_path / "c", ONE_THREAD)
         seen = [handle.progress()]
         while not handle.done():
@@ -139,13 +139,13 @@ def test_a_slow_save_that_advances_outlives_its_deadline_and_tells_how_far_it_is
                 seen.append(share)
             time.sleep(0.01)
         handle.wait()
-        assert handle.total_s > 2.0, "it took longer than its deadline"
+        assert handle.total_s > 4.0, "it took longer than its deadline"
     assert seen[0] == 0.0
     assert seen == sorted(seen), "it never goes back"
     inside = [share for share in seen if 0 < share < 0.98]
     assert len(inside) >= 4, seen
-    # 24 MiB in pieces of 4 MiB: after the first of them a sixth is written.
-    assert 0.1 < inside[0] < 0.35
+    # 48 MiB in pieces of 4 MiB: after the first of them a twelfth is written.
+    assert 0.05 < inside[0] < 0.3
     assert [handle.progress() for _ in range(3)] == [1.0] * 3
     assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {"it": 2}
 
@@ -164,7 +164,7 @@ def test_a_worker_that_starts_slowly_is_waited_for_and_one_that_is_stopped_at_it
         handle = saver.save({"it": 2}, tmp_path / "c")
         os.kill(handle.worker_pid, signal.SIGSTOP)
         with pytest.raises(LostPeerError, match="the worker of rank 0 hangs and was killed"):
-            handle.wait(10)
+            handle.wait(60)
     assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {"it": 1}
 
 
@@ -192,11 +192,12 @@ def test_a_forked_process_uses_neither_its_parents_saver_nor_its_handles(tmp_pat
         assert dist_ckpt.load_common_state_dict(tmp_path / "c") == {"it": 3}
 
 
-def test_a_worker_ends_at_once_though_a_forked_process_holds_its_connection(tmp_path, forked):
+def test_a_worker_ends_at_once_though_a_forked_process_holds_its_connection(tmp_path, forked, monkeypatch):
+    monkeypatch.setattr(worker_process, "_CLOSE_S", 60.0)
     saver = background.AsyncSaver(group=None, timeout_s=60)
     saver.save({"it": 1}, tmp_path / "c").wait(60)
     if (pid := os.fork()) == 0:
-        time.sleep(30)
+        time.sleep(120)
         os._exit(0)
     start = time.monotonic()
     saver.close()

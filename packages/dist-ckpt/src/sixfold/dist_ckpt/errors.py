@@ -9,9 +9,11 @@ a rank that died or hangs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
+_Given = ParamSpec("_Given")
 _Value = TypeVar("_Value")
 
 
@@ -89,3 +91,20 @@ def typed(action: Callable[[], _Value]) -> _Value:
     except OSError as error:
         name = f": {error.filename}" if error.filename else ""
         raise StorageError(f"{error.strerror or error}{name}", error.errno) from error
+
+
+def naming(arguments: Mapping[str, str]) -> Callable[[Callable[_Given, _Value]], Callable[_Given, _Value]]:
+    """A decorator: an argument of ``arguments``, which another package's function takes, is a CheckpointError that says
+    what to write."""
+
+    def decorate(call: Callable[_Given, _Value]) -> Callable[_Given, _Value]:
+        @wraps(call)
+        def checked(*positional: _Given.args, **given: _Given.kwargs) -> _Value:
+            for name in given:
+                if name in arguments:
+                    raise CheckpointError(f"{name} is no argument of {call.__name__}; {arguments[name]}")
+            return call(*positional, **given)
+
+        return checked
+
+    return decorate

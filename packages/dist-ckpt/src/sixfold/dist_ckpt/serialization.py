@@ -22,7 +22,7 @@ import torch
 
 from sixfold.dist_ckpt.checkpoint.opening import open_checkpoint, opens, read_config
 from sixfold.dist_ckpt.collectives.exchange import Group, checked_timeout, errors_to_all
-from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, typed
+from sixfold.dist_ckpt.errors import CheckpointError, MismatchError, naming, typed
 from sixfold.dist_ckpt.mirror.local_view import viewed
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.save_load import loading, saving, user_strategies
@@ -40,7 +40,7 @@ from sixfold.dist_ckpt.strategies.base import StrategyAction, register
 from sixfold.dist_ckpt.strategies.common import TorchCommonLoadStrategy, TorchCommonSaveStrategy
 from sixfold.dist_ckpt.strategies.torch import TorchDistLoadShardedStrategy, TorchDistSaveShardedStrategy
 from sixfold.dist_ckpt.strategies.zarr import ZarrLoadShardedStrategy, ZarrSaveShardedStrategy
-from sixfold.dist_ckpt.torch_arguments import naming_ours
+from sixfold.dist_ckpt.torch_arguments import ARGUMENTS
 
 Found = TypeVar("Found")
 
@@ -54,7 +54,7 @@ register(StrategyAction.SAVE_COMMON, "torch", 1, TorchCommonSaveStrategy())
 register(StrategyAction.LOAD_COMMON, "torch", 1, TorchCommonLoadStrategy())
 
 
-@naming_ours
+@naming(ARGUMENTS)
 def save(
     sharded_state_dict: Mapping[Any, Any],
     checkpoint_dir: str | Path | Store,
@@ -132,7 +132,7 @@ def save(
     return AsyncRequest(None, (), [], handle=saver.start(request))
 
 
-@naming_ours
+@naming(ARGUMENTS)
 def load(
     sharded_state_dict: Mapping[Any, Any],
     checkpoint_dir: str | Path | Store,

@@ -1,20 +1,11 @@
 """Arguments that users of torch.save, torch DCP and lightning write: each is one error that names ours.
 
-save, load, async_save --> naming_ours (this file) --> CheckpointError, or the call as it is
+save, load, async_save --> errors.py's ``naming`` with the words of ARGUMENTS (this file) --> CheckpointError
 
 ``dcp.py`` is the door for code that keeps torch's arguments.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable
-from functools import wraps
-from typing import ParamSpec, TypeVar
-
-from sixfold.dist_ckpt.errors import CheckpointError
-
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
 
 _ALWAYS = "it is always so; leave it out"
 _DOOR = "sixfold.dist_ckpt.dcp.save and dcp.load take it, as torch's do; here give checkpoint_dir"
@@ -48,16 +39,3 @@ ARGUMENTS = {
     "use_collectives": "ranks agree by one exchange of small messages; leave it out",
     "weights_only": "nothing is unpickled but what torch allows and safe_globals names; leave it out",
 }
-
-
-def naming_ours(call: Callable[Given, Result]) -> Callable[Given, Result]:
-    """``call``, for which an argument of ``ARGUMENTS`` is a CheckpointError that says what to write."""
-
-    @wraps(call)
-    def checked(*positional: Given.args, **given: Given.kwargs) -> Result:
-        for name in given:
-            if name in ARGUMENTS:
-                raise CheckpointError(f"{name} is no argument of {call.__name__}; {ARGUMENTS[name]}")
-        return call(*positional, **given)
-
-    return checked

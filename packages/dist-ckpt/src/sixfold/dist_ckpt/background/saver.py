@@ -48,7 +48,7 @@ from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.background.status_and_heartbeats import Heartbeat, RankState
 from sixfold.dist_ckpt.background.worker_process import Worker
 from sixfold.dist_ckpt.collectives.exchange import Exchange, Group, errors_to_all
-from sixfold.dist_ckpt.errors import CheckpointError, typed
+from sixfold.dist_ckpt.errors import CheckpointError, naming, typed
 from sixfold.dist_ckpt.progress import Progress
 from sixfold.dist_ckpt.save_load import replicated_tensors, saving, writer
 from sixfold.dist_ckpt.save_load.saving import SaveRequest
@@ -57,7 +57,7 @@ from sixfold.dist_ckpt.state.records import ShardedTensor, is_main_replica
 from sixfold.dist_ckpt.storage.by_pointer import ByPointer, ChildStore
 from sixfold.dist_ckpt.storage.local import store_at
 from sixfold.dist_ckpt.storage.range_reads import begun as in_thread
-from sixfold.dist_ckpt.torch_arguments import naming_ours
+from sixfold.dist_ckpt.torch_arguments import ARGUMENTS
 
 __all__ = ["AsyncSave", "AsyncSaver", "async_save", "prepare_async_save"]
 
@@ -301,7 +301,7 @@ def _without_data(record: ShardedTensor) -> ShardedTensor:
     return twin
 
 
-@naming_ours
+@naming(ARGUMENTS)
 def async_save(
     sharded_state_dict: Mapping[Any, Any],
     checkpoint_dir: str | Path,

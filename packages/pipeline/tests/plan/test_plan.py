@@ -421,12 +421,12 @@ def test_greedy_and_periodic_orders_never_hang_at_the_least_cap_of_deferring_sta
 @pytest.mark.slow
 def test_a_busy_machine_leaves_no_shipped_schedule_out(monkeypatch):
     # A process that has to wait for its core for 0.3 s somewhere in the first moments of the search. The clock counts
-    # how often it is asked, so that the search does the same work on any machine.
+    # how often it is asked (every 5 ms or so), so that the search does the same work on any machine.
     asked = itertools.count()
 
     def busy():
         number = next(asked)
-        return number * 0.01 + (0.3 if number >= 12 else 0.0)
+        return number * 5e-3 + (0.3 if number >= 12 else 0.0)
 
     monkeypatch.setattr(search, "time", SimpleNamespace(perf_counter=busy))
     costs = Costs([0.5] * 32, [0.8] * 32, [0.3] * 32, 0.1, activation=[0.5] * 32)

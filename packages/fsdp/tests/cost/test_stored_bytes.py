@@ -39,7 +39,7 @@ def test_the_sum_is_that_of_a_models_report_and_of_its_optimizer(strategy):
         net,
         strategy=strategy,
         fsdp_unit_modules=[Layer],
-        buffers=BufferConfig(gathered_bytes="double", merge_bytes=None),
+        buffers=BufferConfig(gathered_bytes="double", merge_bytes=None, fill_freed=False),  # it counts slots
     )
     optimizer = fully_shard_optimizer(make_adamw(net.parameters()), model)
     model(torch.randn(2, 5)).square().sum().backward()

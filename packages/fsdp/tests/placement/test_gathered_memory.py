@@ -94,7 +94,9 @@ class Table(nn.Module):
 def test_double_takes_the_larger_of_two_slots_and_the_largest_unit():
     for words in (400, 10):
         net = Table(words)
-        model = FullyShardedDataParallel(net, fsdp_unit_modules=[Block, net.table, net.head], initial="trust")
+        buffers = BufferConfig(fill_freed=False)  # which would have memory for each unit
+        units = [Block, net.table, net.head]
+        model = FullyShardedDataParallel(net, fsdp_unit_modules=units, initial="trust", buffers=buffers)
         report = model.report()
         sizes = {name: unit["gathered_bytes"] for name, unit in report["units"].items()}
         blocks = [sizes[f"blocks.{i}"] for i in range(4)]

@@ -125,7 +125,7 @@ def test_the_first_ten_bad_lines_are_listed_and_all_are_counted(folder):
 def test_every_line_is_in_exactly_one_slice_wherever_the_file_is_cut(folder, part_bytes, last):
     lines = [b"", b"a", b"", b"", "é漢".encode(), b"x" * 50, b"yz", b""] * 3 + [b"end"]
     (folder / "a.jsonl").write_bytes(b"\n".join(lines) + last.encode())
-    parts = cut([Source.of("a.jsonl")], TextOptions(), part_bytes)
+    parts = cut([Source.of("a.jsonl", TextOptions())], TextOptions(), part_bytes)
     assert len(parts) == -(-os.path.getsize("a.jsonl") // part_bytes)
     slices = [Lines(piece) for part in parts for piece in part]
     assert [line for piece in slices for _, line in piece] == lines
@@ -136,7 +136,7 @@ def test_small_files_share_a_part_and_large_text_files_stay_whole(folder):
     sizes = [10, 10, 10, 100, 10]
     for i, size in enumerate(sizes):
         (folder / f"{i}.txt").write_text("x" * size)
-    parts = cut([Source.of(f"{i}.txt") for i in range(5)], TextOptions(), 25)
+    parts = cut([Source.of(f"{i}.txt", TextOptions()) for i in range(5)], TextOptions(), 25)
     assert [[piece.path for piece in part] for part in parts] == [["0.txt", "1.txt"], ["2.txt"], ["3.txt"], ["4.txt"]]
 
 
@@ -258,7 +258,7 @@ REFUSALS = {
     "tokenizer": ({"tokenizer": "gpt2"}, "tokenizer is 'gpt2'"),
     "tokenizer file": ({"tokenizer": "nope.json"}, r"nope\.json"),
     "tokenizer module": ({"tokenizer": "no_such_module:T"}, "ModuleNotFoundError"),
-    "eod_token": ({"eod_token": "x"}, "it goes with a FILE.json"),
+    "eod_token": ({"eod_token": "x"}, "it goes with a file or folder"),
 }
 
 

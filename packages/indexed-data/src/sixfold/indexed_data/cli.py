@@ -27,6 +27,8 @@ from sixfold.indexed_data.text.inputs import FORMATS, TEXT_DOCUMENTS
 from sixfold.indexed_data.text.tokenizers import SPECIAL_TOKENS, decode_ids, load_tokenizer
 from sixfold.indexed_data.verifying import verify
 
+_TOKENIZERS = "bytes (default), FILE.json, FILE.model, FOLDER or MODULE:CALLABLE"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: ``sys.argv``) and give back the exit code."""
@@ -53,17 +55,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sixfold-data", description="Token data in .bin/.idx pairs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    command = commands.add_parser("build", help="tokenize text or jsonl files into a pair")
-    command.add_argument("inputs", nargs="+", metavar="INPUT", help="text or JSON-lines files, plain or .gz")
+    command = commands.add_parser("build", help="tokenize text, JSON lines or tables into a pair")
+    command.add_argument(
+        "inputs", nargs="+", metavar="INPUT", help="text or JSON lines, also .gz or .zst; Parquet, Arrow"
+    )
     command.add_argument(
         "--output", required=True, metavar="PREFIX", help="path of the pair to write, without extension"
     )
-    command.add_argument("--tokenizer", default="bytes", help="bytes (default), FILE.json or MODULE:CALLABLE")
-    command.add_argument("--eod-token", metavar="TEXT", help="for FILE.json: the token that ends a document")
+    command.add_argument("--tokenizer", default="bytes", help=_TOKENIZERS)
+    command.add_argument("--eod-token", metavar="TEXT", help="for a file or folder: the token that ends a document")
     command.add_argument(
         "--format", choices=FORMATS, default="auto", help="of the inputs; auto (default) goes by the file name"
     )
-    command.add_argument("--json-key", default="text", help="field that holds the text of a JSON line (default: text)")
+    command.add_argument(
+        "--json-key",
+        default="text",
+        help="field or column that holds the text (default: text)",
+    )
     command.add_argument(
         "--text-documents",
         choices=TEXT_DOCUMENTS,
@@ -75,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how a text that spells a special token is stored: as text (default), or as the token's id",
     )  # fmt: skip
     command.add_argument(
-        "--template", action="store_true", help="add what FILE.json's template adds, such as a BOS token"
+        "--template", action="store_true", help="add what the tokenizer's template adds, such as a BOS token"
     )
     command.add_argument(
         "--append-eod", action=argparse.BooleanOptionalAction, default=True, help="end each document (default: yes)"
@@ -100,7 +108,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("index", type=int, metavar="INDEX", help="number of the sequence, from 0 on")
     command.add_argument("--offset", type=int, default=0, help="first token to show (default: 0)")
     command.add_argument("--length", type=int, help="tokens to show (default: all that follow)")
-    command.add_argument("--tokenizer", help="decode with it: bytes, FILE.json or MODULE:CALLABLE")
+    command.add_argument("--tokenizer", help="decode with it, as build's")
     _add_common(command)
 
     command = commands.add_parser("verify", help="check the rules of a pair's index, and its size")

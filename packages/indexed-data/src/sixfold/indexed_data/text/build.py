@@ -25,10 +25,11 @@ from sixfold.indexed_data.paths import AnyPath, output_prefix
 from sixfold.indexed_data.text.building_folder import BadInput, building_folder, part_prefix
 from sixfold.indexed_data.text.fingerprints import VARIES, fingerprint
 from sixfold.indexed_data.text.finished_part import LISTED_ERRORS, PartReport
-from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut, refuse_unnamed_jsonl
+from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut, sources_of
 from sixfold.indexed_data.text.job import Job
 from sixfold.indexed_data.text.parts import encodes_alike
-from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
+from sixfold.indexed_data.text.tokenizer import Tokenizer
+from sixfold.indexed_data.text.tokenizers import load_tokenizer
 from sixfold.indexed_data.text.workers import part_name, refuse_bootstrap, run_parts
 from sixfold.indexed_data.token_ids import whole_number
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
@@ -82,12 +83,12 @@ def build(
     """Tokenize text files into the pair ``output``. Documents keep the order of the files and of their lines.
 
     Args:
-        inputs: text or jsonl files, plain or .gz.
+        inputs: text or jsonl files, plain, .gz or .zst; Parquet or Arrow tables; folders that ``datasets`` saved.
         output: path prefix of the pair, without extension.
         tokenizer, eod_token, special_tokens, template: see ``load_tokenizer``.
-        format: ``jsonl`` (one object per line), ``text``, or ``auto``: by extension, where .jsonl, .ndjson, .jsonlines
-            and .json are jsonl and others text.
-        json_key: where an object has its text.
+        format: ``jsonl`` (one object per line), ``text``, ``parquet``, ``arrow``, or ``auto``: by extension, where
+            .jsonl, .ndjson, .jsonlines and .json are jsonl, .parquet, .arrow and .feather tables, and others text.
+        json_key: where an object has its text; the column of a table.
         text_documents: what is a document of a text file: the ``file``, a ``paragraph`` or a ``line``.
         append_eod: end every document with the tokenizer's EOD, if it does not end so.
         dtype: ``auto`` (``DType.optimal_dtype`` of the vocabulary), ``uint16`` or ``int32``.
@@ -120,16 +121,14 @@ def build(
     )
     if append_eod and loaded.eod is None:
         by_name, by_object = "name it with eod_token", "give what makes it an attribute eod, its id"
-        remedy = by_name if loaded.name.endswith(".json") else by_object
+        remedy = by_object if ":" in loaded.name and not os.path.exists(loaded.name) else by_name
         raise IndexedDataError(f"{tokenizer} has no EOD to append; {remedy}, or pass append_eod=False")
     if workers < 1 or part_bytes < 1 or isinstance(timeout_s, str | bytes | bool) or not timeout_s > 0:
         sizes = f"workers is {workers}, part_bytes {part_bytes}, timeout_s {timeout_s}"
         raise IndexedDataError(f"{sizes}; the first two are >= 1, the last is > 0")
     if not names:
-        raise IndexedDataError(f"{prefix}: no inputs; give at least one text or jsonl file")
-    sources = [Source.of(name) for name in names]
-    for source in sources:
-        refuse_unnamed_jsonl(source.path, text)
+        raise IndexedDataError(f"{prefix}: no inputs; give at least one text, jsonl or table file")
+    sources = sources_of(names, text)
     parts = cut(sources, job.text, part_bytes)
 
     def alike(number: int, folder: str) -> bool:
@@ -140,7 +139,7 @@ def build(
         for note in notes:
             warnings.warn(note, BuildNote, stacklevel=2)
         reports = _make_parts(run_parts(parts, folder, job, loaded, workers, timeout_s), parts, progress)
-        _refuse_changed(sources)
+        _refuse_changed(sources, text)
         _join(folder, len(parts), job, prefix)
     for note in (found := _found(reports, job)):
         warnings.warn(note, BuildNote, stacklevel=2)
@@ -176,11 +175,11 @@ def _plan(sources: Sequence[Source], job: Job, part_bytes: int) -> dict[str, Any
     return {**plan, **job_fields}
 
 
-def _refuse_changed(sources: Sequence[Source]) -> None:
+def _refuse_changed(sources: Sequence[Source], options: TextOptions) -> None:
     """BadInput if an input is not what it was when the build began: parts of it were read then, and parts later."""
     for source in sources:
         try:
-            same = Source.of(source.path) == source
+            same = Source.of(source.path, options) == source
         except IndexedDataError:
             same = False
         if not same:

@@ -1,10 +1,11 @@
-"""One text becomes the ids of one document, its EOD appended.
+"""Texts become the ids of documents, a batch at a time, each with its EOD appended.
 
-text --> tokenizer, EOD (this file) --> IndexedDatasetBuilder; counts --> PartReport
+texts --> Batch (this file): tokenizer, EOD --> IndexedDatasetBuilder; counts --> PartReport
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import lru_cache
 from typing import Any
 
@@ -14,17 +15,69 @@ import numpy.typing as npt
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.finished_part import PartReport, count_bad_line
 from sixfold.indexed_data.text.job import Job
-from sixfold.indexed_data.text.tokenizers import Tokenizer
+from sixfold.indexed_data.text.tokenizer import Tokenizer
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
+BATCH_CHARACTERS, BATCH_TEXTS = 1 << 20, 1024  # enough for the threads of a tokenizer, and small beside a part
 
-def add_document(
-    builder: IndexedDatasetBuilder, tokenizer: Tokenizer, text: str, job: Job, report: PartReport, at: tuple[int, int]
-) -> None:
-    """Encode a text and append it, or say in the report why not; ``at`` is (slice, line in it)."""
+
+class Batch:
+    """Texts that are encoded together, each with its place (slice, line in it)."""
+
+    def __init__(self) -> None:
+        self._texts: list[str] = []
+        self._places: list[tuple[int, int]] = []
+        self._characters = 0
+
+    def add(self, text: str, at: tuple[int, int]) -> bool:
+        """Take a text along; whether the batch is full now."""
+        self._texts.append(text)
+        self._places.append(at)
+        self._characters += len(text)
+        return self._characters >= BATCH_CHARACTERS or len(self._texts) >= BATCH_TEXTS
+
+    def flush(self, builder: IndexedDatasetBuilder, tokenizer: Tokenizer, job: Job, report: PartReport) -> None:
+        """Encode and append them in order, or say in the report at which of them it ended, and why."""
+        texts, places = self._texts, self._places
+        self._texts, self._places, self._characters = [], [], 0
+        for text, at, ids in zip(texts, places, _encoded(texts, tokenizer), strict=True):
+            if isinstance(ids, Exception):  # a tokenizer is anybody's code, and the line says more than its traceback
+                report.fatal = (*at, f"tokenizer {tokenizer.name} failed: {type(ids).__name__}: {ids}")
+            else:
+                _append(builder, tokenizer, text, ids, job, report, at)
+            if report.fatal is not None:
+                return
+
+
+def _encoded(texts: list[str], tokenizer: Tokenizer) -> list[Any]:
+    """The ids of each text, or what its tokenizer raised. A batch that fails is encoded text by text."""
+    if tokenizer.encode_batch is not None and texts:
+        with suppress(Exception):
+            found = list(tokenizer.encode_batch(texts))
+            if len(found) == len(texts):
+                return found
+    return [_encoded_alone(text, tokenizer) for text in texts]
+
+
+def _encoded_alone(text: str, tokenizer: Tokenizer) -> Any:
     try:
-        ids = ids_of(text, job, tokenizer)
-    except Exception as error:  # a tokenizer is anybody's code, and the line says more than its traceback
+        return tokenizer.encode(text)
+    except Exception as error:
+        return error
+
+
+def _append(
+    builder: IndexedDatasetBuilder,
+    tokenizer: Tokenizer,
+    text: str,
+    encoded: Any,
+    job: Job,
+    report: PartReport,
+    at: tuple[int, int],
+) -> None:
+    try:
+        ids = with_end(encoded, job, tokenizer)
+    except Exception as error:  # ids are anybody's objects
         report.fatal = (*at, f"tokenizer {tokenizer.name} failed: {type(error).__name__}: {error}")
         return
     if tokenizer.special_texts and any(token in text for token in tokenizer.special_texts):
@@ -68,7 +121,11 @@ def _eod_inside_reason(tokenizer: Tokenizer, job: Job) -> str:
 
 def ids_of(text: str, job: Job, tokenizer: Tokenizer) -> Any:
     """The ids of a document, with the EOD at its end if the job appends it."""
-    ids = tokenizer.encode(text)
+    return with_end(tokenizer.encode(text), job, tokenizer)
+
+
+def with_end(ids: Any, job: Job, tokenizer: Tokenizer) -> Any:
+    """What a tokenizer gave, with the EOD at its end if the job appends it."""
     return _with_end(ids, tokenizer.eod) if job.append_eod else ids
 
 

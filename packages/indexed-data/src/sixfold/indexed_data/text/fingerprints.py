@@ -14,7 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
-from sixfold.indexed_data.text.tokenizers import Tokenizer
+from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.text.tokenizer import Tokenizer
 
 # Words, spaces, digits, code, case, scripts with and without spaces, combining marks, symbols: so that few changes of
 # an encoding leave all of its ids alone.
@@ -44,20 +45,36 @@ def differences(one: Fingerprint, other: Fingerprint) -> list[str]:
 
 
 def fingerprint(tokenizer: Tokenizer) -> Fingerprint:
-    """The fingerprint of a loaded tokenizer. Encodes PROBE twice."""
+    """The fingerprint of a loaded tokenizer. Encodes PROBE twice, and once in a batch.
+
+    Raises:
+        IndexedDataError: a batch of it gives other ids.
+    """
     once, again = _probed(tokenizer), _probed(tokenizer)
+    if once == again and tokenizer.encode_batch is not None and _probed(tokenizer, in_batch=True) not in (once, None):
+        raise IndexedDataError(
+            f"tokenizer {tokenizer.name}: encode_batch gives other ids than encode; mend it or leave it out"
+        )
     return Fingerprint(
         vocab_size=tokenizer.vocab_size,
         eod=tokenizer.eod,
         files=_digest(_content(path) for path in tokenizer.files),
         library=tokenizer.library,
-        probe=once if once == again else VARIES,
+        probe=once if once == again and once is not None else VARIES,
     )
 
 
-def _probed(tokenizer: Tokenizer) -> str:
+def _probed(tokenizer: Tokenizer, in_batch: bool = False) -> str | None:
+    """A digest of the ids of PROBE, or the kind of error; None for a batch of another number of texts."""
     try:
-        return _digest([repr([int(i) for i in tokenizer.encode(PROBE)]).encode()])
+        if in_batch and tokenizer.encode_batch is not None:
+            found = list(tokenizer.encode_batch([PROBE, PROBE]))
+            if len(found) != 2:
+                return None  # its texts are encoded one by one
+            ids = found[1]
+        else:
+            ids = tokenizer.encode(PROBE)
+        return _digest([repr([int(i) for i in ids]).encode()])
     except Exception as error:  # whatever the user's code raises; a text that it can encode may still come
         return type(error).__name__
 

@@ -18,12 +18,13 @@ from typing import IO, Any
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.paths import AnyPath, local_path
-from sixfold.indexed_data.text.input_kinds import HEAD_BYTES, what_it_is
+from sixfold.indexed_data.text.compressed_files import open_text
+from sixfold.indexed_data.text.input_kinds import HEAD_BYTES, TABLES, compression_of, format_of, what_it_is
+from sixfold.indexed_data.text.tables import saved_dataset_files, table_pieces, table_rows
 
-FORMATS = ("auto", "jsonl", "text")
+FORMATS = ("auto", "jsonl", "text", *TABLES)
 TEXT_DOCUMENTS = ("file", "paragraph", "line")
 _NO_END = 2**63 - 1
-_JSONL = re.compile(r"\.(jsonl|ndjson|jsonlines|json)(\.\d+)?$")  # a number: of a log that was rotated, of split -d
 _BOM = b"\xef\xbb\xbf"  # of UTF-8: a mark of editors, no text
 _LOOKS_LIKE_JSON = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"')
 _FIRST_LINE_BYTES = 1 << 20
@@ -34,8 +35,12 @@ class TextOptions:
     """How files become documents."""
 
     format: str = "auto"  # one of FORMATS; auto goes by the file's extension
-    json_key: str = "text"
+    json_key: str = "text"  # of an object; the column of a table
     text_documents: str = "file"  # one of TEXT_DOCUMENTS
+
+    def format_of(self, path: str) -> str:
+        """How the file ``path`` is read: one of FORMATS but ``auto``."""
+        return format_of(path) if self.format == "auto" else self.format
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -61,8 +66,8 @@ class Source:
         return self.size, self.mtime_ns, self.ctime_ns
 
     @classmethod
-    def of(cls, path: AnyPath) -> Source:
-        """The input ``path``; IndexedDataError for anything but a file of text. It says what it is and what to do."""
+    def of(cls, path: AnyPath, options: TextOptions) -> Source:
+        """The input ``path``; IndexedDataError for a file that is not read. It says what it is and what to do."""
         name = local_path("an input", path)
         try:
             status = os.stat(name)
@@ -71,28 +76,44 @@ class Source:
             with open(name, "rb", buffering=0) as file:
                 head = file.read(HEAD_BYTES)
                 file.seek(max(0, status.st_size - 4))
-                found = what_it_is(name, head, file.read(4))
+                found = what_it_is(name, head, file.read(4), options.format_of(name))
         except FileNotFoundError as error:
             hint = "; standard input cannot be read, write it to a file first" if name == "-" else ""
-            raise IndexedDataError(f"{name}: {error.strerror}; give text or jsonl files{hint}") from error
+            raise IndexedDataError(f"{name}: {error.strerror}; give text, jsonl or table files{hint}") from error
         except OSError as error:
             raise IndexedDataError(f"{name}: cannot be read: {error.strerror}") from error
         if found is not None:
             what, remedy = found
-            raise IndexedDataError(f"{name}: is {what}, which is not read as text; {remedy}")
+            raise IndexedDataError(f"{name}: is {what}, which is not read as {options.format_of(name)}; {remedy}")
         return cls(name, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+
+
+def sources_of(paths: Sequence[AnyPath], options: TextOptions) -> list[Source]:
+    """The files of ``paths`` in order; a folder that ``datasets`` saved is the tables that it lists.
+
+    Raises:
+        IndexedDataError: a file that is not read, or JSON lines that would be read as text.
+    """
+    sources: list[Source] = []
+    for path in paths:
+        name = local_path("an input", path)
+        names = saved_dataset_files(name) if os.path.isdir(name) else None
+        sources += [Source.of(each, options) for each in ([name] if names is None else names)]
+    for source in sources:
+        _refuse_unnamed_jsonl(source.path, options)
+    return sources
 
 
 def _what_kind(mode: int) -> str:
     if stat.S_ISDIR(mode):
-        return "a folder; give the files in it, such as folder/*.jsonl"
+        return "a folder; give the files in it, such as folder/*.jsonl, or one that datasets saved"
     kind = "a pipe" if stat.S_ISFIFO(mode) else "a socket" if stat.S_ISSOCK(mode) else "a device"
     return f"{kind}; a build reads parts of its inputs, and again after a kill: write it to a file first"
 
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """The lines of ``path`` that begin in the bytes ``begin`` to ``end``."""
+    """The lines of ``path`` that begin in the bytes ``begin`` to ``end``; of a table, its groups of rows."""
 
     path: str
     begin: int
@@ -127,8 +148,13 @@ def cut(sources: Sequence[Source], options: TextOptions, part_bytes: int) -> lis
 
 
 def _pieces(source: Source, options: TextOptions, part_bytes: int) -> Iterator[tuple[Slice, int]]:
-    by_lines = _is_jsonl(source.path, options) or options.text_documents == "line"
-    if not by_lines or is_gzip(source.path):
+    kind = options.format_of(source.path)
+    if kind in TABLES:
+        for begin, end, nbytes in table_pieces(source.path, kind, options.json_key, source.size, part_bytes):
+            yield Slice(source.path, begin, end), nbytes
+        return
+    by_lines = kind == "jsonl" or options.text_documents == "line"
+    if not by_lines or compression_of(source.path):
         yield Slice(source.path, 0, _NO_END), source.size
         return
     for begin in range(0, source.size, part_bytes):
@@ -143,14 +169,17 @@ _CR = "the lines of the file end in CR alone; give them line feeds first: tr '\\
 
 
 class Lines:
-    """The lines of one slice with their numbers, without the newline at their end. ``count`` grows with the reading."""
+    """The lines of one slice with their numbers, without the newline at their end; of a table, its rows.
+
+    ``count`` grows with the reading.
+    """
 
     def __init__(self, piece: Slice) -> None:
         self.piece, self.count = piece, 0
         self.newline = False  # at the end of the line that was given last
 
     def __iter__(self) -> Iterator[tuple[int, bytes]]:
-        with _open(self.piece.path) as file:
+        with open_text(self.piece.path) as file:
             position = self.piece.begin
             if not position:
                 position += len(_without_mark(file))
@@ -168,10 +197,13 @@ def documents(lines: Lines, options: TextOptions) -> Iterator[Document]:
     """The documents of a slice, in order. Blank lines between documents are skipped.
 
     Raises:
-        IndexedDataError: the file cannot be read, or is no whole gzip file.
+        IndexedDataError: the file cannot be read, or is no whole gzip or zstd file.
     """
+    kind = options.format_of(lines.piece.path)
     try:
-        if _is_jsonl(lines.piece.path, options):
+        if kind in TABLES:
+            yield from _of_rows(lines, kind, options.json_key)
+        elif kind == "jsonl":
             yield from _of_jsonl(lines, options.json_key)
         elif options.text_documents == "line":
             yield from _of_text_lines(lines)
@@ -181,6 +213,18 @@ def documents(lines: Lines, options: TextOptions) -> Iterator[Document]:
             yield _of_file(lines.piece.path)
     except (OSError, EOFError) as error:  # BadGzipFile is an OSError
         raise IndexedDataError(f"{lines.piece.path}: cannot be read: {error}") from error
+
+
+def _of_rows(lines: Lines, kind: str, key: str) -> Iterator[Document]:
+    piece = lines.piece
+    for value in table_rows(piece.path, kind, piece.begin, piece.end, key):
+        lines.count += 1
+        if isinstance(value, str):
+            yield Document(lines.count, value)
+        elif value is None:
+            yield Document(lines.count, None, f"no string in column {key!r}: it is null")
+        else:
+            yield _decoded(lines.count, value)
 
 
 def _of_jsonl(lines: Lines, key: str) -> Iterator[Document]:
@@ -246,7 +290,7 @@ def _of_paragraphs(lines: Lines) -> Iterator[Document]:
 
 
 def _of_file(path: str) -> Document:
-    with _open(path) as file:
+    with open_text(path) as file:
         _without_mark(file)
         return _decoded(1, file.read())
 
@@ -279,21 +323,14 @@ def _has_lone_surrogate(line: bytes, text: str) -> bool:
     return False
 
 
-def _is_jsonl(path: str, options: TextOptions) -> bool:
-    if options.format != "auto":
-        return options.format == "jsonl"
-    name = os.path.basename(path).lower().removesuffix(".gz")
-    return _JSONL.search(name) is not None
-
-
-def refuse_unnamed_jsonl(path: str, options: TextOptions) -> None:
+def _refuse_unnamed_jsonl(path: str, options: TextOptions) -> None:
     """IndexedDataError for JSON lines that would be read as text, since their file has another extension."""
-    if options.format != "auto" or _is_jsonl(path, options):
+    if options.format != "auto" or options.format_of(path) != "text":
         return
     import json  # only here: reading pairs should not load it
 
     try:
-        with _open(path) as file:
+        with open_text(path) as file:
             line = file.readline(_FIRST_LINE_BYTES)
         if not _LOOKS_LIKE_JSON.match(line):
             return
@@ -305,16 +342,3 @@ def refuse_unnamed_jsonl(path: str, options: TextOptions) -> None:
             f"{path}: its first line is a JSON object with a text at {options.json_key!r}, and its name does not end "
             'in .jsonl: say which it is, format="jsonl" (--format jsonl) or format="text"'
         )
-
-
-def is_gzip(path: str) -> bool:
-    """Whether it is read as gzip, by its name."""
-    return path.lower().endswith(".gz")
-
-
-def _open(path: str) -> IO[bytes]:
-    if is_gzip(path):
-        import gzip  # only here: most inputs are plain
-
-        return gzip.open(path, "rb")  # type: ignore[return-value]  # a GzipFile reads like one
-    return open(path, "rb", buffering=1 << 20)

@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from sixfold.indexed_data.reader import IndexedDataset
-from sixfold.indexed_data.text.document_ids import add_document, ids_of
+from sixfold.indexed_data.text.document_ids import Batch, ids_of
 from sixfold.indexed_data.text.finished_part import PartReport, count_bad_line, write_report
 from sixfold.indexed_data.text.inputs import Lines, Slice, documents
 from sixfold.indexed_data.text.job import Job
-from sixfold.indexed_data.text.tokenizers import Tokenizer
+from sixfold.indexed_data.text.tokenizer import Tokenizer
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
 SAMPLE_CHARACTERS = 1 << 16  # of each finished part: a thousandth of what making it again would cost
@@ -31,19 +31,28 @@ def build_part(slices: Sequence[Slice], prefix: str, job: Job, tokenizer: Tokeni
     """
     report = PartReport()
     with IndexedDatasetBuilder(prefix + ".bin", job.dtype, vocab_size=tokenizer.vocab_size) as builder:
+        batch = Batch()
         for number, piece in enumerate(slices):
             lines = Lines(piece)
             for document in documents(lines, job.text):
                 if document.text is None:
-                    count_bad_line(report, (number, document.line, document.reason), job)
+                    batch.flush(builder, tokenizer, job, report)  # whichever line comes first ends the part
+                    if report.fatal is None:
+                        count_bad_line(report, (number, document.line, document.reason), job)
                 elif not document.text:
                     report.empty_documents += 1
-                else:
-                    add_document(builder, tokenizer, document.text, job, report, (number, document.line))
+                elif batch.add(document.text, (number, document.line)):
+                    batch.flush(builder, tokenizer, job, report)
                 if report.fatal is not None:
-                    builder.abort()
-                    return report
+                    break
             report.lines.append(lines.count)
+            if report.fatal is not None:
+                break
+        if report.fatal is None:
+            batch.flush(builder, tokenizer, job, report)
+        if report.fatal is not None:
+            builder.abort()
+            return report
     write_report(prefix + ".json", report)
     return report
 

@@ -1,6 +1,6 @@
-"""Tokenizers by name: the built-in bytes, a Hugging Face file, or your own.
+"""Tokenizers by name: the built-in bytes, a file or folder of a model, or your own.
 
-"bytes" | FILE.json | MODULE:CALLABLE --> load_tokenizer (this file) --> parts.py, cli.py
+"bytes" | FILE.json | FILE.model | FOLDER | MODULE:CALLABLE --> load_tokenizer (this file) --> parts.py, cli.py
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import importlib
 import operator
 import os
 import sys
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -20,26 +18,12 @@ import numpy as np
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.paths import local_path
+from sixfold.indexed_data.text.tokenizer import Tokenizer
+from sixfold.indexed_data.text.tokenizer_files import from_sentencepiece, from_tokenizer_file, from_transformers
 
 BYTES_EOD = 256
 SPECIAL_TOKENS = ("text", "ids")
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-
-
-@dataclass(frozen=True, slots=True)
-class Tokenizer:
-    """What the builder needs of a tokenizer."""
-
-    name: str
-    vocab_size: int
-    eod: int | None  # the id that ends a document, if there is one
-    encode: Callable[[str], Any]  # text -> list or array of ids
-    decode: Callable[[list[int]], str] | None  # ids below vocab_size -> text
-    files: tuple[str, ...] = ()  # what it is made of, besides this package
-    library: str = ""  # name and version of what encodes, besides its files
-    notes: tuple[str, ...] = ()  # what was changed when it was loaded, for the user to know
-    special_texts: tuple[str, ...] = ()  # how its special tokens are written
-    may_spell_eod: bool = True  # whether some text could give the EOD
 
 
 def load_tokenizer(
@@ -48,31 +32,41 @@ def load_tokenizer(
     """The tokenizer called ``name``.
 
     Args:
-        name: ``bytes``, FILE.json or MODULE:CALLABLE. FILE.json is a Hugging Face tokenizer file. Its truncation,
-            padding and dropout are switched off, since a document is stored whole. MODULE:CALLABLE is a function
-            without arguments; the current folder is searched too. It returns an object with ``encode(text) -> ids``,
-            ``vocab_size`` and optionally ``eod`` and ``decode(ids)``.
-        eod_token: for a .json file, the text of the token that ends a document.
-        special_tokens: for a .json file, how a text that spells a special token such as <|endoftext|> is stored:
-            ``text``, as other text, or ``ids``, as the token.
-        template: for a .json file, whether to add what the file's template adds, such as a BOS token.
+        name: ``bytes``, FILE.json, FILE.model, FOLDER or MODULE:CALLABLE. FILE.json is a Hugging Face tokenizer file.
+            Its truncation, padding and dropout are switched off, since a document is stored whole. FILE.model is
+            SentencePiece's. FOLDER is one that ``save_pretrained`` of transformers wrote. MODULE:CALLABLE is a
+            function without arguments; the current folder is searched too. It returns an object with
+            ``encode(text) -> ids``, ``vocab_size`` and optionally ``eod``, ``decode(ids)`` and
+            ``encode_batch(texts)``, which gives what ``encode`` gives of each.
+        eod_token: for a file or folder, the text of the token that ends a document. FILE.model and FOLDER have one
+            of their own.
+        special_tokens: for a .json file or a folder, how a text that spells a special token such as <|endoftext|> is
+            stored: ``text``, as other text, or ``ids``, as the token.
+        template: for a file or folder, whether to add what its template adds, such as a BOS token.
     Raises:
         IndexedDataError: there is no such tokenizer, or it lacks something.
     """
     name = local_path("tokenizer", name)
-    if eod_token is not None and not name.endswith(".json"):
-        raise IndexedDataError(f"eod_token is {eod_token!r} with tokenizer {name}; it goes with a FILE.json")
+    of_model = name.endswith((".json", ".model")) or os.path.isdir(name)
+    if eod_token is not None and not of_model:
+        raise IndexedDataError(f"eod_token is {eod_token!r} with tokenizer {name}; it goes with a file or folder")
     if special_tokens not in SPECIAL_TOKENS:
         raise IndexedDataError(f"special_tokens is {special_tokens!r}; it is one of {', '.join(SPECIAL_TOKENS)}")
-    if template and not name.endswith(".json"):
-        raise IndexedDataError(f"template is given with tokenizer {name}; it goes with a FILE.json")
+    if template and not of_model:
+        raise IndexedDataError(f"template is given with tokenizer {name}; it goes with a file or folder")
     if name == "bytes":
         return Tokenizer("bytes", BYTES_EOD + 1, BYTES_EOD, _encode_bytes, _decode_bytes, may_spell_eod=False)
+    if os.path.isdir(name):
+        return from_transformers(name, eod_token, special_tokens == "text", template)
+    if name.endswith(".model"):
+        if special_tokens == "ids":
+            raise IndexedDataError(f"special_tokens is 'ids' with {name}; a SentencePiece model makes none of text")
+        return from_sentencepiece(name, eod_token, template)
     if name.endswith(".json"):
-        return _from_file(name, eod_token, special_tokens, template)
+        return from_tokenizer_file(name, eod_token, special_tokens == "text", template)
     if ":" in name:
         return _from_factory(name)
-    raise IndexedDataError(f"tokenizer is {name!r}; it is bytes, a FILE.json or MODULE:CALLABLE")
+    raise IndexedDataError(f"tokenizer is {name!r}; it is bytes, a FILE.json, FILE.model, FOLDER or MODULE:CALLABLE")
 
 
 def decode_ids(tokenizer: Tokenizer, ids: list[int]) -> str | None:
@@ -106,64 +100,6 @@ def _decode_bytes(ids: list[int]) -> str:
     return bytes(ids).decode("utf-8", errors="replace")
 
 
-def _from_file(path: str, eod_token: str | None, special_tokens: str, template: bool) -> Tokenizer:
-    try:
-        import tokenizers
-    except ImportError as error:
-        raise IndexedDataError(
-            f"tokenizer {path} needs the tokenizers package: pip install 'sixfold-indexed-data[tokenizers]'"
-        ) from error
-    if not os.path.isfile(path):  # a pipe would wait for its writer
-        raise IndexedDataError(f"{path}: no such tokenizer file")
-    try:
-        loaded = tokenizers.Tokenizer.from_file(path)
-    except Exception as error:  # the library raises bare Exception
-        raise IndexedDataError(f"{path}: not a Hugging Face tokenizer file: {error}") from error
-    eod = None
-    if eod_token is not None:
-        eod = loaded.token_to_id(eod_token)
-        if eod is None:
-            raise IndexedDataError(f"{path}: has no token {eod_token!r}; eod_token names one of its tokens")
-    if special_tokens == "text":
-        if not hasattr(loaded, "encode_special_tokens"):
-            raise IndexedDataError(
-                f"tokenizers {tokenizers.__version__} always takes special tokens out of text; install 0.15 or later, "
-                'or pass special_tokens="ids"'
-            )
-        loaded.encode_special_tokens = True
-    changed = [f"{what} is switched off: documents are stored whole" for what in _made_whole(loaded)]
-    if not template and loaded.num_special_tokens_to_add(False):
-        added = ", ".join(loaded.encode("").tokens)
-        changed.append(f"its template, which adds {added}, is left out; template=True (--template) takes it")
-    highest = max(loaded.get_vocab(with_added_tokens=True).values(), default=-1)  # there may be gaps: not their number
-    return Tokenizer(
-        path,
-        highest + 1,
-        eod,
-        lambda text: loaded.encode(text, add_special_tokens=template).ids,
-        lambda ids: str(loaded.decode(ids, skip_special_tokens=False)),
-        files=(path,),
-        library=f"tokenizers {tokenizers.__version__}",
-        notes=tuple(f"{path}: {what}" for what in changed),
-        special_texts=tuple(str(token) for token in loaded.get_added_tokens_decoder().values() if token.special),
-    )
-
-
-def _made_whole(loaded: Any) -> list[str]:
-    """Switch off what cuts, fills or varies the ids of a document; the names of what was on."""
-    found = []
-    if loaded.truncation is not None:
-        found.append(f"truncation to {loaded.truncation['max_length']} tokens")
-        loaded.no_truncation()
-    if loaded.padding is not None:
-        found.append(f"padding with {loaded.padding['pad_token']}")
-        loaded.no_padding()
-    if dropout := getattr(loaded.model, "dropout", None):
-        found.append(f"dropout of {dropout:g}")
-        loaded.model.dropout = None
-    return found
-
-
 def _from_factory(name: str) -> Tokenizer:
     module_name, _, attribute = name.partition(":")
     here = os.getcwd()
@@ -187,7 +123,15 @@ def _from_factory(name: str) -> Tokenizer:
             f"vocab_size if it has one. Its vocab_size is {getattr(made, 'vocab_size', None)!r} and its eod "
             f"{getattr(made, 'eod', None)!r}; added tokens count, as in len(tokenizer) of a Hugging Face tokenizer"
         )
-    return Tokenizer(name, vocab_size, eod, encode, getattr(made, "decode", None), files=_source_files(module))
+    return Tokenizer(
+        name,
+        vocab_size,
+        eod,
+        encode,
+        getattr(made, "decode", None),
+        files=_source_files(module),
+        encode_batch=getattr(made, "encode_batch", None),
+    )
 
 
 def _source_files(module: ModuleType) -> tuple[str, ...]:

@@ -20,7 +20,8 @@ from sixfold.indexed_data.text.finished_part import PartReport, read_report
 from sixfold.indexed_data.text.inputs import Slice
 from sixfold.indexed_data.text.job import Job
 from sixfold.indexed_data.text.parts import build_part
-from sixfold.indexed_data.text.tokenizers import Tokenizer, load_tokenizer
+from sixfold.indexed_data.text.tokenizer import Tokenizer
+from sixfold.indexed_data.text.tokenizers import load_tokenizer
 
 if TYPE_CHECKING:  # most builds are small, and no reader of pairs needs processes
     from concurrent.futures import Future

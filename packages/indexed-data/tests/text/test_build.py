@@ -27,6 +27,11 @@ def texts(prefix):
     return [bytes(ids[:-1]).decode() for ids in documents]
 
 
+def files_of(prefix):
+    """What a build leaves under a prefix."""
+    return [f"{prefix}.bin", f"{prefix}.idx", f"{prefix}.manifest.json"]
+
+
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -47,7 +52,7 @@ def test_jsonl_gives_one_document_per_line_exactly_as_it_is(folder):
     assert (report.documents, report.sequences, report.empty_documents, report.bad_lines) == (4, 4, 1, 0)
     assert report.tokens == sum(len(text.encode()) + 1 for text in kept)
     assert (report.dtype, report.bin_bytes, report.errors) == ("uint16", 2 * report.tokens, ())
-    assert sorted(os.listdir()) == ["a.jsonl", "out.bin", "out.idx"]
+    assert sorted(os.listdir()) == ["a.jsonl", "out.bin", "out.idx", "out.manifest.json"]
 
 
 @pytest.mark.parametrize(
@@ -325,7 +330,7 @@ def test_an_interrupted_build_goes_on_from_its_finished_parts(folder):
     build(["a.jsonl"], "out", part_bytes=500, progress=compare)
     assert reused == stamps
     assert pair_bytes("out") == pair_bytes("whole")
-    assert sorted(os.listdir()) == ["a.jsonl", "out.bin", "out.idx", "whole.bin", "whole.idx"]
+    assert sorted(os.listdir()) == ["a.jsonl", *files_of("out"), *files_of("whole")]
 
 
 @pytest.mark.parametrize("change", ["options", "input"])
@@ -406,7 +411,7 @@ def test_a_killed_build_leaves_no_pair_and_the_next_one_finishes_it(folder):
     assert not [name for name in os.listdir() if name in ("out.bin", "out.idx")]
     build(["a.jsonl"], "out", part_bytes=500)
     assert pair_bytes("out") == pair_bytes("whole")
-    assert sorted(os.listdir()) == ["a.jsonl", "out.bin", "out.idx", "whole.bin", "whole.idx"]
+    assert sorted(os.listdir()) == ["a.jsonl", *files_of("out"), *files_of("whole")]
 
 
 @pytest.mark.slow

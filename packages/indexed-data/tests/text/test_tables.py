@@ -130,7 +130,7 @@ def test_a_wrong_column_or_a_damaged_table_is_told_before_anything_is_written(fo
     os.truncate("a.parquet", os.path.getsize("a.parquet") - 3)
     with pytest.raises(IndexedDataError, match=r"^a\.parquet: cannot be read"):
         build(["a.parquet"], "out2", json_key="body")
-    assert sorted(os.listdir()) == ["a.parquet", "out.bin", "out.idx"]
+    assert sorted(os.listdir()) == ["a.parquet", "out.bin", "out.idx", "out.manifest.json"]
 
 
 def test_without_pyarrow_the_error_says_what_to_install(folder, monkeypatch, capsys):

@@ -5,8 +5,8 @@
 Knows names and descriptors, not the format. ``publish`` is the only place that gives a pair its names.
 
 [Note: whole or absent] Everything is written under temporary names in the folder of the final ones. ``publish``
-removes an old .idx, renames .bin, then .idx. So an old .idx never lies next to a new .bin. A crash leaves the old pair
-or no pair, never a mixed one.
+removes an old .idx and old companions, renames .bin and the new companions, then .idx. So an old .idx never lies next
+to a new file. A crash leaves the old pair or no pair, never a mixed one.
 
 [Note: a killed writer] A writer holds the lock of its temporary files while it lives. One that was killed holds none,
 so the next writer of the same name removes what it left. Temporary names are numbered from 0, so that they are looked
@@ -20,6 +20,7 @@ import fcntl
 import os
 import stat
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from typing import IO
 
@@ -103,8 +104,13 @@ def files_of(prefix: str) -> list[str]:
     return [path for path in (prefix + ".bin", prefix + ".idx") if os.path.lexists(path)]
 
 
-def publish(new_bin: str, bin_path: str, new_idx: str, idx_path: str) -> None:
-    """Give a finished pair its names, in the order of the note above; both files are already on the disk."""
+def publish(
+    new_bin: str, bin_path: str, new_idx: str, idx_path: str, beside: Sequence[tuple[str | None, str]] = ()
+) -> None:
+    """Give a finished pair its names, in the order of the note above; all files are already on the disk.
+
+    ``beside`` has (new file, its name) of each companion, which lies in the folder of the .idx; None for one that goes.
+    """
     folders = sorted((os.path.dirname(path) or os.curdir for path in (bin_path, idx_path)), key=os.path.realpath)
     if os.path.samefile(*folders):
         folders.pop()
@@ -119,7 +125,13 @@ def publish(new_bin: str, bin_path: str, new_idx: str, idx_path: str) -> None:
         if os.path.lexists(idx_path):
             os.unlink(idx_path)
             _sync(descriptors)
+        for _, name in beside:
+            with suppress(FileNotFoundError):
+                os.unlink(name)
         os.replace(new_bin, bin_path)
+        for new, name in beside:
+            if new is not None:
+                os.replace(new, name)
         os.replace(new_idx, idx_path)
         _sync(descriptors)
 

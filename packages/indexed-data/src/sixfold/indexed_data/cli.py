@@ -95,6 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument(
         "--on-error", choices=("fail", "skip"), default="fail", help="stop at a bad line (default), or skip it"
     )
+    command.add_argument(
+        "--provenance", action="store_true", help="store the file and line of each document beside the pair"
+    )
     command.add_argument("--overwrite", action="store_true", help="replace an existing pair")
     command.add_argument("--quiet", action="store_true", help="no progress bar, no summary")
     _add_common(command)
@@ -156,6 +159,7 @@ def _build(options: argparse.Namespace) -> int:
             dtype=options.dtype,
             workers=options.workers,
             on_error=options.on_error,
+            provenance=options.provenance,
             overwrite=options.overwrite,
             progress=_draw_progress if bar else None,
         )

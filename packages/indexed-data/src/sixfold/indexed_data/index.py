@@ -14,6 +14,7 @@ import numpy.typing as npt
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.format import HEADER, Header
 
+_LOOKS, LOOKED_AT = 16, 64  # places of each array, and numbers there, that tell one pair from another
 DAMAGED = "Run `sixfold-data verify`, then write the pair again"
 
 Bytes = npt.NDArray[np.uint8]
@@ -65,6 +66,16 @@ class Index:
         self.sequences, self.itemsize = header.sequences, header.dtype.itemsize
         self.bin_bytes, self.trailing_bytes = bin_bytes, int(raw.size - need)
 
+    def digest(self) -> int:
+        """A checksum of some lengths, pointers and boundaries. O(1)."""
+        import zlib  # only here: most readers need none
+
+        digest = 0
+        for array in (self.lengths_S, self.pointers_S, self.boundaries_D):
+            for at in places(array.size):
+                digest = zlib.crc32(array[at : at + LOOKED_AT].tobytes(), digest)
+        return digest
+
     def span(self, i: int) -> tuple[int, int]:
         """(first token in .bin, number of tokens) of sequence ``i``, 0 <= i < S. Checked, O(1).
 
@@ -84,3 +95,9 @@ class Index:
             )
             raise IndexedDataError.broken(problem, DAMAGED)
         return pointer // self.itemsize, length
+
+
+def places(count: int) -> list[int]:
+    """Where a checksum looks at an array of ``count``: evenly from the first on to the last."""
+    last = max(0, count - LOOKED_AT)
+    return sorted({last * number // (_LOOKS - 1) for number in range(_LOOKS)}) if count else []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Callable
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -17,9 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError
-from sixfold.indexed_data.index import DAMAGED, Index
+from sixfold.indexed_data.index import DAMAGED, LOOKED_AT, Index, places
+from sixfold.indexed_data.loss_mask import LossMask
 from sixfold.indexed_data.pair_rules import all_problems, open_problems
 from sixfold.indexed_data.paths import AnyPath, anchored, input_prefix, path_text
+from sixfold.indexed_data.provenance import Provenance
 from sixfold.indexed_data.storage import (
     FileBytes,
     IdSource,
@@ -30,8 +33,6 @@ from sixfold.indexed_data.storage import (
     file_identity,
     map_file,
 )
-
-_LOOKS, _LOOKED_AT = 16, 64  # places of each array, and numbers there, that tell one pair from another
 
 
 class IndexedDataset:
@@ -200,6 +201,41 @@ class IndexedDataset:
         """Bytes of .idx after its last array. Exactly S of them are probably modes: open with ``multimodal=True``."""
         return self._opened()[0].trailing_bytes
 
+    # what lies beside the pair
+
+    @cached_property
+    def mask(self) -> LossMask | None:
+        """Which tokens count in the loss; None if the pair has no mask, so that all do.
+
+        Raises:
+            IndexedDataError: the .mask is damaged, or belongs to another pair.
+        """
+        return LossMask.open(self._beside(), self._opened()[0])
+
+    @cached_property
+    def provenance(self) -> Provenance | None:
+        """The file and line of each document; None if the pair was built without.
+
+        Raises:
+            IndexedDataError: the .sources is damaged, or belongs to another pair.
+        """
+        return Provenance.open(self._beside(), self._opened()[0])
+
+    def loss_mask(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.bool_]:
+        """Whether each token that ``get`` gives for the same arguments counts in the loss; all do without a mask."""
+        ids = self.get(idx, offset, length)
+        count = len(ids[0] if self._opened()[0].modes_S is not None else ids)
+        if self.mask is None:
+            return np.ones(count, np.bool_)
+        index = self._opened()[0]
+        begin = index.span(operator.index(idx) % index.sequences)[0] + operator.index(offset)
+        return self.mask.of(begin, count)
+
+    def _beside(self) -> str:
+        if self._arguments[3] is not None:
+            raise IndexedDataError(f"{self.path_prefix}: masks and provenance are not read through open_bytes")
+        return self._whole_prefix
+
     def get_document_indices(self) -> npt.NDArray[np.int64]:
         """``document_indices``, under megatron-core's older name."""
         return self.document_indices
@@ -265,16 +301,11 @@ class IndexedDataset:
         import zlib  # only here: most datasets stay in their process
 
         index, source = self._opened()
-        pieces: list[npt.NDArray[Any]] = []
-        for array in (index.lengths_S, index.pointers_S, index.boundaries_D):
-            for at in _places(array.size):
-                pieces.append(array[at : at + _LOOKED_AT])
+        digest = index.digest()
         if self._arguments[3] is None:
             total = index.bin_bytes // index.itemsize
-            pieces += [source.ids(at, min(_LOOKED_AT, total - at)) for at in _places(total)]
-        digest = 0
-        for piece in pieces:
-            digest = zlib.crc32(piece.tobytes(), digest)
+            for at in places(total):
+                digest = zlib.crc32(source.ids(at, min(LOOKED_AT, total - at)).tobytes(), digest)
         return index.sequences, index.header.boundaries, self._dtype.name, index.bin_bytes, digest
 
     def __repr__(self) -> str:
@@ -286,9 +317,3 @@ class IndexedDataset:
         """Whether both files of the pair are there; IndexedDataError for a URL, which cannot be asked."""
         prefix = input_prefix(path_prefix)
         return os.path.exists(prefix + ".idx") and os.path.exists(prefix + ".bin")
-
-
-def _places(count: int) -> list[int]:
-    """Where ``_facts`` looks at an array of ``count``: evenly from the first on to the last."""
-    last = max(0, count - _LOOKED_AT)
-    return sorted({last * number // (_LOOKS - 1) for number in range(_LOOKS)}) if count else []

@@ -14,8 +14,11 @@ import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.index import Index
+from sixfold.indexed_data.loss_mask import LossMask
+from sixfold.indexed_data.manifest import Manifest, block_problems, read_manifest
 from sixfold.indexed_data.pair_rules import all_problems
 from sixfold.indexed_data.paths import AnyPath, input_prefix
+from sixfold.indexed_data.provenance import Provenance
 from sixfold.indexed_data.storage import map_file
 from sixfold.indexed_data.token_ids import whole_number
 
@@ -37,14 +40,15 @@ class VerifyReport:
 def verify(path_prefix: AnyPath, *, multimodal: bool = False, vocab_size: int | None = None) -> VerifyReport:
     """Check every rule of the index and the size of .bin. With ``vocab_size``, check also that every id is below it.
 
-    The files hold no checksum, so some damage keeps all rules. Examples are other ids in a .bin of the same size, the
-    .bin of another pair, a dtype of the same width, a moved document boundary. Compare copies with their source.
+    A pair with a manifest, as ``build`` writes one, is read whole, and each block is compared with its checksum. Other
+    pairs hold none, so some damage keeps all rules. Examples are other ids in a .bin of the same size, the .bin of
+    another pair, a dtype of the same width, a moved document boundary. Compare copies with their source.
 
     A bad pair raises nothing: a missing or cut file is a problem in the report, as any other.
 
     Raises:
         IndexedDataError: ``vocab_size`` is no whole number >= 1, ``path_prefix`` no local path.
-    Cost: one pass over the .idx, and one over the .bin with ``vocab_size``.
+    Cost: one pass over the .idx, and one over the .bin with ``vocab_size`` and one with a manifest.
     """
     prefix = input_prefix(path_prefix)
     if vocab_size is not None and (vocab_size := whole_number("vocab_size", vocab_size)) < 1:
@@ -56,11 +60,25 @@ def verify(path_prefix: AnyPath, *, multimodal: bool = False, vocab_size: int | 
         problem = error.problem or Problem("a pair can be opened", prefix, str(error), "a pair")
         return VerifyReport(False, (problem,), (), 0, 0, 0)
     problems = list(all_problems(index))
+    manifest = read_manifest(prefix)
+    if isinstance(manifest, Problem):
+        problems.append(manifest)
+    elif manifest is not None:
+        problems += [
+            *block_problems(index.idx_path, raw, manifest.idx),
+            *block_problems(index.bin_path, data, manifest.bin),
+        ]
+    problems += _companion_problems(prefix, index)
     if vocab_size is not None and not problems:
         problems += ids_outside(index, data.view(index.header.dtype), vocab_size)
     tokens = data.size // index.itemsize
     return VerifyReport(
-        not problems, tuple(problems), _notes(index), index.sequences, max(0, index.header.boundaries - 1), tokens
+        not problems,
+        tuple(problems),
+        _notes(index, manifest),
+        index.sequences,
+        max(0, index.header.boundaries - 1),
+        tokens,
     )
 
 
@@ -88,7 +106,26 @@ def ids_outside(index: Index, ids: npt.NDArray[Any], vocab_size: int) -> Iterato
         return
 
 
-def _notes(index: Index) -> tuple[str, ...]:
+def _companion_problems(prefix: str, index: Index) -> Iterator[Problem]:
+    """What is wrong with a mask and with provenance, if there are any."""
+    for opened in (LossMask.open, Provenance.open):
+        try:
+            found = opened(prefix, index)
+        except IndexedDataError as error:
+            yield error.problem or Problem("a companion of a pair can be read", prefix, str(error), "a whole file")
+            continue
+        if found is not None:
+            yield from found.problems(prefix, index)
+
+
+def _notes(index: Index, manifest: Manifest | Problem | None) -> tuple[str, ...]:
+    checked: tuple[str, ...] = ()
+    if isinstance(manifest, Manifest):
+        checked = (f"{len(manifest.bin)} blocks of {index.bin_path} were compared with their checksums",)
+    return (*checked, *_trailing(index))
+
+
+def _trailing(index: Index) -> tuple[str, ...]:
     if not index.trailing_bytes:
         return ()
     note = f"{index.idx_path}: {index.trailing_bytes} bytes after the last array"

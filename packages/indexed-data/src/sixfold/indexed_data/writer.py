@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from types import TracebackType
@@ -19,12 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.indexed_data.atomic_files import Temporary, copy, publish
+from sixfold.indexed_data.companions import MANIFEST, MASK, SOURCES, Facts, refuse_foreign, replaced
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType, Header
+from sixfold.indexed_data.index import Index
+from sixfold.indexed_data.loss_mask import Mask, MaskRuns, as_mask
+from sixfold.indexed_data.manifest import Blocks, Manifest, blocks_of
 from sixfold.indexed_data.pair_rules import BLOCK
 from sixfold.indexed_data.paths import AnyPath, anchored, input_prefix, output_file
+from sixfold.indexed_data.provenance import I64, SourceRuns
 from sixfold.indexed_data.reader import IndexedDataset
-from sixfold.indexed_data.storage import file_identity, identity_of
+from sixfold.indexed_data.storage import file_identity, identity_of, map_file
 from sixfold.indexed_data.token_ids import IdRange, as_row, checked_ids, whole_number
 from sixfold.indexed_data.verifying import ids_outside
 
@@ -62,6 +67,9 @@ class IndexedDatasetBuilder:
         self._final_bin = anchored(self._bin_path)  # whatever the current folder is when it is finalized
         self._allowed = IdRange(self.dtype, vocab_size)
         self._lengths, self._documents, self._modes = array("i"), array("q", [0]), array("b")
+        self._mask: MaskRuns | None = None
+        self._sources: SourceRuns | None = None
+        self._made_of: tuple[Blocks, list[dict[str, Any] | None]] | None = None  # by build and merge, for a manifest
         self._state = "open"
         try:
             self._temporary = Temporary(self._final_bin)
@@ -69,17 +77,22 @@ class IndexedDatasetBuilder:
         except OSError as error:
             raise IndexedDataError(f"{self._bin_path}: cannot be written: {error.strerror}") from error
 
-    def add_item(self, tensor: Any, mode: int = 0) -> None:
+    def add_item(self, tensor: Any, mode: int = 0, *, loss_mask: Any = None) -> None:
         """Append one sequence to the document that ``end_document`` closes."""
         sequences, documents = len(self._lengths), len(self._documents)
         try:
-            self._write(tensor, None, None if mode == 0 else [mode])
+            self._write(tensor, None, None if mode == 0 else [mode], loss_mask)
         except BaseException as error:
             self._undo(error, sequences, documents)
             raise
 
     def add_document(
-        self, tensor: Any, lengths: Sequence[int] | None = None, modes: Sequence[int] | None = None
+        self,
+        tensor: Any,
+        lengths: Sequence[int] | None = None,
+        modes: Sequence[int] | None = None,
+        *,
+        loss_mask: Any = None,
     ) -> None:
         """Append the ids of a whole document and close it, together with items added since the last end.
 
@@ -87,12 +100,14 @@ class IndexedDatasetBuilder:
             tensor: (n,) ids: a list, an array of any integer type, or anything with ``.numpy()``.
             lengths: tokens of each of its sequences, with sum n; None is one sequence.
             modes: mode of each sequence; None is 0 for all.
+            loss_mask: (n,) whether each token counts in the loss; None is True for all. Stored beside the pair.
         Raises:
-            IndexedDataError: an id out of range (document, position, id), or lengths or modes that do not add up.
+            IndexedDataError: an id out of range (document, position, id), or lengths, modes or a mask that do not add
+                up.
         """
         sequences, documents = len(self._lengths), len(self._documents)
         try:
-            self._write(tensor, lengths, modes)
+            self._write(tensor, lengths, modes, loss_mask)
             self._documents.append(len(self._lengths))
         except BaseException as error:
             self._undo(error, sequences, documents)
@@ -108,16 +123,20 @@ class IndexedDatasetBuilder:
 
         Its index is checked in full first, and with ``vocab_size`` each of its ids.
         """
+        self._add_index(path_prefix, None)
+
+    def _add_index(self, path_prefix: AnyPath, sources: tuple[I64, list[str]] | None) -> None:
+        """``add_index``, with runs of documents and their files in place of the pair's own provenance."""
         self._check_open()
         self._check_documents_closed()
         sequences, documents = len(self._lengths), len(self._documents)
         try:
-            self._append_pair(path_prefix)
+            self._append_pair(path_prefix, sources)
         except BaseException as error:
             self._undo(error, sequences, documents)
             raise
 
-    def _append_pair(self, path_prefix: AnyPath) -> None:
+    def _append_pair(self, path_prefix: AnyPath, sources: tuple[I64, list[str]] | None) -> None:
         # Looked at before it is opened: what is copied below has to be the file that is checked here.
         bin_path = input_prefix(path_prefix) + ".bin"
         before = file_identity(bin_path) if os.path.exists(bin_path) else ()
@@ -133,13 +152,22 @@ class IndexedDatasetBuilder:
             if self._allowed.vocab_size is not None:
                 for problem in ids_outside(pair._opened()[0], ids, self._allowed.vocab_size):
                     raise IndexedDataError.broken(problem, "Nothing of this pair was added")
-            nbytes = ids.nbytes
+            mask, provenance = pair.mask, pair.provenance
+            nbytes, begin, document = ids.nbytes, self._tokens(), len(self._documents) - 1
             self._append_file(pair.path_prefix + ".bin", nbytes, before)
             for a, b in _blocks(1, len(pair.document_indices), BLOCK):
                 self._documents.frombytes((pair.document_indices[a:b] + len(self._lengths)).tobytes())
             self._lengths.frombytes(pair.sequence_lengths.tobytes())
             if self.multimodal:
                 self._modes.frombytes(pair.sequence_modes.tobytes())
+            if mask is not None:
+                self._mask = self._mask or MaskRuns()
+                self._mask.append_pair(begin, mask, begin + ids.size)
+            if sources is None and provenance is not None:
+                sources = provenance.runs, provenance.files
+            if sources is not None:
+                self._sources = self._sources or SourceRuns()
+                self._sources.append(document, *sources, len(self._documents) - 1)
 
     def finalize(self, idx_path: AnyPath | None = None) -> None:
         """Write the index and give both files their names. Flushed to the disk when it returns.
@@ -153,13 +181,21 @@ class IndexedDatasetBuilder:
         self._check_open()
         self._check_documents_closed()
         final_idx = self._idx_path(idx_path)
-        index: Temporary | None = None
+        made: dict[str, Temporary] = {}
         try:
             self._temporary.sync()
-            index = Temporary(final_idx)
+            index = made[".idx"] = Temporary(final_idx)
             self._check_size(self._write_index(index.file))
             index.sync()
-            publish(self._temporary.name, self._final_bin, index.name, final_idx)
+            prefix = final_idx.removesuffix(".idx")
+            for ending, pieces in self._companions(index.name):
+                refuse_foreign(prefix, (ending,))
+                made[ending] = Temporary(prefix + ending)
+                for piece in pieces:
+                    made[ending].file.write(piece)
+                made[ending].sync()
+            names = {ending: each.name for ending, each in made.items()}
+            publish(self._temporary.name, self._final_bin, names.pop(".idx"), final_idx, replaced(prefix, names))
             self._state = "finalized"
             self._file.close()
         except TimeoutError as error:  # of the folder's lock: nothing is wrong with what was written
@@ -172,8 +208,8 @@ class IndexedDatasetBuilder:
             self.abort()
             raise
         finally:
-            if index is not None:
-                index.remove()
+            for each in made.values():
+                each.remove()
 
     def abort(self) -> None:
         """Give up: the temporary file is removed, an old pair stays. After ``finalize`` it does nothing."""
@@ -214,13 +250,18 @@ class IndexedDatasetBuilder:
             del self._lengths[sequences:], self._documents[documents:]
             if self.multimodal:
                 del self._modes[sequences:]
-            self._file.seek(sum(self._lengths) * self.dtype.itemsize)
+            end = sum(self._lengths)
+            self._file.seek(end * self.dtype.itemsize)
             self._file.truncate()
+            if self._mask is not None:
+                self._mask.cut(end)
+            if self._sources is not None:
+                self._sources.cut(documents - 1)
         except BaseException:  # a second Ctrl-C: what is in the file is not known
             self.abort()
             raise
 
-    def _write(self, tensor: Any, lengths: Sequence[int] | None, modes: Sequence[int] | None) -> None:
+    def _write(self, tensor: Any, lengths: Sequence[int] | None, modes: Sequence[int] | None, loss_mask: Any) -> None:
         """Append ids, their sequences and modes; nothing is changed before everything is checked."""
         self._check_open()
         try:
@@ -231,11 +272,15 @@ class IndexedDatasetBuilder:
             if not one:
                 counts, kinds = self._split(n, lengths, modes)
             ids = checked_ids(row, self._allowed)
+            masked = loss_mask is not None or self._mask is not None
+            mask = as_mask(loss_mask, n) if loss_mask is not None else None
         except IndexedDataError as error:
             raise IndexedDataError(
                 f"{self._bin_path}: document {len(self._documents) - 1}: {error}"
             ) from error.__cause__
         try:
+            if masked:
+                self._append_mask(mask)
             self._file.write(ids)
         except OSError as error:
             self.abort()
@@ -248,6 +293,35 @@ class IndexedDatasetBuilder:
         self._lengths.extend(counts)
         if self.multimodal:
             self._modes.extend(kinds)
+
+    def _append_mask(self, mask: Mask | None) -> None:
+        """The mask of the ids that are written next."""
+        self._mask = self._mask or MaskRuns()
+        if mask is None:
+            self._mask.close(self._tokens())
+        else:
+            self._mask.append(self._tokens(), mask)
+
+    def _tokens(self) -> int:
+        """Ids that were written so far."""
+        return int(self._file.tell()) // self.dtype.itemsize
+
+    def _companions(self, idx_path: str) -> Iterator[tuple[str, list[Any]]]:
+        """Ending and pieces of what lies beside the pair, whose new .idx is ``idx_path``."""
+        if self._mask is None and self._sources is None and self._made_of is None:
+            return
+        raw = map_file(idx_path)
+        index = Index(
+            raw, self._bin_path.removesuffix(".bin"), sum(self._lengths) * self.dtype.itemsize, self.multimodal
+        )
+        facts = Facts.of(index)
+        if self._mask is not None:
+            yield MASK, self._mask.pack(facts)
+        if self._sources is not None:
+            yield SOURCES, self._sources.pack(facts, len(self._documents) - 1)
+        if self._made_of is not None:
+            blocks, builds = self._made_of
+            yield MANIFEST, [Manifest(blocks_of(raw), blocks, builds).text().encode()]
 
     def _split(
         self, n: int, lengths: Sequence[int] | None, modes: Sequence[int] | None

@@ -19,12 +19,16 @@ from typing import Any
 import numpy as np
 
 from sixfold.indexed_data.atomic_files import publish
+from sixfold.indexed_data.companions import ENDINGS as COMPANIONS
+from sixfold.indexed_data.companions import refuse_foreign, replaced
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType
 from sixfold.indexed_data.paths import AnyPath, output_prefix
+from sixfold.indexed_data.provenance import I64
 from sixfold.indexed_data.text.building_folder import BadInput, building_folder, part_prefix
 from sixfold.indexed_data.text.fingerprints import VARIES, fingerprint
-from sixfold.indexed_data.text.finished_part import LISTED_ERRORS, PartReport
+from sixfold.indexed_data.text.finished_part import LISTED_ERRORS, PartReport, read_runs
+from sixfold.indexed_data.text.input_hashes import input_hashes
 from sixfold.indexed_data.text.inputs import Slice, Source, TextOptions, cut, sources_of
 from sixfold.indexed_data.text.job import Job
 from sixfold.indexed_data.text.parts import encodes_alike
@@ -75,6 +79,7 @@ def build(
     dtype: str = "auto",
     workers: int = 1,
     on_error: str = "fail",
+    provenance: bool = False,
     overwrite: bool = False,
     part_bytes: int = PART_BYTES,
     timeout_s: float = TIMEOUT_S,
@@ -93,6 +98,7 @@ def build(
         append_eod: end every document with the tokenizer's EOD, if it does not end so.
         dtype: ``auto`` (``DType.optimal_dtype`` of the vocabulary), ``uint16`` or ``int32``.
         workers: processes that tokenize. With more than one, the calling script needs ``if __name__ == "__main__":``.
+        provenance: store the file and line of each document beside the pair, for ``IndexedDataset.provenance``.
         on_error: a bad line ends the build (``fail``) or is counted (``skip``).
         overwrite: replace an existing pair.
         part_bytes: text per part of the work.
@@ -117,6 +123,7 @@ def build(
         template=template,
         dtype=_stored_dtype(dtype, loaded),
         on_error=on_error,
+        provenance=provenance,
         encoding=fingerprint(loaded),
     )
     if append_eod and loaded.eod is None:
@@ -129,6 +136,7 @@ def build(
     if not names:
         raise IndexedDataError(f"{prefix}: no inputs; give at least one text, jsonl or table file")
     sources = sources_of(names, text)
+    refuse_foreign(prefix, COMPANIONS)
     parts = cut(sources, job.text, part_bytes)
 
     def alike(number: int, folder: str) -> bool:
@@ -138,9 +146,11 @@ def build(
         notes = (*loaded.notes, *dropped)
         for note in notes:
             warnings.warn(note, BuildNote, stacklevel=2)
-        reports = _make_parts(run_parts(parts, folder, job, loaded, workers, timeout_s), parts, progress)
-        _refuse_changed(sources, text)
-        _join(folder, len(parts), job, prefix)
+        with input_hashes(sources) as hashes:
+            reports = _make_parts(run_parts(parts, folder, job, loaded, workers, timeout_s), parts, progress)
+            _refuse_changed(sources, text)
+            made_of = _made_of(sources, hashes(), reports, job, loaded)
+        _join(folder, parts, reports, job, made_of, prefix)
     for note in (found := _found(reports, job)):
         warnings.warn(note, BuildNote, stacklevel=2)
     notes = (*notes, *found)
@@ -198,7 +208,8 @@ def _make_parts(
             for report in running:
                 reports.append(report)
                 if report.fatal is not None:
-                    raise BadInput(_place(parts, reports, len(reports) - 1, report.fatal))
+                    offsets = _line_offsets(parts, reports)
+                    raise BadInput(_place(parts, offsets, len(reports) - 1, report.fatal))
                 if progress is not None:
                     progress(len(reports), len(parts))
     except KeyboardInterrupt as stop:
@@ -207,44 +218,81 @@ def _make_parts(
     return reports
 
 
-def _join(folder: str, count: int, job: Job, prefix: str) -> None:
+def _made_of(
+    sources: Sequence[Source], hashes: Sequence[str], reports: Sequence[PartReport], job: Job, tokenizer: Tokenizer
+) -> dict[str, Any]:
+    """The record of this build in the manifest: all that decides its bytes."""
+    inputs = [
+        {"path": source.path, "bytes": source.size, "sha256": digest}
+        for source, digest in zip(sources, hashes, strict=True)
+    ]
+    options = asdict(job)
+    del options["encoding"], options["tokenizer"], options["provenance"]
+    added = [int(i) for i in tokenizer.encode("")] if job.template else []
+    return {
+        "documents": sum(report.documents for report in reports),
+        "bad_lines": sum(report.bad_lines for report in reports),
+        "empty_documents": sum(report.empty_documents for report in reports),
+        "tokenizer": {"name": job.tokenizer, **asdict(job.encoding)},
+        "added_by_template": added,  # such as a BOS: the ids of an empty text
+        "options": options,
+        "inputs": inputs,
+    }
+
+
+def _join(
+    folder: str, parts: Parts, reports: Sequence[PartReport], job: Job, made_of: dict[str, Any], prefix: str
+) -> None:
     """Make one pair of the parts and give it its names."""
-    whole = part_prefix(folder, 0)
-    if count != 1:
-        whole = os.path.join(folder, "whole")
-        try:
-            with IndexedDatasetBuilder(whole + ".bin", job.dtype) as builder:
-                for number in range(count):
-                    builder.add_index(part_prefix(folder, number))
-        except IndexedDataError as error:
-            kept = "all parts are kept: run the same command again"
-            raise IndexedDataError(f"{prefix}: the parts cannot be joined: {error}; {kept}") from error
+    whole = os.path.join(folder, "whole")
     try:
-        publish(whole + ".bin", prefix + ".bin", whole + ".idx", prefix + ".idx")
+        with IndexedDatasetBuilder(whole + ".bin", job.dtype) as builder:
+            for number, offsets in enumerate(_line_offsets(parts, reports)):
+                part = part_prefix(folder, number)
+                builder._add_index(part, _sources_of(part, parts[number], offsets) if job.provenance else None)
+            blocks = [(nbytes, crc) for report in reports for nbytes, crc in report.blocks]
+            builder._made_of = blocks, [made_of]
+    except IndexedDataError as error:
+        kept = "all parts are kept: run the same command again"
+        raise IndexedDataError(f"{prefix}: the parts cannot be joined: {error}; {kept}") from error
+    made = {ending: whole + ending for ending in COMPANIONS if os.path.exists(whole + ending)}
+    try:
+        publish(whole + ".bin", prefix + ".bin", whole + ".idx", prefix + ".idx", replaced(prefix, made))
     except OSError as error:
         raise IndexedDataError(f"{prefix}: the pair cannot be named: {error.strerror}") from error
 
 
-def _place(parts: Parts, reports: list[PartReport], number: int, place: tuple[int, int, str]) -> str:
+def _sources_of(part: str, slices: Sequence[Slice], offsets: Sequence[int]) -> tuple[I64, list[str]]:
+    """The runs of a part's documents with lines of the files, not of the slices; and the file of each slice."""
+    runs = read_runs(part)
+    runs[:, 2] += np.asarray(offsets, np.int64)[runs[:, 1]]
+    return runs, [piece.path for piece in slices]
+
+
+def _line_offsets(parts: Parts, reports: Sequence[PartReport]) -> list[list[int]]:
+    """Of each slice of each part that has a report: how many lines of its file lie before it."""
+    found, before = [], 0
+    for slices, report in zip(parts, reports, strict=False):
+        offsets = []
+        for number, piece in enumerate(slices):
+            before = before if piece.begin else 0
+            offsets.append(before)
+            before += report.lines[number] if number < len(report.lines) else 0
+        found.append(offsets)
+    return found
+
+
+def _place(parts: Parts, offsets: Sequence[Sequence[int]], number: int, place: tuple[int, int, str]) -> str:
     """A place in part ``number`` as FILE:LINE: reason; lines are counted from where the file begins."""
     within, line, reason = place
-    piece = parts[number][within]
-    before = 0
-    if piece.begin:
-        # Pieces of one file follow each other: walk back to the one that begins it.
-        flat = [(earlier, n, i) for n in range(number + 1) for i, earlier in enumerate(parts[n])]
-        at = flat.index((piece, number, within))
-        for earlier, n, i in reversed(flat[:at]):
-            before += reports[n].lines[i]
-            if earlier.begin == 0:
-                break
-    return f"{piece.path}:{before + line}: {reason}"
+    return f"{parts[number][within].path}:{offsets[number][within] + line}: {reason}"
 
 
 def _summary(
     prefix: str, parts: Parts, reports: list[PartReport], job: Job, notes: tuple[str, ...], seconds: float
 ) -> BuildReport:
     places = [(number, place) for number, report in enumerate(reports) for place in report.bad]
+    offsets = _line_offsets(parts, reports)
     tokens = sum(report.tokens for report in reports)
     return BuildReport(
         prefix=prefix,
@@ -255,7 +303,7 @@ def _summary(
         bin_bytes=tokens * np.dtype(job.dtype).itemsize,
         bad_lines=sum(report.bad_lines for report in reports),
         empty_documents=sum(report.empty_documents for report in reports),
-        errors=tuple(_place(parts, reports, number, place) for number, place in places[:LISTED_ERRORS]),
+        errors=tuple(_place(parts, offsets, number, place) for number, place in places[:LISTED_ERRORS]),
         notes=notes,
         seconds=seconds,
     )

@@ -18,7 +18,7 @@ from typing import Any
 
 from sixfold.indexed_data.atomic_files import files_of
 from sixfold.indexed_data.errors import IndexedDataError
-from sixfold.indexed_data.text.finished_part import read_report
+from sixfold.indexed_data.text.finished_part import ENDINGS, read_report
 
 _OURS = re.compile(r"(plan\.json|lock|part-\d+\.|whole\.)")  # names of files that a build makes
 _PLAN, _LOCK, _PART = "plan.json", "lock", "part-"
@@ -142,7 +142,7 @@ def _flat(plan: dict[str, Any]) -> dict[str, Any]:
 
 def _sweep(folder: str, keeps_parts: bool) -> None:
     """Remove all that an earlier build left, but for the finished parts of the same plan."""
-    keep = {name + end for name in _finished(folder) for end in (".bin", ".idx", ".json")} if keeps_parts else set()
+    keep = {name + end for name in _finished(folder) for end in ENDINGS} if keeps_parts else set()
     for name in os.listdir(folder):
         if name not in keep and name not in (_LOCK, _PLAN):
             os.unlink(os.path.join(folder, name))

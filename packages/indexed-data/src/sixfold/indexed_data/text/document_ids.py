@@ -5,6 +5,7 @@ texts --> Batch (this file): tokenizer, EOD --> IndexedDatasetBuilder; counts --
 
 from __future__ import annotations
 
+from array import array
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -24,7 +25,9 @@ BATCH_CHARACTERS, BATCH_TEXTS = 1 << 20, 1024  # enough for the threads of a tok
 class Batch:
     """Texts that are encoded together, each with its place (slice, line in it)."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.slices, self.lines = array("q"), array("q")  # of the documents that were appended
         self._texts: list[str] = []
         self._places: list[tuple[int, int]] = []
         self._characters = 0
@@ -36,8 +39,9 @@ class Batch:
         self._characters += len(text)
         return self._characters >= BATCH_CHARACTERS or len(self._texts) >= BATCH_TEXTS
 
-    def flush(self, builder: IndexedDatasetBuilder, tokenizer: Tokenizer, job: Job, report: PartReport) -> None:
+    def flush(self, builder: IndexedDatasetBuilder, tokenizer: Tokenizer, report: PartReport) -> None:
         """Encode and append them in order, or say in the report at which of them it ended, and why."""
+        job = self._job
         texts, places = self._texts, self._places
         self._texts, self._places, self._characters = [], [], 0
         for text, at, ids in zip(texts, places, _encoded(texts, tokenizer), strict=True):
@@ -47,6 +51,9 @@ class Batch:
                 _append(builder, tokenizer, text, ids, job, report, at)
             if report.fatal is not None:
                 return
+            if report.documents > len(self.lines):
+                self.slices.append(at[0])
+                self.lines.append(at[1])
 
 
 def _encoded(texts: list[str], tokenizer: Tokenizer) -> list[Any]:

@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass, field
 
+import numpy as np
+
+from sixfold.indexed_data.provenance import I64
 from sixfold.indexed_data.text.job import Job
 
 LISTED_ERRORS = 10
+ENDINGS = (".bin", ".idx", ".json", ".mask", ".runs")  # of the files that a finished part may have
 
 
 @dataclass(slots=True)
@@ -25,6 +29,7 @@ class PartReport:
     ended_inside: int = 0  # documents with the EOD before their end
     bad_lines: int = 0
     bad: list[tuple[int, int, str]] = field(default_factory=list)  # the first LISTED_ERRORS places
+    blocks: list[tuple[int, int]] = field(default_factory=list)  # of its .bin, for the manifest
     lines: list[int] = field(default_factory=list)  # of each slice, so that the next part can count on
     fatal: tuple[int, int, str] | None = None  # where the part was given up; it then wrote nothing
 
@@ -59,3 +64,16 @@ def write_report(path: str, report: PartReport) -> None:
     with open(temporary, "w", encoding="utf-8") as file:
         json.dump(asdict(report), file)
     os.replace(temporary, path)
+
+
+def write_runs(prefix: str, runs: I64) -> None:
+    """Write where the documents of a part come from, before its report: file is the slice, lines count from there."""
+    np.save(prefix + ".npy", runs)
+    os.replace(prefix + ".npy", prefix + ".runs")
+
+
+def read_runs(prefix: str) -> I64:
+    """What ``write_runs`` wrote."""
+    with open(prefix + ".runs", "rb") as file:
+        runs: I64 = np.load(file, allow_pickle=False)
+    return runs

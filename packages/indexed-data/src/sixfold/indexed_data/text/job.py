@@ -24,6 +24,7 @@ class Job:
     template: bool
     dtype: str
     on_error: str
+    provenance: bool
     encoding: Fingerprint
 
     def __post_init__(self) -> None:

@@ -1,6 +1,6 @@
 """One part of a build: some slices of text become one pair.
 
-    Slices --> build_part (this file) --> FOLDER/part-00000.bin .idx .json
+    Slices --> build_part (this file) --> FOLDER/part-00000.bin .idx .runs .json
 
 It runs in the process of the build or in a worker. It depends on its arguments alone, so both make the same bytes. A
 part is finished when its .json exists, which is written last.
@@ -12,9 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from sixfold.indexed_data.manifest import blocks_of
+from sixfold.indexed_data.provenance import runs_of
 from sixfold.indexed_data.reader import IndexedDataset
+from sixfold.indexed_data.storage import map_file
 from sixfold.indexed_data.text.document_ids import Batch, ids_of
-from sixfold.indexed_data.text.finished_part import PartReport, count_bad_line, write_report
+from sixfold.indexed_data.text.finished_part import PartReport, count_bad_line, write_report, write_runs
 from sixfold.indexed_data.text.inputs import Lines, Slice, documents
 from sixfold.indexed_data.text.job import Job
 from sixfold.indexed_data.text.tokenizer import Tokenizer
@@ -31,28 +34,31 @@ def build_part(slices: Sequence[Slice], prefix: str, job: Job, tokenizer: Tokeni
     """
     report = PartReport()
     with IndexedDatasetBuilder(prefix + ".bin", job.dtype, vocab_size=tokenizer.vocab_size) as builder:
-        batch = Batch()
+        batch = Batch(job)
         for number, piece in enumerate(slices):
             lines = Lines(piece)
             for document in documents(lines, job.text):
                 if document.text is None:
-                    batch.flush(builder, tokenizer, job, report)  # whichever line comes first ends the part
+                    batch.flush(builder, tokenizer, report)  # whichever line comes first ends the part
                     if report.fatal is None:
                         count_bad_line(report, (number, document.line, document.reason), job)
                 elif not document.text:
                     report.empty_documents += 1
                 elif batch.add(document.text, (number, document.line)):
-                    batch.flush(builder, tokenizer, job, report)
+                    batch.flush(builder, tokenizer, report)
                 if report.fatal is not None:
                     break
             report.lines.append(lines.count)
             if report.fatal is not None:
                 break
         if report.fatal is None:
-            batch.flush(builder, tokenizer, job, report)
+            batch.flush(builder, tokenizer, report)
         if report.fatal is not None:
             builder.abort()
             return report
+    report.blocks = blocks_of(map_file(prefix + ".bin"))
+    if job.provenance:
+        write_runs(prefix, runs_of(batch.slices, batch.lines))
     write_report(prefix + ".json", report)
     return report
 

@@ -41,9 +41,7 @@ def saved_dataset_files(folder: str) -> list[str] | None:
         else:
             return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise IndexedDataError(
-            f"{folder}: its list of files cannot be read: {error}; save it again"
-        ) from error
+        raise IndexedDataError(f"{folder}: its list of files cannot be read: {error}; save it again") from error
     if splits:
         raise IndexedDataError(f"{folder}: is a folder of several splits; give those to build: {', '.join(splits)}")
     indices = state.get("_indices_data_files") or state.get("_indices_files")

@@ -10,4 +10,4 @@ prefix=$1 tasks=$2
 mapfile -t shards < <(for ((task = 0; task < tasks; task++)); do printf '%s-%05d\n' "$prefix" "$task"; done)
 sixfold-data merge "${shards[@]}" --output "$prefix" --overwrite
 sixfold-data verify "$prefix"
-for shard in "${shards[@]}"; do rm "$shard.bin" "$shard.idx"; done
+for shard in "${shards[@]}"; do rm -f "$shard".{bin,idx,mask,sources,manifest.json}; done

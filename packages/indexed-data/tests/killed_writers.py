@@ -108,7 +108,8 @@ def finish(kind, number):
     assert status_of(in_child(WORK[kind], number)) == 0, "the work could not be done again"
     assert pair_bytes("out") == expected(number)
     left = [name for name in os.listdir() if name.startswith("out")]
-    assert sorted(left) == ["out.bin", "out.idx"], left
+    manifest = ["out.manifest.json"] if kind == "build" else []
+    assert sorted(left) == ["out.bin", "out.idx", *manifest], left
 
 
 def duration(kind):

@@ -214,7 +214,10 @@ def test_a_build_for_which_the_disk_is_too_small_goes_on_when_there_is_room(
     assert len(finished) >= kept
     build("a.jsonl", "out", part_bytes=1000)
     assert pair_bytes("out") == pair_bytes("whole")
-    assert sorted(os.listdir()) == ["a.jsonl", "out.bin", "out.idx", "whole.bin", "whole.idx"]
+    assert sorted(os.listdir()) == [
+        "a.jsonl",
+        *(f"{prefix}.{end}" for prefix in ("out", "whole") for end in ("bin", "idx", "manifest.json")),
+    ]
 
 
 # ---- what a killed writer leaves

@@ -78,7 +78,7 @@ def test_every_function_takes_every_form_of_a_path(folder, form):
         builder.finalize(FORMS[form](folder, name + ".x.idx"))
         assert pair_bytes(f"sub/{name}.x") == pair
     kinds = {name.rsplit(".", 1)[1] for name in os.listdir("sub")}
-    assert kinds == {"bin", "idx", "txt"}  # nothing of a writer is left
+    assert kinds == {"bin", "idx", "json", "txt"}  # nothing of a writer is left
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if "bytes" not in form])

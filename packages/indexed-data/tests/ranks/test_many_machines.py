@@ -52,7 +52,11 @@ def test_many_machines_write_what_one_build_writes(run):
     assert run("many_machines_merge.sh", "wiki", str(TASKS)) == 0
     build([f"in{i}.jsonl" for i in range(7)], "whole")
     assert pair_bytes("wiki") == pair_bytes("whole")
-    assert sorted(name for name in os.listdir() if name.startswith("wiki")) == ["wiki.bin", "wiki.idx"]
+    assert sorted(name for name in os.listdir() if name.startswith("wiki")) == [
+        "wiki.bin",
+        "wiki.idx",
+        "wiki.manifest.json",
+    ]
 
 
 @pytest.mark.slow

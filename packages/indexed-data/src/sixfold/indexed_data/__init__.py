@@ -6,6 +6,7 @@ Needs numpy and nothing else.
 """
 
 from sixfold.indexed_data.errors import IndexedDataError, Problem
+from sixfold.indexed_data.filtering import FilterReport, filter_pair
 from sixfold.indexed_data.format import DType
 from sixfold.indexed_data.merging import merge
 from sixfold.indexed_data.reader import IndexedDataset
@@ -16,12 +17,14 @@ from sixfold.indexed_data.writer import IndexedDatasetBuilder
 __all__ = [
     "BuildReport",
     "DType",
+    "FilterReport",
     "IndexedDataError",
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "Problem",
     "VerifyReport",
     "build",
+    "filter_pair",
     "merge",
     "verify",
 ]

@@ -1,4 +1,4 @@
-"""The command ``sixfold-data``: build, info, show, verify, merge.
+"""The command ``sixfold-data``: build, info, show, verify, merge, filter.
 
     argv --> main (this file) --> the package's functions --> text or one JSON object on stdout
 
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from sixfold.indexed_data.errors import IndexedDataError
+from sixfold.indexed_data.filtering import filter_pair
 from sixfold.indexed_data.merging import merge
 from sixfold.indexed_data.reader import IndexedDataset
 from sixfold.indexed_data.text.build import BuildNote, build
@@ -36,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = _parser().parse_args(argv)
     except SystemExit as stop:  # argparse has printed help or its complaint
         return stop.code if isinstance(stop.code, int) else 2
-    commands = {"build": _build, "info": _info, "show": _show, "verify": _verify, "merge": _merge}
+    commands = {"build": _build, "info": _info, "show": _show, "verify": _verify, "merge": _merge, "filter": _filter}
     try:
         return commands[options.command](options)
     except (IndexedDataError, IndexError, OSError) as error:
@@ -119,6 +120,17 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--vocab-size", type=_positive, metavar="N", help="also check that every id is below N")
     _add_common(command, multimodal=True)
 
+    command = commands.add_parser("filter", help="leave documents out of a pair: a view, without a copy")
+    command.add_argument("prefix", metavar="PREFIX", help="path of the pair, without extension")
+    command.add_argument(
+        "--dedup", "--filter", dest="lists", nargs="+", required=True, metavar="LIST",
+        help="what to leave out: a folder of datatrove's .remove or .c4_dup files, or numbers of documents in a .txt",
+    )  # fmt: skip
+    command.add_argument("--tasks", type=_positive, help="of datatrove; default: one for each file of the pair")
+    command.add_argument("--output", required=True, metavar="VIEW")
+    command.add_argument("--overwrite", action="store_true", help="replace an existing view")
+    _add_common(command)
+
     command = commands.add_parser("merge", help="join pairs end to end")
     command.add_argument("inputs", nargs="+", metavar="PREFIX", help="pairs, in the order of the output")
     command.add_argument("--output", required=True, metavar="PREFIX")
@@ -196,10 +208,10 @@ def _info(options: argparse.Namespace) -> int:
             "prefix": dataset.path_prefix,
             "documents": len(dataset.document_indices) - 1,
             "sequences": len(dataset),
-            "tokens": _bin_bytes(dataset) // dataset.dtype.itemsize,
+            "tokens": int(lengths_S.sum(dtype=np.int64)),
             "dtype": dataset.dtype.name,
             "bin_bytes": _bin_bytes(dataset),
-            "idx_bytes": os.path.getsize(dataset.path_prefix + ".idx"),
+            "idx_bytes": os.path.getsize(dataset.base.path_prefix + ".idx"),
             "trailing_bytes": dataset.trailing_bytes,
             "sequence_length": shape,
         }
@@ -254,6 +266,15 @@ def _merge(options: argparse.Namespace) -> int:
         }
     counts = f"{report['documents']} documents, {report['tokens']} tokens"
     _print(options, report, f"{options.output}: {counts} from {len(options.inputs)} pairs")
+    return 0
+
+
+def _filter(options: argparse.Namespace) -> int:
+    report = filter_pair(
+        options.prefix, options.output, lists=options.lists, tasks=options.tasks, overwrite=options.overwrite
+    )
+    counts = f"{report.documents} documents kept, {report.dropped} dropped, {report.tokens} tokens"
+    _print(options, asdict(report), f"{report.output}: a view of {report.pair}; {counts}")
     return 0
 
 

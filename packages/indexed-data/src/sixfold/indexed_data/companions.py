@@ -93,21 +93,29 @@ def unpack(prefix: str, ending: str, index: Index, columns: int) -> tuple[npt.ND
         return None
     raw = map_file(path)
     if raw.size < _HEADER.size or not is_ours(path):
-        raise _broken("a companion of a pair begins with its header", path, f"{raw.size} bytes", "its header")
+        raise _wrong_companion(
+            Problem("a companion of a pair begins with its header", path, f"{raw.size} bytes", "its header")
+        )
     _, version, *numbers = _HEADER.unpack(raw[: _HEADER.size].tobytes())
     rows, behind = numbers[4:]
     if version != _VERSION:
-        raise _broken("the version of a companion is known", path, f"version {version}", f"version {_VERSION}")
+        raise _wrong_companion(
+            Problem("the version of a companion is known", path, f"version {version}", f"version {_VERSION}")
+        )
     need = _HEADER.size + 8 * columns * rows + behind
     if raw.size != need:
-        raise _broken("a companion has the size that its header says", path, f"{raw.size} bytes", f"{need} bytes")
+        raise _wrong_companion(
+            Problem("a companion has the size that its header says", path, f"{raw.size} bytes", f"{need} bytes")
+        )
     if Facts(*numbers[:4]) != (facts := Facts.of(index)):
         found = f"{numbers[0]} sequences in {numbers[2]} bytes, or another index"
-        raise _broken("a companion belongs to its pair", path, found, f"{facts.sequences} in {facts.bin_bytes} bytes")
+        raise _wrong_companion(
+            Problem("a companion belongs to its pair", path, found, f"{facts.sequences} in {facts.bin_bytes} bytes")
+        )
     end = _HEADER.size + 8 * columns * rows
     array: npt.NDArray[np.int64] = raw[_HEADER.size : end].view("<i8")
     return array.reshape(rows, columns) if columns > 1 else array, raw[end:].tobytes()
 
 
-def _broken(rule: str, where: str, value: str, expected: str) -> IndexedDataError:
-    return IndexedDataError.broken(Problem(rule, where, value, expected), "Build the pair again, or remove this file")
+def _wrong_companion(problem: Problem) -> IndexedDataError:
+    return IndexedDataError.broken(problem, "Build the pair again, or remove this file")

@@ -8,9 +8,7 @@ of its parts, so that joining reads nothing. A manifest has no date: the same bu
 
 from __future__ import annotations
 
-import json
 import os
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,18 +31,24 @@ class Manifest:
     builds: list[dict[str, Any] | None]
 
     def text(self) -> str:
+        import json  # only here: reading pairs should not load it
+
         fields = {"format": _FORMAT, "version": _VERSION, "builds": self.builds, "idx": self.idx, "bin": self.bin}
         return json.dumps(fields)
 
 
 def blocks_of(data: Bytes) -> Blocks:
     """The blocks of a file's bytes. Reads them all."""
+    import zlib  # only here: reading pairs should not load it
+
     pieces = (data[begin : begin + BLOCK_BYTES] for begin in range(0, data.size, BLOCK_BYTES))
     return [(piece.size, zlib.crc32(piece.data)) for piece in pieces]
 
 
 def read_manifest(prefix: str) -> Manifest | Problem | None:
     """The manifest beside a pair, what is wrong with it, or None where there is none or a file of somebody else."""
+    import json  # only here: reading pairs should not load it
+
     path = prefix + MANIFEST
     if not os.path.exists(path) or not is_ours(path):
         return None
@@ -62,6 +66,8 @@ def read_manifest(prefix: str) -> Manifest | Problem | None:
 
 def block_problems(path: str, data: Bytes, blocks: Sequence[tuple[int, int]]) -> Iterator[Problem]:
     """The first block of a file that is not what the manifest says. Reads all bytes up to it."""
+    import zlib  # only here: reading pairs should not load it
+
     total = sum(nbytes for nbytes, _ in blocks)
     if total != data.size:
         yield Problem(

@@ -9,7 +9,6 @@ need one run per file and one for each gap. Lines of a file rise with the docume
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -55,6 +54,8 @@ class SourceRuns:
 
     def pack(self, facts: Facts, documents: int) -> list[Any]:
         """The file of a pair of so many documents; a run that nobody has given is unknown."""
+        import json  # only here: reading pairs should not load it
+
         runs = np.concatenate([_unknown_from(0), *self._runs, _unknown_from(documents)])
         runs = runs[:-1][np.diff(runs[:, 0]) > 0]  # an empty run says nothing
         return pack(SOURCES, facts, runs, json.dumps(self._files).encode())
@@ -67,20 +68,23 @@ def _unknown_from(document: int) -> I64:
 class Provenance:
     """Files and lines of the documents of a pair, mapped."""
 
-    def __init__(self, runs: I64, files: list[str], documents: int) -> None:
+    def __init__(self, runs: I64, files: list[str], documents: int, kept: I64 | None = None) -> None:
         self.runs, self.files, self.documents = runs, files, documents
+        self._kept = kept  # numbers in the pair of the documents of a view
 
     @classmethod
-    def open(cls, prefix: str, index: Index) -> Provenance | None:
+    def open(cls, prefix: str, index: Index, kept: I64 | None = None) -> Provenance | None:
         """What lies beside a pair; None if it has no provenance.
 
         Raises:
             IndexedDataError: it is damaged, or belongs to another pair.
         """
+        import json  # only here: reading pairs should not load it
+
         found = unpack(prefix, SOURCES, index, 3)
         if found is None:
             return None
-        return cls(found[0], json.loads(found[1]), max(0, index.header.boundaries - 1))
+        return cls(found[0], json.loads(found[1]), max(0, index.header.boundaries - 1), kept)
 
     def problems(self, prefix: str, index: Index) -> Iterator[Problem]:
         """The rules that all runs keep. O(runs)."""
@@ -95,8 +99,11 @@ class Provenance:
 
     def of(self, document: int) -> tuple[str, int] | None:
         """(file, line) of a document; None if it is unknown. Lines and rows are counted from 1."""
-        if not 0 <= document < self.documents:
-            raise IndexedDataError(f"document {document} is asked for; the pair has {self.documents}, numbered from 0")
+        documents = self.documents if self._kept is None else len(self._kept)
+        if not 0 <= document < documents:
+            raise IndexedDataError(f"document {document} is asked for; there are {documents}, numbered from 0")
+        if self._kept is not None:
+            document = self._kept.item(document)
         run = bisect_right(self.runs[:, 0], document) - 1
         first, file, line = self.runs[run].tolist()
         return None if file == UNKNOWN else (self.files[file], line + document - first)
@@ -113,4 +120,8 @@ class Provenance:
             end = self.runs.item(run + 1, 0) if run + 1 < len(self.runs) else self.documents
             if begin <= line < begin + end - first:
                 found.append(first + line - begin)
-        return found
+        if self._kept is None:
+            return found
+        at = np.searchsorted(self._kept, found)
+        there = [i < len(self._kept) and self._kept.item(i) == each for i, each in zip(at.tolist(), found, strict=True)]
+        return at[there].tolist() if found else []

@@ -33,10 +33,13 @@ from sixfold.indexed_data.storage import (
     file_identity,
     map_file,
 )
+from sixfold.indexed_data.view import VIEW, View, ViewIndex
 
 
 class IndexedDataset:
     """The sequences of ``PREFIX.bin`` and ``PREFIX.idx``: ``dataset[i]`` is a read-only array of token ids.
+
+    Or those of a view, ``PREFIX.view``, which ``filter_pair`` writes: some documents of a pair.
 
     Picklable (by path) and safe in forked and spawned workers. Arrays outlive the dataset they came from.
 
@@ -69,6 +72,11 @@ class IndexedDataset:
         self._whole_prefix = prefix if open_bytes is not None else anchored(prefix)
         source: FileBytes | ObjectBytes | None = None
         data = np.empty(0, np.uint8)
+        view = None  # whose own prefix stays that of this object
+        if open_bytes is None and os.path.exists(prefix + VIEW) and not os.path.lexists(prefix + ".idx"):
+            view = View(prefix)
+            prefix = view.pair
+        self._pair_prefix = prefix
         if open_bytes is not None:
             raw = ObjectBytes(prefix + ".idx", open_bytes).read_all()
             source = ObjectBytes(prefix + ".bin", open_bytes)
@@ -85,6 +93,8 @@ class IndexedDataset:
         index = Index(raw, prefix, data.size if source is None else source.size, multimodal)
         for problem in open_problems(index):
             raise IndexedDataError.broken(problem, DAMAGED)
+        if view is not None:
+            index = view.index_over(index)
         self._index: Index | None = index
         self._document_indices = index.boundaries_D
         self._dtype = dtype = index.header.dtype
@@ -148,7 +158,9 @@ class IndexedDataset:
             )
         spans = [index.span(i) for i in range(first, stop)]
         sequences: list[npt.NDArray[Any]] = []
-        if spans:
+        if isinstance(index, ViewIndex):
+            sequences = [source.ids(start, count) for start, count in spans]
+        elif spans:
             begin = spans[0][0]
             whole = source.ids(begin, spans[-1][0] + spans[-1][1] - begin)
             sequences = [whole[start - begin : start - begin + count] for start, count in spans]
@@ -179,8 +191,11 @@ class IndexedDataset:
 
     @property
     def sequence_pointers(self) -> npt.NDArray[np.int64]:
-        """(S,) first byte of each sequence in .bin."""
-        return self._opened()[0].pointers_S
+        """(S,) first byte of each sequence in .bin; a view has none, since its sequences do not follow each other."""
+        index = self._opened()[0]
+        if isinstance(index, ViewIndex):
+            raise AttributeError(f"{self.path_prefix} is a view, whose sequences have gaps between them; take its base")
+        return index.pointers_S
 
     @property
     def document_indices(self) -> npt.NDArray[np.int64]:
@@ -201,6 +216,21 @@ class IndexedDataset:
         """Bytes of .idx after its last array. Exactly S of them are probably modes: open with ``multimodal=True``."""
         return self._opened()[0].trailing_bytes
 
+    # of a view
+
+    @property
+    def kept_sequences(self) -> npt.NDArray[np.int64] | None:
+        """(S,) numbers that the sequences of a view have in its pair; None for a pair."""
+        index = self._opened()[0]
+        return index.kept_sequences if isinstance(index, ViewIndex) else None
+
+    @cached_property
+    def base(self) -> IndexedDataset:
+        """The pair of a view, or the dataset itself."""
+        if self.kept_sequences is None:
+            return self
+        return IndexedDataset(self._pair_prefix, *self._arguments[1:3])
+
     # what lies beside the pair
 
     @cached_property
@@ -210,7 +240,7 @@ class IndexedDataset:
         Raises:
             IndexedDataError: the .mask is damaged, or belongs to another pair.
         """
-        return LossMask.open(self._beside(), self._opened()[0])
+        return LossMask.open(self._beside(), _base(self._opened()[0]))
 
     @cached_property
     def provenance(self) -> Provenance | None:
@@ -219,7 +249,10 @@ class IndexedDataset:
         Raises:
             IndexedDataError: the .sources is damaged, or belongs to another pair.
         """
-        return Provenance.open(self._beside(), self._opened()[0])
+        index = self._opened()[0]
+        return Provenance.open(
+            self._beside(), _base(index), index.kept_documents if isinstance(index, ViewIndex) else None
+        )
 
     def loss_mask(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.bool_]:
         """Whether each token that ``get`` gives for the same arguments counts in the loss; all do without a mask."""
@@ -234,7 +267,7 @@ class IndexedDataset:
     def _beside(self) -> str:
         if self._arguments[3] is not None:
             raise IndexedDataError(f"{self.path_prefix}: masks and provenance are not read through open_bytes")
-        return self._whole_prefix
+        return self._pair_prefix if self.kept_sequences is not None else self._whole_prefix
 
     def get_document_indices(self) -> npt.NDArray[np.int64]:
         """``document_indices``, under megatron-core's older name."""
@@ -247,7 +280,7 @@ class IndexedDataset:
 
     def check(self) -> None:
         """Check every rule of the index, O(S); IndexedDataError for the first one broken."""
-        for problem in all_problems(self._opened()[0]):
+        for problem in all_problems(_base(self._opened()[0])):
             raise IndexedDataError.broken(problem, "Write the pair again")
 
     # lifetime
@@ -314,6 +347,13 @@ class IndexedDataset:
 
     @staticmethod
     def exists(path_prefix: AnyPath) -> bool:
-        """Whether both files of the pair are there; IndexedDataError for a URL, which cannot be asked."""
+        """Whether both files of the pair, or a view, are there; IndexedDataError for a URL, which cannot be asked."""
         prefix = input_prefix(path_prefix)
+        if os.path.exists(prefix + VIEW) and not os.path.lexists(prefix + ".idx"):
+            return IndexedDataset.exists(View(prefix).pair)
         return os.path.exists(prefix + ".idx") and os.path.exists(prefix + ".bin")
+
+
+def _base(index: Index) -> Index:
+    """The index of the pair, of a view too."""
+    return index.base if isinstance(index, ViewIndex) else index

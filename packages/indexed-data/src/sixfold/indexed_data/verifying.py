@@ -5,6 +5,7 @@ pair_rules.py, .bin --> verify (this file) --> VerifyReport
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from sixfold.indexed_data.paths import AnyPath, input_prefix
 from sixfold.indexed_data.provenance import Provenance
 from sixfold.indexed_data.storage import map_file
 from sixfold.indexed_data.token_ids import whole_number
+from sixfold.indexed_data.view import VIEW, View, ViewIndex
 
 _CHUNK = 1 << 20  # ids per step when .bin is read
 
@@ -53,9 +55,15 @@ def verify(path_prefix: AnyPath, *, multimodal: bool = False, vocab_size: int | 
     prefix = input_prefix(path_prefix)
     if vocab_size is not None and (vocab_size := whole_number("vocab_size", vocab_size)) < 1:
         raise IndexedDataError(f"vocab_size is {vocab_size}; it is >= 1")
+    view = None
     try:
+        if os.path.exists(prefix + VIEW) and not os.path.lexists(prefix + ".idx"):
+            view = View(prefix)
+            prefix = view.pair
         raw, data = map_file(prefix + ".idx"), map_file(prefix + ".bin")
         index = Index(raw, prefix, data.size, multimodal)
+        if view is not None:
+            view.index_over(index)
     except IndexedDataError as error:
         problem = error.problem or Problem("a pair can be opened", prefix, str(error), "a pair")
         return VerifyReport(False, (problem,), (), 0, 0, 0)
@@ -69,9 +77,14 @@ def verify(path_prefix: AnyPath, *, multimodal: bool = False, vocab_size: int | 
             *block_problems(index.bin_path, data, manifest.bin),
         ]
     problems += _companion_problems(prefix, index)
+    if view is not None and not problems:
+        problems += view.problems(index)
     if vocab_size is not None and not problems:
         problems += ids_outside(index, data.view(index.header.dtype), vocab_size)
     tokens = data.size // index.itemsize
+    if view is not None:
+        tokens = int(view.lengths_K.sum(dtype=np.int64))
+        index = ViewIndex(index, view)
     return VerifyReport(
         not problems,
         tuple(problems),

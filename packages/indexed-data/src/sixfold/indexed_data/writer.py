@@ -146,6 +146,10 @@ class IndexedDatasetBuilder:
                     f"{pair.path_prefix} has dtype {pair.dtype}, {self._bin_path} has {self.dtype}; only pairs of one "
                     "dtype can be joined"
                 )
+            if pair.kept_sequences is not None:
+                raise IndexedDataError(
+                    f"{pair.path_prefix} is a view, which is not joined; join its pair, and filter the result"
+                )
             refuse_hidden_modes(pair)
             pair.check()
             ids = np.empty(0, self.dtype) if pair.tokens is None else pair.tokens

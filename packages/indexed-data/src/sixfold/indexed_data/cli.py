@@ -74,6 +74,10 @@ def _parser() -> argparse.ArgumentParser:
         help="field or column that holds the text (default: text)",
     )
     command.add_argument(
+        "--messages-key", metavar="KEY",
+        help="field that holds a conversation, for the tokenizer's chat template; stores a loss mask",
+    )  # fmt: skip
+    command.add_argument(
         "--text-documents",
         choices=TEXT_DOCUMENTS,
         default="file",
@@ -165,6 +169,7 @@ def _build(options: argparse.Namespace) -> int:
             format=options.format,
             json_key=options.json_key,
             text_documents=options.text_documents,
+            messages_key=options.messages_key,
             append_eod=options.append_eod,
             special_tokens=options.special_tokens,
             template=options.template,

@@ -82,7 +82,7 @@ def replaced(prefix: str, made: Mapping[str, str]) -> list[tuple[str | None, str
     return [(made.get(ending), prefix + ending) for ending in ENDINGS if ending in made or is_ours(prefix + ending)]
 
 
-def unpack(prefix: str, ending: str, index: Index, columns: int) -> tuple[npt.NDArray[np.int64], bytes] | None:
+def read_companion(prefix: str, ending: str, index: Index, columns: int) -> tuple[npt.NDArray[np.int64], bytes] | None:
     """(the array of ``columns`` columns, mapped; the bytes behind it) of a companion; None if the pair has none.
 
     Raises:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.indexed_data.companions import MASK, Facts, pack, unpack
+from sixfold.indexed_data.companions import MASK, Facts, pack, read_companion
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.index import Index
 
@@ -68,7 +68,7 @@ class LossMask:
         Raises:
             IndexedDataError: it is damaged, or belongs to another pair.
         """
-        found = unpack(prefix, MASK, index, 1)
+        found = read_companion(prefix, MASK, index, 1)
         return None if found is None else cls(found[0])
 
     def problems(self, prefix: str, index: Index) -> Iterator[Problem]:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.indexed_data.companions import SOURCES, Facts, pack, unpack
+from sixfold.indexed_data.companions import SOURCES, Facts, pack, read_companion
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.index import Index
 
@@ -81,7 +81,7 @@ class Provenance:
         """
         import json  # only here: reading pairs should not load it
 
-        found = unpack(prefix, SOURCES, index, 3)
+        found = read_companion(prefix, SOURCES, index, 3)
         if found is None:
             return None
         return cls(found[0], json.loads(found[1]), max(0, index.header.boundaries - 1), kept)

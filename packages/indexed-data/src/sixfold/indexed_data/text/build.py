@@ -73,6 +73,7 @@ def build(
     format: str = "auto",
     json_key: str = "text",
     text_documents: str = "file",
+    messages_key: str | None = None,
     append_eod: bool = True,
     special_tokens: str = "text",
     template: bool = False,
@@ -95,6 +96,8 @@ def build(
             .jsonl, .ndjson, .jsonlines and .json are jsonl, .parquet, .arrow and .feather tables, and others text.
         json_key: where an object has its text; the column of a table.
         text_documents: what is a document of a text file: the ``file``, a ``paragraph`` or a ``line``.
+        messages_key: where an object or a row has a conversation, a list of messages with ``role`` and ``content``, in
+            place of a text. The tokenizer's chat template encodes it, and a loss mask is stored beside the pair.
         append_eod: end every document with the tokenizer's EOD, if it does not end so.
         dtype: ``auto`` (``DType.optimal_dtype`` of the vocabulary), ``uint16`` or ``int32``.
         workers: processes that tokenize. With more than one, the calling script needs ``if __name__ == "__main__":``.
@@ -110,7 +113,7 @@ def build(
     started = time.perf_counter()
     names = [inputs] if isinstance(inputs, str | bytes | os.PathLike) else list(inputs)
     prefix = output_prefix(output)
-    text = TextOptions(format=format, json_key=json_key, text_documents=text_documents)
+    text = TextOptions(format=format, json_key=json_key, text_documents=text_documents, messages_key=messages_key)
     workers, part_bytes = whole_number("workers", workers), whole_number("part_bytes", part_bytes)
     refuse_bootstrap(workers)
     loaded = load_tokenizer(tokenizer, eod_token, special_tokens=special_tokens, template=template)
@@ -126,6 +129,11 @@ def build(
         provenance=provenance,
         encoding=fingerprint(loaded),
     )
+    if messages_key is not None and loaded.encode_chat is None:
+        raise IndexedDataError(
+            f"messages_key is {messages_key!r}, and tokenizer {tokenizer} has no chat template; give a FOLDER of "
+            "transformers that has one, or an object with encode_chat(messages)"
+        )
     if append_eod and loaded.eod is None:
         by_name, by_object = "name it with eod_token", "give what makes it an attribute eod, its id"
         remedy = by_object if ":" in loaded.name and not os.path.exists(loaded.name) else by_name

@@ -22,33 +22,35 @@ from sixfold.indexed_data.writer import IndexedDatasetBuilder
 BATCH_CHARACTERS, BATCH_TEXTS = 1 << 20, 1024  # enough for the threads of a tokenizer, and small beside a part
 
 
+Value = str | list[dict[str, Any]]  # a text, or the messages of a conversation
+
+
 class Batch:
     """Texts that are encoded together, each with its place (slice, line in it)."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
         self.slices, self.lines = array("q"), array("q")  # of the documents that were appended
-        self._texts: list[str] = []
+        self._values: list[Value] = []
         self._places: list[tuple[int, int]] = []
         self._characters = 0
 
-    def add(self, text: str, at: tuple[int, int]) -> bool:
+    def add(self, value: Value, at: tuple[int, int]) -> bool:
         """Take a text along; whether the batch is full now."""
-        self._texts.append(text)
+        self._values.append(value)
         self._places.append(at)
-        self._characters += len(text)
-        return self._characters >= BATCH_CHARACTERS or len(self._texts) >= BATCH_TEXTS
+        self._characters += len(value)
+        return self._characters >= BATCH_CHARACTERS or len(self._values) >= BATCH_TEXTS
 
     def flush(self, builder: IndexedDatasetBuilder, tokenizer: Tokenizer, report: PartReport) -> None:
         """Encode and append them in order, or say in the report at which of them it ended, and why."""
-        job = self._job
-        texts, places = self._texts, self._places
-        self._texts, self._places, self._characters = [], [], 0
-        for text, at, ids in zip(texts, places, _encoded(texts, tokenizer), strict=True):
+        values, places = self._values, self._places
+        self._values, self._places, self._characters = [], [], 0
+        for value, at, ids in zip(values, places, _encoded(values, tokenizer), strict=True):
             if isinstance(ids, Exception):  # a tokenizer is anybody's code, and the line says more than its traceback
                 report.fatal = (*at, f"tokenizer {tokenizer.name} failed: {type(ids).__name__}: {ids}")
             else:
-                _append(builder, tokenizer, text, ids, job, report, at)
+                _append(builder, tokenizer, value, ids, self._job, report, at)
             if report.fatal is not None:
                 return
             if report.documents > len(self.lines):
@@ -56,46 +58,58 @@ class Batch:
                 self.lines.append(at[1])
 
 
-def _encoded(texts: list[str], tokenizer: Tokenizer) -> list[Any]:
+def _encoded(values: list[Value], tokenizer: Tokenizer) -> list[Any]:
     """The ids of each text, or what its tokenizer raised. A batch that fails is encoded text by text."""
-    if tokenizer.encode_batch is not None and texts:
+    if tokenizer.encode_batch is not None and values and isinstance(values[0], str):
         with suppress(Exception):
-            found = list(tokenizer.encode_batch(texts))
-            if len(found) == len(texts):
+            found = list(tokenizer.encode_batch(values))  # type: ignore[arg-type]  # one kind in a build
+            if len(found) == len(values):
                 return found
-    return [_encoded_alone(text, tokenizer) for text in texts]
+    return [_encoded_alone(value, tokenizer) for value in values]
 
 
-def _encoded_alone(text: str, tokenizer: Tokenizer) -> Any:
+def _encoded_alone(value: Value, tokenizer: Tokenizer) -> Any:
     try:
-        return tokenizer.encode(text)
+        return _encode(value, tokenizer)
     except Exception as error:
         return error
+
+
+def _encode(value: Value, tokenizer: Tokenizer) -> Any:
+    """The ids of a text; of messages (ids, loss mask)."""
+    if isinstance(value, str):
+        return tokenizer.encode(value)
+    assert tokenizer.encode_chat is not None, "build refuses conversations for a tokenizer without a template"
+    return tokenizer.encode_chat(value)
 
 
 def _append(
     builder: IndexedDatasetBuilder,
     tokenizer: Tokenizer,
-    text: str,
+    value: Value,
     encoded: Any,
     job: Job,
     report: PartReport,
     at: tuple[int, int],
 ) -> None:
     try:
-        ids = with_end(encoded, job, tokenizer)
+        ids, mask = _with_mask(encoded, value, job, tokenizer)
     except Exception as error:  # ids are anybody's objects
         report.fatal = (*at, f"tokenizer {tokenizer.name} failed: {type(error).__name__}: {error}")
         return
-    if tokenizer.special_texts and any(token in text for token in tokenizer.special_texts):
-        report.spelled += 1
+    texts = [value] if isinstance(value, str) else [message["content"] for message in value]
+    spelled = [token for token in tokenizer.special_texts if any(token in text for text in texts)]
+    if spelled and mask is not None and job.special_tokens == "text":
+        count_bad_line(report, (*at, _spelled_reason(spelled[0])), job)
+        return
+    report.spelled += bool(spelled)
     if tokenizer.may_spell_eod and tokenizer.eod is not None and _has_eod_inside(ids, tokenizer.eod, job):
-        if job.special_tokens == "text":
+        if job.special_tokens == "text" and mask is None:
             count_bad_line(report, (*at, _eod_inside_reason(tokenizer, job)), job)
             return
         report.ended_inside += 1
     try:
-        builder.add_document(ids)
+        builder.add_document(ids, loss_mask=mask)
     except IndexedDataError as error:
         if error.__cause__ is not None and isinstance(error.__cause__, OSError):
             raise
@@ -104,6 +118,27 @@ def _append(
     report.documents += 1
     report.sequences += 1
     report.tokens += len(ids)
+
+
+def _with_mask(encoded: Any, value: Value, job: Job, tokenizer: Tokenizer) -> tuple[Any, Any]:
+    """The ids of a document with its end, and its loss mask if it is a conversation.
+
+    An EOD that is appended counts if what it ends does.
+    """
+    if isinstance(value, str):
+        return with_end(encoded, job, tokenizer), None
+    given, mask = encoded
+    ids = with_end(given, job, tokenizer)
+    if len(mask) != len(given):
+        raise ValueError(f"encode_chat gave {len(mask)} values of a mask for {len(given)} ids")
+    return ids, [*mask, *([bool(mask[-1]) if len(mask) else False] * (len(ids) - len(given)))]
+
+
+def _spelled_reason(token: str) -> str:
+    return (
+        f"a message spells the special token {token}, which the chat template makes the token; take it out, or take "
+        'such tokens as they are: special_tokens="ids" (--special-tokens ids)'
+    )
 
 
 def _has_eod_inside(ids: Any, eod: int, job: Job) -> bool:
@@ -126,9 +161,9 @@ def _eod_inside_reason(tokenizer: Tokenizer, job: Job) -> str:
     )
 
 
-def ids_of(text: str, job: Job, tokenizer: Tokenizer) -> Any:
+def ids_of(value: Value, job: Job, tokenizer: Tokenizer) -> Any:
     """The ids of a document, with the EOD at its end if the job appends it."""
-    return with_end(tokenizer.encode(text), job, tokenizer)
+    return _with_mask(_encode(value, tokenizer), value, job, tokenizer)[0]
 
 
 def with_end(ids: Any, job: Job, tokenizer: Tokenizer) -> Any:

@@ -37,6 +37,12 @@ class TextOptions:
     format: str = "auto"  # one of FORMATS; auto goes by the file's extension
     json_key: str = "text"  # of an object; the column of a table
     text_documents: str = "file"  # one of TEXT_DOCUMENTS
+    messages_key: str | None = None  # of a conversation, in place of a text
+
+    @property
+    def key(self) -> str:
+        """The field or column that is read."""
+        return self.json_key if self.messages_key is None else self.messages_key
 
     def format_of(self, path: str) -> str:
         """How the file ``path`` is read: one of FORMATS but ``auto``."""
@@ -95,6 +101,14 @@ def sources_of(paths: Sequence[AnyPath], options: TextOptions) -> list[Source]:
         IndexedDataError: a file that is not read, or JSON lines that would be read as text.
     """
     sources: list[Source] = []
+    if options.messages_key is not None:
+        text = [
+            name for name in map(os.fsdecode, paths) if not os.path.isdir(name) and options.format_of(name) == "text"
+        ]
+        if text:
+            raise IndexedDataError(
+                f"{text[0]}: messages_key is given, and a text file has no keys; give jsonl or tables"
+            )
     for path in paths:
         name = local_path("an input", path)
         names = saved_dataset_files(name) if os.path.isdir(name) else None
@@ -125,10 +139,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """One document of a slice: its text, or the reason why there is none."""
+    """One document of a slice: its text or its messages, or the reason why there is none."""
 
     line: int  # counted from 1 in the slice
-    text: str | None
+    text: str | list[dict[str, Any]] | None
     reason: str = ""
 
 
@@ -150,7 +164,7 @@ def cut(sources: Sequence[Source], options: TextOptions, part_bytes: int) -> lis
 def _pieces(source: Source, options: TextOptions, part_bytes: int) -> Iterator[tuple[Slice, int]]:
     kind = options.format_of(source.path)
     if kind in TABLES:
-        for begin, end, nbytes in table_pieces(source.path, kind, options.json_key, source.size, part_bytes):
+        for begin, end, nbytes in table_pieces(source.path, kind, options.key, source.size, part_bytes):
             yield Slice(source.path, begin, end), nbytes
         return
     by_lines = kind == "jsonl" or options.text_documents == "line"
@@ -202,9 +216,9 @@ def documents(lines: Lines, options: TextOptions) -> Iterator[Document]:
     kind = options.format_of(lines.piece.path)
     try:
         if kind in TABLES:
-            yield from _of_rows(lines, kind, options.json_key)
+            yield from _of_rows(lines, kind, options)
         elif kind == "jsonl":
-            yield from _of_jsonl(lines, options.json_key)
+            yield from _of_jsonl(lines, options)
         elif options.text_documents == "line":
             yield from _of_text_lines(lines)
         elif options.text_documents == "paragraph":
@@ -215,11 +229,13 @@ def documents(lines: Lines, options: TextOptions) -> Iterator[Document]:
         raise IndexedDataError(f"{lines.piece.path}: cannot be read: {error}") from error
 
 
-def _of_rows(lines: Lines, kind: str, key: str) -> Iterator[Document]:
-    piece = lines.piece
+def _of_rows(lines: Lines, kind: str, options: TextOptions) -> Iterator[Document]:
+    piece, key = lines.piece, options.key
     for value in table_rows(piece.path, kind, piece.begin, piece.end, key):
         lines.count += 1
-        if isinstance(value, str):
+        if options.messages_key is not None:
+            yield _conversation(lines.count, key, value)
+        elif isinstance(value, str):
             yield Document(lines.count, value)
         elif value is None:
             yield Document(lines.count, None, f"no string in column {key!r}: it is null")
@@ -227,9 +243,20 @@ def _of_rows(lines: Lines, kind: str, key: str) -> Iterator[Document]:
             yield _decoded(lines.count, value)
 
 
-def _of_jsonl(lines: Lines, key: str) -> Iterator[Document]:
+def _conversation(line: int, key: str, value: Any) -> Document:
+    """The messages of a row or an object, checked: what a template does with others is its own matter."""
+    if not isinstance(value, list):
+        return Document(line, None, f"no list of messages at {key!r}")
+    for number, message in enumerate(value):
+        if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
+            return Document(line, None, f"message {number} at {key!r} has no role or no content that is text")
+    return Document(line, value)
+
+
+def _of_jsonl(lines: Lines, options: TextOptions) -> Iterator[Document]:
     import json  # only here: reading pairs should not load it
 
+    key = options.key
     for number, line in lines:
         if not line.strip():
             continue
@@ -238,7 +265,7 @@ def _of_jsonl(lines: Lines, key: str) -> Iterator[Document]:
             yield decoded
             continue
         try:
-            value: Any = json.loads(decoded.text)
+            value: Any = json.loads(str(decoded.text))
         except (ValueError, RecursionError) as error:
             if number == 1 and not lines.piece.begin and line.strip() in (b"[", b"{"):
                 yield Document(number, None, _SPREAD)
@@ -250,6 +277,8 @@ def _of_jsonl(lines: Lines, key: str) -> Iterator[Document]:
             yield Document(number, None, _LIST)
         elif not isinstance(value, dict):
             yield Document(number, None, f"a JSON {type(value).__name__}, not an object")
+        elif options.messages_key is not None:
+            yield _conversation(number, key, value.get(key))
         elif not isinstance(text := value.get(key), str):
             yield Document(number, None, f"no string at key {key!r}")
         elif _has_lone_surrogate(line, text):

@@ -72,7 +72,7 @@ def encodes_alike(slices: Sequence[Slice], prefix: str, job: Job, tokenizer: Tok
     try:
         with IndexedDataset(prefix) as pair:
             texts = (document.text for piece in slices for document in documents(Lines(piece), job.text))
-            for number, text in enumerate(filter(None, texts)):
+            for number, text in enumerate(text for text in texts if text):
                 left -= len(text)
                 if left < 0:
                     break

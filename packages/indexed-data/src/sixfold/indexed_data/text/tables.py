@@ -158,5 +158,5 @@ def _check_column(path: str, schema: Any, column: str) -> None:
             "with json_key (--json-key)"
         )
     kind = str(schema.field(column).type)
-    if "string" not in kind and kind != "null":  # of a table without a text
+    if "string" not in kind and kind != "null":  # of a table without a text; messages have strings inside
         raise IndexedDataError(f"{path}: column {column!r} is of type {kind}; a text column has strings")

@@ -24,4 +24,6 @@ class Tokenizer:
     notes: tuple[str, ...] = ()  # what was changed when it was loaded, for the user to know
     special_texts: tuple[str, ...] = ()  # how its special tokens are written
     may_spell_eod: bool = True  # whether some text could give the EOD
+    # messages -> ids, and whether each counts in the loss
+    encode_chat: Callable[[list[dict[str, Any]]], tuple[Any, Any]] | None = None
     encode_batch: Callable[[list[str]], list[Any]] | None = None  # the same ids of several texts, if that is faster

@@ -13,6 +13,7 @@ from typing import Any
 
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.extras import extra
+from sixfold.indexed_data.text.chat_templates import chat_encoder
 from sixfold.indexed_data.text.tokenizer import Tokenizer
 
 
@@ -140,7 +141,8 @@ def from_transformers(folder: str, eod_token: str | None, special_as_text: bool,
             library=f"transformers {transformers.__version__}",
             special_texts=tuple(map(str, loaded.all_special_tokens)),
         )
-    return replace(made, files=tuple(names))
+    has_template = getattr(loaded, "chat_template", None) is not None
+    return replace(made, files=tuple(names), encode_chat=chat_encoder(folder) if has_template else None)
 
 
 def _holds_no_weights(name: str) -> bool:

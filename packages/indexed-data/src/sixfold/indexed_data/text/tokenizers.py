@@ -37,7 +37,8 @@ def load_tokenizer(
             SentencePiece's. FOLDER is one that ``save_pretrained`` of transformers wrote. MODULE:CALLABLE is a
             function without arguments; the current folder is searched too. It returns an object with
             ``encode(text) -> ids``, ``vocab_size`` and optionally ``eod``, ``decode(ids)`` and
-            ``encode_batch(texts)``, which gives what ``encode`` gives of each.
+            ``encode_batch(texts)``, which gives what ``encode`` gives of each, and ``encode_chat(messages)``, which
+            gives ids and a loss mask.
         eod_token: for a file or folder, the text of the token that ends a document. FILE.model and FOLDER have one
             of their own.
         special_tokens: for a .json file or a folder, how a text that spells a special token such as <|endoftext|> is
@@ -131,6 +132,7 @@ def _from_factory(name: str) -> Tokenizer:
         getattr(made, "decode", None),
         files=_source_files(module),
         encode_batch=getattr(made, "encode_batch", None),
+        encode_chat=getattr(made, "encode_chat", None),
     )
 
 

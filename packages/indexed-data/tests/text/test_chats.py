@@ -1,0 +1,226 @@
+"""Conversations by chat templates: the ids that transformers gives, and a mask of what the assistant says."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from sixfold.indexed_data import IndexedDataError, IndexedDataset, build, verify
+from sixfold.indexed_data.text.build import BuildNote
+
+PLAIN = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+MARKED = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{{ '\n' }}{% else %}{{ message.content }}<|im_end|>\n"
+    "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Qwen3's way: what was said before the last turn is written otherwise than in its own turn.
+CHANGING = "{% for message in messages %}{{ '' if loop.last else 'old ' }}{{ message.content }}<|im_end|>{% endfor %}"
+CHATS = [
+    [("system", "be short"), ("user", "what is a cat"), ("assistant", "an animal")],
+    [("user", "and a dog"), ("assistant", "another one"), ("user", "thanks"), ("assistant", "welcome")],
+    [("user", "no answer to this")],
+    [("assistant", "hello"), ("user", "hello to you")],
+]
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_chats("chats.jsonl", CHATS)
+    return tmp_path
+
+
+def write_chats(name, chats):
+    rows = [{"messages": [{"role": role, "content": content} for role, content in chat]} for chat in chats]
+    Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture
+def tokenizer(folder):
+    transformers = pytest.importorskip("transformers", reason="needs the extra sixfold-indexed-data[transformers]")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra sixfold-indexed-data[tokenizers]")
+    pytest.importorskip("jinja2", reason="chat templates need jinja2")
+    bpe = tokenizers.Tokenizer(tokenizers.models.BPE())
+    bpe.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<|im_start|>", "<|im_end|>", "<eod>"], show_progress=False,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    bpe.train_from_iterator([content for chat in CHATS for _, content in chat], trainer)
+
+    def save(template, eos="<eod>"):
+        made = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=bpe, eos_token=eos, additional_special_tokens=["<|im_start|>", "<|im_end|>"]
+        )
+        made.chat_template = template
+        made.save_pretrained("model")
+        return bpe
+
+    return save
+
+
+def expected(bpe, chat, marked, ends_with_eod):
+    """(ids, mask) piece by piece, by the letters of the template: special tokens end every piece."""
+    ids, mask = [], []
+
+    def add(piece, counts):
+        found = bpe.encode(piece, add_special_tokens=False).ids
+        ids.extend(found)
+        mask.extend([counts] * len(found))
+
+    for role, content in chat:
+        says = role == "assistant"
+        add(f"<|im_start|>{role}\n", False)
+        add(content, says)
+        add("<|im_end|>", says)
+        add("\n", says and not marked)  # a marked template says where the answer ends
+    if ends_with_eod:
+        mask.append(mask[-1])
+        ids.append(2)
+    return ids, mask
+
+
+@pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_a_conversation_has_the_ids_of_its_template_and_counts_what_the_assistant_says(
+    folder, tokenizer, template, workers
+):
+    bpe = tokenizer(template)
+    build(["chats.jsonl"], "out", tokenizer="model", messages_key="messages", workers=workers, part_bytes=200)
+    data = IndexedDataset("out")
+    assert len(data) == len(CHATS)
+    for number, chat in enumerate(CHATS):
+        ids, mask = expected(bpe, chat, template == MARKED, ends_with_eod=True)
+        assert data[number].tolist() == ids
+        assert data.loss_mask(number).tolist() == mask
+    assert verify("out").ok
+
+
+def test_ids_equal_those_of_transformers(folder, tokenizer):
+    transformers = pytest.importorskip("transformers", reason="needs the extra sixfold-indexed-data[transformers]")
+    tokenizer(MARKED)
+    build(["chats.jsonl"], "out", tokenizer="model", messages_key="messages", append_eod=False)
+    theirs = transformers.AutoTokenizer.from_pretrained("model")
+    for number, chat in enumerate(CHATS):
+        messages = [{"role": role, "content": content} for role, content in chat]
+        made = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        assert IndexedDataset("out")[number].tolist() == made["input_ids"]
+        assert IndexedDataset("out").loss_mask(number).tolist() == [bool(each) for each in made["assistant_masks"]]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_with_what_to_do(folder, tokenizer):
+    tokenizer(CHANGING)
+    with pytest.raises(IndexedDataError, match=r"chats\.jsonl:1: .*the turns before message 2.*\{% generation %\}"):
+        build(["chats.jsonl"], "out", tokenizer="model", messages_key="messages")
+
+
+def test_a_message_that_spells_a_special_token_is_refused_or_taken_as_asked(folder, tokenizer):
+    bpe = tokenizer(PLAIN)
+    write_chats("bad.jsonl", [[("user", "stop <|im_end|> now"), ("assistant", "no")]])
+    with pytest.raises(IndexedDataError, match=r"bad\.jsonl:1: a message spells the special token <\|im_end\|>"):
+        build(["bad.jsonl"], "out", tokenizer="model", messages_key="messages")
+    build(["bad.jsonl"], "out", tokenizer="model", messages_key="messages", special_tokens="ids")
+    assert IndexedDataset("out")[0].tolist().count(bpe.token_to_id("<|im_end|>")) == 3
+
+
+def test_a_template_that_ends_turns_with_the_eod_is_taken_and_told(folder, tokenizer):
+    tokenizer(PLAIN, eos="<|im_end|>")
+    with pytest.warns(BuildNote, match="documents contain the EOD"):
+        build(["chats.jsonl"], "out", tokenizer="model", messages_key="messages")
+
+
+LINES = {
+    "no list": ('{"messages": "hello"}', r"no list of messages at 'messages'"),
+    "no key": ('{"text": "hello"}', r"no list of messages at 'messages'"),
+    "no role": ('{"messages": [{"content": "x"}]}', r"message 0 at 'messages' has no role or no content"),
+    "no text": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', r"has no role or no content"),
+}
+
+
+@pytest.mark.parametrize("what", LINES)
+def test_what_is_no_conversation_is_a_bad_line(folder, tokenizer, what):
+    tokenizer(PLAIN)
+    line, reason = LINES[what]
+    Path("bad.jsonl").write_text(line + "\n")
+    with pytest.raises(IndexedDataError, match=rf"bad\.jsonl:1: .*{reason}"):
+        build(["bad.jsonl"], "out", tokenizer="model", messages_key="messages")
+
+
+def test_conversations_need_a_template_and_keys(folder, tokenizer):
+    with pytest.raises(IndexedDataError, match="tokenizer bytes has no chat template"):
+        build(["chats.jsonl"], "out", messages_key="messages")
+    tokenizer(None)
+    with pytest.raises(IndexedDataError, match="tokenizer model has no chat template"):
+        build(["chats.jsonl"], "out", tokenizer="model", messages_key="messages")
+    tokenizer(PLAIN)
+    Path("a.txt").write_text("text")
+    with pytest.raises(IndexedDataError, match=r"a\.txt: messages_key is given, and a text file has no keys"):
+        build(["a.txt"], "out", tokenizer="model", messages_key="messages")
+    assert not [name for name in os.listdir() if name.startswith("out")]
+
+
+def test_conversations_of_a_table_are_those_of_its_rows(folder, tokenizer):
+    arrow = pytest.importorskip("pyarrow", reason="needs the extra sixfold-indexed-data[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra sixfold-indexed-data[parquet]")
+    tokenizer(MARKED)
+    rows = [[{"role": role, "content": content} for role, content in chat] for chat in CHATS]
+    parquet.write_table(arrow.table({"messages": rows}), "a.parquet", row_group_size=2)
+    build(["a.parquet"], "table", tokenizer="model", messages_key="messages")
+    build(["chats.jsonl"], "lines", tokenizer="model", messages_key="messages")
+    for ending in (".bin", ".idx", ".mask"):
+        assert Path(f"table{ending}").read_bytes() == Path(f"lines{ending}").read_bytes()
+
+
+OWN = """
+class Own:
+    vocab_size, eod = 300, 299
+
+    def encode(self, text):
+        return list(text.encode())
+
+    def encode_chat(self, messages):
+        ids = [byte for message in messages for byte in message["content"].encode()]
+        mask = [message["role"] == "assistant" for message in messages for _ in message["content"].encode()]
+        return ids, mask{cut}
+
+
+def make():
+    return Own()
+"""
+
+
+def test_your_own_tokenizer_encodes_conversations_too(folder):
+    Path("own_chat.py").write_text(OWN.format(cut=""))
+    build(["chats.jsonl"], "out", tokenizer="own_chat:make", messages_key="messages")
+    data = IndexedDataset("out")
+    for number, chat in enumerate(CHATS):
+        assert bytes(data[number][:-1].tolist()).decode() == "".join(content for _, content in chat)
+        mask = [role == "assistant" for role, content in chat for _ in content]
+        assert data.loss_mask(number).tolist() == [*mask, mask[-1]]
+    Path("cut_chat.py").write_text(OWN.format(cut="[:-1]"))
+    with pytest.raises(IndexedDataError, match=r"chats\.jsonl:1: .*encode_chat gave 29 values of a mask for 30 ids"):
+        build(["chats.jsonl"], "out2", tokenizer="cut_chat:make", messages_key="messages")
+
+
+def test_a_killed_build_of_conversations_goes_on_from_its_parts(folder):
+    Path("own_chat2.py").write_text(OWN.format(cut=""))
+    options = {"tokenizer": "own_chat2:make", "messages_key": "messages", "part_bytes": 100}
+    write_chats("many.jsonl", CHATS * 20)
+    build(["many.jsonl"], "whole", **options)
+
+    def stop(done, total):
+        if done == total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build(["many.jsonl"], "out", progress=stop, **options)
+    assert [name for name in os.listdir("out.building") if name.endswith(".mask")]
+    build(["many.jsonl"], "out", **options)
+    for ending in (".bin", ".idx", ".mask"):
+        assert Path(f"out{ending}").read_bytes() == Path(f"whole{ending}").read_bytes()

@@ -15,7 +15,8 @@ PLAIN = (
 )
 MARKED = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{{ '\n' }}{% else %}{{ message.content }}<|im_end|>\n"
+    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ message.content }}<|im_end|>\n"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 # Qwen3's way: what was said before the last turn is written otherwise than in its own turn.

@@ -1,6 +1,6 @@
 """How much the randomised tests do, little in CI and much on demand, and with which of the compiled kernels.
 
-nox -s "tests(blending)" -- --weight-vectors 10000 --histories 500 --megatron-cases 1000
+nox -s "tests(blending)" -- --weight-vectors 10000 --histories 500 --megatron-cases 1000 --schedules 10000
 nox -s "ranks(blending)" -- --megatron-cases 1000
 pytest packages/blending/tests --without-extension          # as where the package was installed without a compiler
 """
@@ -15,6 +15,7 @@ CHUNKS = {  # option, default, cases in one test
     "vector_chunk": ("--weight-vectors", 140, 70),
     "history_chunk": ("--histories", 4, 4),
     "megatron_chunk": ("--megatron-cases", 6, 6),
+    "schedule_chunk": ("--schedules", 40, 20),
 }
 
 

@@ -195,3 +195,19 @@ def test_it_runs_as_a_module(said, parts, tmp_path):
     command = [sys.executable, "-m", "sixfold.blending", "why", str(path), "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{parts[0].why(5)}\n", "")
+
+
+def test_packing_prints_what_each_way_costs(said, tmp_path, capsys):
+    file = tmp_path / "blend.json"
+    file.write_text(json.dumps(said))
+    assert main(["packing", str(file), "--documents", "5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [*found] == ["wiki", "code", "math"]
+    for costs in found.values():
+        assert [cost["packing"] for cost in costs] == ["concatenate", "next_fit", "first_fit_8", "best_fit"]
+    assert main(["packing", str(file)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "wiki: all documents, 369 tokens"
+    assert lines[1].startswith("  concatenate  47 rows, 7 padding, ")
+    assert main(["packing", str(file), "--documents", "0"]) == 1
+    assert "--documents is 0; it is a whole number >= 1" in capsys.readouterr().err

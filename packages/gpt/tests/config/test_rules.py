@@ -146,6 +146,8 @@ def test_an_order_with_an_index_takes_no_changes_and_no_other_number_of_steps(or
 def test_an_order_with_an_index_has_no_blocks_of_documents(order):
     with pytest.raises(ConfigError, match=r"data\.document_shuffle is 'block' .* = 'auto' works"):
         config_with(f"data.order={order}", "data.document_shuffle=block")
+    with pytest.raises(ConfigError, match=r"data\.packing is 'best_fit' .*; data\.order = 'stateless' works"):
+        config_with(f"data.order={order}", "data.packing=best_fit")
 
 
 def test_a_resumed_run_may_change_the_blend_ahead_of_it_alone():

@@ -2,11 +2,12 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from gpt_helpers import tiny_config, write_pair
+from gpt_helpers import plain_losses, tiny_config, write_pair
 from run_helpers import JOB_S
 
 import ranktest
@@ -43,6 +44,29 @@ def test_an_index_is_built_in_shares_and_read_by_all(order, tmp_path):
     alone = tiny_config(tmp_path, *options, f"data.cache_dir={tmp_path}/alone", run="alone")
     train(alone)
     assert losses(config) == pytest.approx(losses(alone), rel=1e-6)
+
+
+def step_losses(rank, ranks, text):
+    world = World(rank=rank, size=ranks, local_rank=rank, store=ranktest.store(), device=torch.device("cpu"))
+    train_in(TrainConfig.from_text(text), world)
+
+
+@pytest.mark.slow
+def test_packed_documents_train_alike_at_two_layouts_and_over_a_resume(tmp_path):
+    options = ("data.packing=best_fit", "data.blend_unit=tokens", "train.steps=4", "checkpoint.every=2", "eval.every=2")
+    alone = tiny_config(tmp_path, *options, f"data.cache_dir={tmp_path}/cache", run="alone")
+    train(alone)
+    assert list((tmp_path / "cache").glob("*-PackedRows-train-rows.npy")), "the counts are kept"
+    for layout in ("dp", "pp"):
+        config = tiny_config(tmp_path, *options, f"parallel.{layout}=2", run=layout)
+        ranktest.run_ranks(step_losses, 2, config.to_toml(), timeout=JOB_S)
+        assert losses(config) == pytest.approx(losses(alone), rel=1e-6)
+    assert losses(alone) == pytest.approx(plain_losses(alone, 4), rel=1e-6)
+    cut = tiny_config(tmp_path, *options, run="cut")
+    shutil.copytree(Path(alone.run.dir, "checkpoints/step-00000002"), Path(cut.run.dir, "checkpoints/step-00000002"))
+    shutil.copy(Path(alone.run.dir) / "config.toml", cut.run.dir)
+    train(cut)
+    assert losses(cut) == losses(alone)[2:]
 
 
 def rank_of_another_node(rank, ranks, text, folders):

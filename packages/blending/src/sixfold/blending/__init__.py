@@ -18,6 +18,7 @@ from sixfold.blending.dataset.mock import MockGPTDataset
 from sixfold.blending.dataset.provenance import TokenRange, Why
 from sixfold.blending.documents.source import DocumentSource
 from sixfold.blending.errors import BlendingError
+from sixfold.blending.samples.packing_costs import PackingCost, packing_costs
 
 __all__ = [
     "BlendChange",
@@ -30,8 +31,10 @@ __all__ = [
     "GPTDatasetConfig",
     "MegatronDataset",
     "MockGPTDataset",
+    "PackingCost",
     "Prefetcher",
     "Split",
     "TokenRange",
     "Why",
+    "packing_costs",
 ]

@@ -1,10 +1,11 @@
 """``python -m sixfold.blending``: the order of a config, explained and drawn in a shell.
 
-    CONFIG.json --> builder --> why(POSITION), locate(positions) --> text or JSON (this file)
+    CONFIG.json --> builder --> why(POSITION), locate(positions), packing_costs --> text or JSON (this file)
 
 ``why CONFIG.json POSITION`` prints the documents and bytes of one sample. ``draw CONFIG.json`` prints which dataset
-gives which position of training. The file has the fields of ``GPTDatasetConfig`` with ``sizes``, and ``tokenizer``
-as an object of ids. Exit codes: 0 done; 1 one line on stderr says what does not fit; 2 a wrong command line.
+gives which position of training. ``packing CONFIG.json`` prints what each way to fill rows costs. The file has the
+fields of ``GPTDatasetConfig`` with ``sizes``, and ``tokenizer`` as an object of ids. Exit codes: 0 done; 1 one line on
+stderr says what does not fit; 2 a wrong command line.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,8 @@ from sixfold.blending.dataset.gpt import GPTDataset
 from sixfold.blending.dataset.provenance import TokenRange, Why
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import whole_number
+from sixfold.blending.numbers.permutation import permute
+from sixfold.blending.samples.packing_costs import packing_costs
 
 _TOKENIZER = ("eod", "pad", "vocab_size")
 _REQUIRED = frozenset({"random_seed", "sequence_length", "sizes"})
@@ -43,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # they are for who trains
-            lines = [explain(options)] if options.command == "why" else drawn(options)
+            lines: Iterable[str] = _COMMANDS[options.command](options)
         for line in lines:
             print(line)
         sys.stdout.flush()
@@ -71,6 +74,11 @@ def _parser() -> argparse.ArgumentParser:
     drawing.add_argument("config", metavar="CONFIG.json", help="fields of GPTDatasetConfig, sizes and tokenizer")
     drawing.add_argument("--begin", type=int, default=0, metavar="N", help="first position (default: 0)")
     drawing.add_argument("--count", type=int, default=64, metavar="N", help="how many positions (default: 64)")
+    packing = commands.add_parser("packing", help="rows, padding and cuts of each way to fill rows")
+    packing.add_argument("config", metavar="CONFIG.json", help="fields of GPTDatasetConfig, sizes and tokenizer")
+    packing.add_argument("--split", choices=[split.name for split in Split], default="train", help="default: train")
+    packing.add_argument("--documents", type=int, default=100_000, metavar="N", help="of a dataset (default: 100000)")
+    packing.add_argument("--json", action="store_true", help="one JSON object")
     return parser
 
 
@@ -169,6 +177,23 @@ def token_of(why: Why, token: int) -> tuple[TokenRange, int | None]:
     )
 
 
+def packings(options: argparse.Namespace) -> Iterator[str]:
+    """Lines that ``packing`` prints: of each dataset, some of its documents in an order of their own."""
+    most = whole_number("--documents", options.documents, 1)
+    part, found = stream(options.config, Split[options.split]), {}
+    for dataset in part.datasets if isinstance(part, BlendedDataset) else [part]:
+        documents = min(most, len(dataset.part))
+        members = permute(0, len(dataset.part), np.arange(documents))
+        lengths = dataset.part.lengths(dataset.part.ids(members))
+        found[dataset.name] = packing_costs(lengths, dataset.config.sequence_length)
+        if not options.json:
+            whole = "all" if documents == len(dataset.part) else f"{documents} of {len(dataset.part)}"
+            yield f"{dataset.name}: {whole} documents, {int(lengths.sum())} tokens"
+            yield from (f"  {cost}" for cost in found[dataset.name])
+    if options.json:
+        yield json.dumps({name: [asdict(cost) for cost in costs] for name, costs in found.items()})
+
+
 def drawn(options: argparse.Namespace) -> Iterator[str]:
     """Lines that ``draw`` prints."""
     return draw(stream(options.config, Split.train), options.begin, options.count)
@@ -202,6 +227,12 @@ def draw(part: MegatronDataset | BlendedDataset, begin: int, count: int) -> Iter
         pairs = zip(dataset_B.tolist(), sample_B.tolist(), strict=True)
         yield f"{first:>{width}}: " + " ".join(f"{dataset}.{sample}" for dataset, sample in pairs)
 
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], Iterable[str]]] = {
+    "why": lambda options: [explain(options)],
+    "draw": drawn,
+    "packing": packings,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,9 +6,7 @@ Reads the flat memory maps where there are some, and else asks the source range 
 an id is read: a damaged dataset raises an error, and never gives other tokens. The compiled kernel reads all maps in
 one call with the GIL released. ``_by_numpy`` reads what it leaves out.
 
-A range is a row of ``FIELDS``: ids ``begin .. begin + length`` of the flat data of ``source`` (tokens ``offset ...`` of
-its sequence). The first ``shown`` go to tokens of ``row`` from ``column`` on. The last ``labels`` of them (all, or all
-but the first) go to labels, one column to the left. R counts ranges, I ids.
+``samples/range_table.py`` says what a range is. R counts ranges, I ids.
 """
 
 from collections.abc import Sequence
@@ -21,9 +19,18 @@ from sixfold.blending.batches.gpt_arrays import TokenRows
 from sixfold.blending.documents.part import Part
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.kernels import I64, Kernels, kernels
-
-FIELDS = ("source", "sequence", "offset", "begin", "length", "shown", "row", "column", "labels")
-SOURCE, SEQUENCE, OFFSET, BEGIN, LENGTH, SHOWN, ROW, COLUMN, LABELS = range(len(FIELDS))
+from sixfold.blending.samples.range_table import (
+    BEGIN,
+    COLUMN,
+    FIELDS,
+    LABELS,
+    LENGTH,
+    OFFSET,
+    ROW,
+    SEQUENCE,
+    SHOWN,
+    SOURCE,
+)
 
 _LONG_RANGE = 512  # ids from which a copy per range beats one indexed read of all (measured: about 400)
 

@@ -70,6 +70,7 @@ class SampleLayout:
         self.eod = special_token(config.tokenizer, "eod")
         self.pad = pad_token(config.tokenizer, config.allow_ambiguous_pad_tokens)
         self.dtype = np.dtype(config.token_dtype)
+        self.packs = config.ordering.packs  # a row is several documents, and each is by itself in every array
         self.ids = vocabulary(config.tokenizer)
 
     def new_rows(self, samples: int, sequence_length: int, out: Batch | None = None) -> TokenRows:
@@ -115,6 +116,8 @@ class SampleLayout:
                 self.eod or 0, self.pad, self._flags, shape[0], rows.tokens, rows.labels, rows.begins, loss_mask,
                 positions, _NONE if numbers is None else numbers,
             )  # fmt: skip
+        if self.packs and positions.reshape(-1)[np.flatnonzero(rows.begins)].any():
+            _restart_at(rows.begins, positions)  # documents do not end with the eod, where positions restart already
         self._refuse_ids_beyond(rows)
         batch |= {"tokens": rows.tokens, "labels": rows.labels, "loss_mask": loss_mask, "position_ids": positions}
         if mask is not None:
@@ -150,8 +153,8 @@ class SampleLayout:
             not config.add_extra_token_to_sequence,
             self.eod is not None,
             config.eod_mask_loss,
-            config.reset_position_ids,
-            config.create_cu_seqlens or config.create_document_ids,
+            config.reset_position_ids or self.packs,
+            config.create_cu_seqlens or config.create_document_ids or self.packs,
         )
         return sum(1 << place for place, option in enumerate(options) if option)
 
@@ -165,8 +168,9 @@ class SampleLayout:
         """The dense mask, S x S for each sample."""
         S = rows.tokens.shape[1]
         mask[...] = np.triu(np.ones((S, S), dtype=np.bool_), k=1)
-        if self.config.reset_attention_mask:
-            block = np.cumsum(self._behind_eod(rows.tokens), axis=1)
+        if self.config.reset_attention_mask or self.packs:
+            begins = self._behind_eod(rows.tokens)
+            block = np.cumsum(begins | rows.begins if self.packs else begins, axis=1)
             mask |= block[:, None, :, None] != block[:, None, None, :]
 
     def _by_numpy(
@@ -187,9 +191,9 @@ class SampleLayout:
         tokens[tokens == self.pad] = 0
         labels[is_pad] = 0
         positions[...] = np.arange(tokens.shape[1])
-        if config.reset_position_ids:
+        if config.reset_position_ids or self.packs:
             positions -= np.maximum.accumulate(np.where(behind_eod, positions, 0), axis=1)
-        if not (config.create_cu_seqlens or config.create_document_ids):
+        if not (config.create_cu_seqlens or config.create_document_ids or self.packs):
             return 0
         rows.begins[:, 0] = True
         np.logical_or(rows.begins, behind_eod, out=rows.begins)
@@ -197,6 +201,13 @@ class SampleLayout:
             np.cumsum(rows.begins[:, 1:], axis=1, out=numbers[:, 1:])
             numbers[:, 0] = 0
         return int(np.count_nonzero(rows.begins))
+
+
+def _restart_at(begins: npt.NDArray[np.bool_], positions: npt.NDArray[Any]) -> None:
+    """Positions that restart wherever a document begins."""
+    starts = np.flatnonzero(begins)
+    lengths = np.diff(starts, append=begins.size)
+    np.subtract(np.arange(begins.size), np.repeat(starts, lengths), out=positions.reshape(-1))
 
 
 def _boundaries(begins: npt.NDArray[np.bool_], documents: int) -> npt.NDArray[Any]:

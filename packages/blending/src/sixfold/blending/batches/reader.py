@@ -13,22 +13,21 @@ from typing import Protocol
 
 import numpy as np
 
-from sixfold.blending.batches.gather import FIELDS, gather, open_map
+from sixfold.blending.batches.gather import gather, open_map
 from sixfold.blending.batches.gpt_arrays import TokenRows
 from sixfold.blending.documents.part import Part
+from sixfold.blending.documents.source import ListSource
 from sixfold.blending.numbers.kernels import I64, Kernels, kernels
-from sixfold.blending.samples.chunk_grid import Pieces
-from sixfold.blending.samples.token_line import Ranges
+from sixfold.blending.samples.range_table import FIELDS, ROW, SOURCE
 
 _TOO_LITTLE_ROOM = -1  # of search.c; any other negative number leaves the batch to numpy
 _ATTEMPTS = 10_000  # each adds an epoch, a string or a dataset, or doubles the room
 
 
 class Order(Protocol):
-    """``samples.chunk_grid.SampleOrder`` or ``megatron.index_order.IndexOrder``: which ranges a sample is."""
+    """Which ranges a sample is; see ``orders/interface.py:Samples``."""
 
-    def pieces(self, samples: I64, /) -> Pieces: ...
-    def ranges(self, pieces: Pieces, more: int) -> tuple[I64, Ranges]: ...
+    def table(self, samples: I64, /) -> I64: ...
     def finder(self, native: Kernels) -> object: ...
     def add(self, native: Kernels, finder: object, what: int) -> None: ...
 
@@ -55,10 +54,12 @@ class _Handles:
 class BatchReader:
     """Reads D datasets; see the module."""
 
-    def __init__(self, datasets: Sequence[OrderedPart]) -> None:
+    def __init__(self, datasets: Sequence[OrderedPart], *, pads: bool = False) -> None:
+        """Read ``datasets``; ``pads``: their tables have ranges of padding too, as of one part more."""
         self._datasets = datasets
+        self._pads = pads
         self._parts = [dataset.part for dataset in datasets]
-        none: tuple[object | None, ...] = (None,) * len(datasets)
+        none: tuple[object | None, ...] = (None,) * (len(datasets) + pads)
         self._handles = _Handles(none, none)
         self._room = 64  # ranges; it grows with what batches need
 
@@ -69,14 +70,19 @@ class BatchReader:
             The source's own error, or BlendingError: its data is damaged, or ids do not fit the rows.
         """
         native = kernels()
+        ranges: I64 | None = None
+        if self._pads and len(self._parts) == len(self._datasets):
+            padding = ListSource([[rows.pad] * (rows.tokens.shape[1] + 1)])  # packed rows have one length
+            self._parts = [*self._parts, Part(padding, range(1))]
         if native is None:
             gather(self._parts, (), self._by_numpy(source_B, sample_B), rows)
             return
         handles = self._handles
-        ranges, handles = self._searched(native, handles, source_B, sample_B, rows.tokens.shape[1])
+        if not self._pads:  # there is no kernel for packed rows
+            ranges, handles = self._searched(native, handles, source_B, sample_B, rows.tokens.shape[1])
         if ranges is None:
             ranges = self._by_numpy(source_B, sample_B)
-            for source in np.unique(source_B).tolist():
+            for source in [*_sources(source_B), *range(len(self._datasets), len(self._parts))]:
                 handles = self._with_map(native, handles, source)
         self._handles = handles
         gather(self._parts, handles.maps, ranges, rows, handles.unmapped)
@@ -129,31 +135,21 @@ class BatchReader:
     def _by_numpy(self, source_B: I64, sample_B: I64) -> I64:
         """The ranges, dataset by dataset."""
         tables = [np.empty((0, len(FIELDS)), dtype=np.int64)]
-        for source in np.unique(source_B).tolist():
-            at_B = np.flatnonzero(source_B == source)
-            tables.append(self._table(source, sample_B[at_B], at_B))
+        sources = _sources(source_B)
+        for source in sources:
+            at_B = np.arange(source_B.size) if len(sources) == 1 else np.flatnonzero(source_B == source)
+            table = self._datasets[source].order.table(sample_B[at_B])
+            if self._pads:
+                table[:, SOURCE] *= len(self._datasets) - source
+            table[:, SOURCE] += source
+            if len(sources) == 1:
+                return table
+            table[:, ROW] = at_B[table[:, ROW]]
+            tables.append(table)
         return np.concatenate(tables)
 
-    def _table(self, source: int, sample_B: I64, at_B: I64) -> I64:
-        """``gather.FIELDS`` of the samples of one dataset, which go to rows ``at_B``."""
-        order, part = self._datasets[source].order, self._parts[source]
-        pieces = order.pieces(sample_B)
-        length_P, ranges = order.ranges(pieces, 1)
-        first_P = np.cumsum(length_P) - length_P
-        inside_R = np.cumsum(ranges.length) - ranges.length - first_P[ranges.piece]
-        first_token_R = part.first_token(ranges.sequence)
-        columns = {
-            "source": source,
-            "sequence": ranges.sequence,
-            "offset": ranges.offset,
-            "begin": -1 if first_token_R is None else first_token_R + ranges.offset,
-            "length": ranges.length,
-            "shown": np.clip(pieces.length[ranges.piece] - inside_R, 0, ranges.length),
-            "row": at_B[pieces.row[ranges.piece]],
-            "column": pieces.column[ranges.piece] + inside_R,
-            "labels": ranges.length - (inside_R == 0),
-        }
-        table = np.empty((ranges.piece.size, len(FIELDS)), dtype=np.int64)
-        for field, name in enumerate(FIELDS):
-            table[:, field] = columns[name]
-        return table
+
+def _sources(source_B: I64) -> list[int]:
+    """The datasets of a batch, ascending."""
+    found: list[int] = np.flatnonzero(np.bincount(source_B)).tolist()
+    return found

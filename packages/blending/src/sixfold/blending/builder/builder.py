@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import numpy as np
+
 from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.builder.rank_shares import build_cost, shares
 from sixfold.blending.builder.threads import on_threads
@@ -37,6 +39,8 @@ from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import AbsentSource, DocumentSource, several_sequences
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import whole_number
+from sixfold.blending.numbers.kernels import I64
+from sixfold.blending.orders.interface import Share
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,8 +53,8 @@ _WHOLE = (0.0, 1.0)
 _TABLE_AHEAD = 2**24
 _DEADLINE_S = 3600.0  # in which builder threads end at least one item
 _ALIKE = (
-    "order", "random_seed", "sequence_length", "document_shuffle", "split_matrix", "mid_level_dataset_surplus",
-    "multiple_validation_sets", "full_validation",
+    "order", "packing", "blend_unit", "random_seed", "sequence_length", "document_shuffle", "split_matrix",
+    "mid_level_dataset_surplus", "multiple_validation_sets", "full_validation",
 )  # fmt: skip
 T = TypeVar("T")
 S = TypeVar("S")
@@ -111,6 +115,8 @@ class BlendedMegatronDatasetBuilder:
         self._indexed: dict[Task, MegatronDataset] = {}
         self._records: dict[Split, Record] = {}
         self._shuffles: dict[Split, Shuffle] = {}
+        self._rows: dict[tuple[str, Split], I64] = {}  # of windows of packed documents, counted by all ranks
+        self._number = 0  # among the ranks that build
         for split in Split:
             self._refuse_sizes_that_do_not_fit(split)
 
@@ -151,6 +157,9 @@ class BlendedMegatronDatasetBuilder:
 
         here = together(self.is_built_on_rank, self.group)
         refuse_differences(gather_together(lambda: self._alike_on_all_ranks() if here else None, self.group))
+        if self.config.ordering.packs:
+            self._number, builders = builder_number(here, self.group)
+            self._rows = _joined(gather_together(lambda: self._count_share(builders) if here else {}, self.group))
         if self._has_indices:
             number, builders = builder_number(here, self.group)
             if here:
@@ -212,7 +221,10 @@ class BlendedMegatronDatasetBuilder:
         self._start_shuffles()
         self._open()
         if not self._has_indices:
-            return [self._part(split) for split in Split]
+            parts = [self._part(split) for split in Split]
+            if self.config.ordering.packs and self.config.cache_folder and self._number == 0:
+                remove_abandoned(self.config.cache_folder)
+            return parts
         tasks = self._tasks()
         self._start_records(tasks)
         self._build(tasks)
@@ -280,6 +292,21 @@ class BlendedMegatronDatasetBuilder:
         for record in self._records.values():
             record.flush()
         return {split: record.notes for split, record in self._records.items()}
+
+    def _count_share(self, builders: int) -> dict[tuple[str, Split], Share]:
+        """What this rank counts of all parts before they are made; see ``Order.share_of_counts``."""
+        self._open()
+        shares = {}
+        for split in Split:
+            blend, bookends = self.config.blend_of(split), self._bookends(split)
+            if blend is None or bookends is None:
+                continue
+            for prefix in self._prefixes(split, blend):
+                part, named = Part(*self._sequences(prefix, bookends)), (self.config.name_of(prefix), split.name)
+                share = self.config.ordering.share_of_counts(self.config, named, part, self._number, builders)
+                if share is not None:
+                    shares[prefix, split] = share
+        return shares
 
     def _write_records(self, found: Sequence[dict[Split, dict[str, Note]]], number: int) -> None:
         """Take the notes of all ranks; the first rank writes them down, and tidies the folder."""
@@ -405,9 +432,11 @@ class BlendedMegatronDatasetBuilder:
     def _source(self, prefix: str) -> DocumentSource:
         if prefix not in self._opened:
             path = self.config.path_of(prefix)
-            if self._has_indices:  # before: data that is replaced meanwhile must not vouch for an index
+            if (
+                self._has_indices or self.config.ordering.packs
+            ):  # before: data that is replaced meanwhile must not vouch for an index
                 self._stamps[prefix] = stamps_of(pair_of(path))
-            else:
+            if not self._has_indices:
                 self._warn_of_unused_cache(path)
             if self._has_left(prefix) and not any(map(os.path.lexists, pair_of(path))):
                 warnings.warn(
@@ -479,6 +508,25 @@ class BlendedMegatronDatasetBuilder:
         source, sequences = self._sequences(prefix, bookends)
         opened_here = getattr(source, "path_prefix", None) == self.config.path_of(prefix)
         stamps = self._stamps.get(prefix) if opened_here else None
-        known = KnownFiles(self._records.get(split), stamps)
+        keeps = self._number == 0
+        known = KnownFiles(self._records.get(split), stamps, self._rows.get((prefix, split)), keeps)
         with making_with(known), _naming(f"the {split.name} part of {prefix} was made"):
-            return self.cls(source, prefix, sequences, samples, split, self.config)
+            dataset = self.cls(source, prefix, sequences, samples, split, self.config)
+            if self.config.ordering.packs and dataset.part.tokens:
+                dataset.order  # noqa: B018 - while its files and counts are known
+            return dataset
+
+
+def _joined(shares: Sequence[dict[tuple[str, Split], Share]]) -> dict[tuple[str, Split], I64]:
+    """The counts of all ranks that build, in the order of these: whole ones, or every so many-th of each."""
+    built = [share for share in shares if share]
+    whole: dict[tuple[str, Split], I64] = {}
+    for key in built[0] if built else ():
+        counts = [share[key] for share in built]
+        kept = next((one.counts for one in counts if one.is_whole), None)
+        if kept is None:
+            kept = np.empty(sum(one.counts.size for one in counts), dtype=np.int64)
+            for number, one in enumerate(counts):
+                kept[number :: len(counts)] = one.counts
+        whole[key] = kept
+    return whole

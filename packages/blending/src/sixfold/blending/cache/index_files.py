@@ -40,6 +40,7 @@ import numpy.typing as npt
 
 from sixfold.blending.cache.file_mapping import map_bytes
 from sixfold.blending.errors import BlendingError
+from sixfold.blending.numbers.kernels import I64
 
 Arrays = dict[str, npt.NDArray[Any]]
 Stamp = list[int]  # size and time of the last change of a file
@@ -158,10 +159,14 @@ class KnownFiles:
     Attributes:
         record: of the blend that the dataset is part of, if that keeps one.
         stamps: of its pair, from before it was opened. None: those of now count.
+        rows: of each window of packed documents, which ranks have counted together.
+        keeps: this process writes files of packed documents.
     """
 
     record: Record | None = None
     stamps: Sequence[Stamp] | None = None
+    rows: I64 | None = None
+    keeps: bool = True
 
 
 _known: ContextVar[KnownFiles] = ContextVar("sixfold.blending.known_files", default=KnownFiles())  # noqa: B039 - frozen
@@ -276,6 +281,14 @@ def load_or_build(
     arrays = _read(entry, described=own is not None)
     # Another process may have put its files in their place since: the peer's names are the same for other options.
     return arrays if arrays is not None and (arrays.stamps == written or full(arrays)) else built
+
+
+def vouched(entry: CacheEntry, quick: Callable[[Arrays], bool]) -> Arrays | None:
+    """The arrays of ``entry`` if a note vouches for them; nothing is built."""
+    arrays = _read(entry, described=True)
+    if arrays is None or not Record(entry.path("sixfold.json")).vouches(entry, arrays.stamps) or not quick(arrays):
+        return None
+    return arrays
 
 
 def _why_not(error: OSError, folder: str, arrays: Arrays) -> str:

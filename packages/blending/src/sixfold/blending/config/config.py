@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.blending.config.order_names import order_named
+from sixfold.blending.config.order_names import CONCATENATED, order_named
 from sixfold.blending.config.prefixes import (
     Prefix,
     base_name,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 Blend = tuple[Sequence[Prefix], Sequence[float] | None]
 SHUFFLES = ("auto", "global", "block")
+BLEND_UNITS = ("rows", "tokens")
 _MOST_LISTED = 8  # names that a message lists
 _WITHOUT_EFFECT = (
     "fast_cache_load", "defer_npy_index_mmap", "object_storage_cache_path", "data_parallel_size",
@@ -94,6 +95,8 @@ class BlendedMegatronDatasetConfig:
     mid_level_dataset_surplus: float = 0.005  # built beyond what a blend needs; the stateless order never runs out
     allow_ambiguous_pad_tokens: bool = False
     order: str = "stateless"
+    packing: str = CONCATENATED  # "best_fit": rows of whole documents, of the stateless order
+    blend_unit: str = "rows"  # what weights count where documents are packed: "rows", or "tokens" without padding
     document_shuffle: str = "auto"  # of the stateless order: "global", "block" or, by size, one of them
     max_epochs: float | None = 4  # of training: a dataset read more often is warned about; None: no limit
     max_epochs_error: bool = False  # raise BlendingError instead of the warning
@@ -157,7 +160,9 @@ class BlendedMegatronDatasetConfig:
         self._set("changes", tuple(changes))
 
     def _check_order(self) -> None:
-        order_named(self.order)
+        self._set("_ordering", order_named(self.order, self.packing))
+        if self.blend_unit not in BLEND_UNITS:
+            raise BlendingError(f'blend_unit is {self.blend_unit!r}; it is one of "rows", "tokens"')
         if self.document_shuffle not in SHUFFLES:
             raise BlendingError(
                 f'document_shuffle is {self.document_shuffle!r}; it is one of "auto", "global", "block"'
@@ -247,7 +252,8 @@ class BlendedMegatronDatasetConfig:
     @property
     def ordering(self) -> "Order":
         """The object of the order; see ``orders/interface.py``."""
-        return order_named(self.order)
+        found: Order = self.__dict__["_ordering"]
+        return found
 
     def blend_of(self, split: Split) -> Blend | None:
         """The blend that ``split`` starts with."""

@@ -1,10 +1,11 @@
 """The order that a name means: ORDER of the file ``orders/NAME.py``.
 
-    config.order --> order_named (this file) --> the object that all rooms ask
+    config.order, config.packing --> order_named (this file) --> the object that all rooms ask
 
 A new order is one file in ``orders/``. Nothing else lists orders, and no room compares their names.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
@@ -15,20 +16,35 @@ from sixfold.blending.errors import BlendingError
 if TYPE_CHECKING:
     from sixfold.blending.orders.interface import Order
 
+CONCATENATED = "concatenate"  # documents end to end, cut anywhere
 _FOLDER = "sixfold.blending.orders"
 
 
-def order_named(name: Any) -> "Order":
-    """The order ``name``.
+def order_named(name: Any, packing: Any = CONCATENATED) -> "Order":
+    """The order ``name``, or the one that packs its documents.
 
     Raises:
         BlendingError: there is none.
     """
     known = orders()
-    if not isinstance(name, str) or name not in known:
-        listed = ", ".join(f'"{each}"' for each in known)
-        raise BlendingError(f"order is {name!r}; it is one of {listed}")
-    return known[name]
+    names = [each for each, order in known.items() if not order.packs]
+    if not isinstance(name, str) or name not in names:
+        raise BlendingError(f"order is {name!r}; it is one of {_listed(names)}")
+    if packing == CONCATENATED:
+        return known[name]
+    packings = [each for each, order in known.items() if order.packs]
+    if not isinstance(packing, str) or packing not in packings:
+        raise BlendingError(f"packing is {packing!r}; it is one of {_listed([CONCATENATED, *packings])}")
+    if name != names[0]:
+        raise BlendingError(
+            f'packing is "{packing}" with order "{name}", whose samples are cut from documents end to end; leave one '
+            "of them out"
+        )
+    return known[packing]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
 
 
 @cache

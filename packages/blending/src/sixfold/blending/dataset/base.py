@@ -49,10 +49,16 @@ def epoch_limit_of(
     if config.max_epochs is None or split is not Split.train:
         return None
     times, over = Fraction(config.max_epochs).as_integer_ratio()
-    within = [
-        ENDLESS if dataset.is_absent else samples_within(dataset.part.tokens * times // over, dataset.lengths)
-        for dataset in datasets
-    ]
+
+    def within_limit(dataset: MegatronDataset) -> int:
+        if dataset.is_absent:
+            return ENDLESS
+        rows = config.ordering.rows_per_epoch(dataset)
+        if rows is not None:
+            return rows * times // over
+        return samples_within(dataset.part.tokens * times // over, dataset.lengths)
+
+    within = [within_limit(dataset) for dataset in datasets]
     return EpochLimit([dataset.name for dataset in datasets], within, config.max_epochs, config.max_epochs_error)
 
 
@@ -206,7 +212,10 @@ class MegatronDataset(Samples):
 
     @property
     def samples_per_epoch(self) -> int:
-        """(T - x) // S at the first sequence length; rounded up if the last one is kept, padded."""
+        """(T - x) // S at the first sequence length; rounded up if the last one is kept, padded. Or packed rows."""
+        rows = self.config.ordering.rows_per_epoch(self)
+        if rows is not None:
+            return rows
         tokens, S = max(0, self.part.tokens - self._extra_tokens), self.lengths[0][1]
         return -(-tokens // S) if self._keeps_partial else tokens // S
 
@@ -220,7 +229,7 @@ class MegatronDataset(Samples):
     @cached_property
     def _reader(self) -> BatchReader:
         """What reads its samples."""
-        return BatchReader([self])
+        return BatchReader([self], pads=self.config.ordering.packs)
 
     @cached_property
     def schedule(self) -> Schedule:
@@ -276,7 +285,8 @@ class MegatronDataset(Samples):
         """How often the first ``samples`` samples read the part's tokens; 0 of a part without any."""
         if self.part.tokens == 0:
             return 0.0
-        epochs = tokens_given(samples, self.lengths) / self.part.tokens
+        rows = self.config.ordering.rows_per_epoch(self)
+        epochs = tokens_given(samples, self.lengths) / self.part.tokens if rows is None else samples / rows
         return min(1.0, epochs) if self.is_one_epoch else epochs
 
     def epochs(self, n: int) -> F64:
@@ -298,7 +308,7 @@ class MegatronDataset(Samples):
 
     def token_ranges(self, sample: int) -> tuple[TokenRange, ...]:
         """The ranges of a sample's tokens, in order, without padding."""
-        _, ranges = self.order.ranges(self.order.pieces(np.array([sample])), 0)
+        ranges = self.order.ranges_of(sample)
         first = self.part.first_token(ranges.sequence)
         prefix = getattr(self.indexed_dataset, "path_prefix", None)
         itemsize = np.dtype(self.indexed_dataset.dtype).itemsize

@@ -126,7 +126,7 @@ class BlendedDataset(Samples):
 
     @cached_property
     def _reader(self) -> BatchReader:
-        return BatchReader(self.datasets)
+        return BatchReader(self.datasets, pads=self.config.ordering.packs)
 
     @property
     def unique_identifiers(self) -> Identifiers:

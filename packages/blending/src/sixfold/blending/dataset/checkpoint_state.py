@@ -58,6 +58,7 @@ def stream_state(
     return {
         "state_version": version,
         "order": config.order,
+        **({"packing": config.packing} if config.ordering.packs else {}),
         "position": position,
         "seed": int(config.random_seed),
         "part": split.name,
@@ -66,6 +67,7 @@ def stream_state(
             str(number): {"name": dataset.name, "absent": True}
             if dataset.is_absent
             else {"name": dataset.name, "document_shuffle": dataset.document_shuffle}
+            | config.ordering.state_of(dataset)
             | _fingerprint(dataset.part, version)
             for number, dataset in enumerate(datasets)
             if used[number]
@@ -146,7 +148,8 @@ def refuse_other_past(saved: State, current: State, datasets: "Sequence[Megatron
         was = saved.get("datasets", {}).get(number, {})
         if "absent" in now or "absent" in was:  # deleted, before or after the state was saved: the name is all there is
             saved["datasets"][number], current["datasets"][number] = {"name": was.get("name")}, {"name": now["name"]}
-    difference = _first_difference("", saved, current)
+    difference = _first_difference("packing", saved.get("packing"), current.get("packing"))
+    difference = difference or _first_difference("", saved, current)
     if difference is not None:
         where, was, now = difference
         raise BlendingError(

@@ -19,6 +19,7 @@ from sixfold.blending.megatron.document_index import EpochPlan, document_index, 
 from sixfold.blending.megatron.sample_index import sample_index_of
 from sixfold.blending.numbers.kernels import I64, Kernels
 from sixfold.blending.samples.chunk_grid import Pieces
+from sixfold.blending.samples.range_table import range_table
 from sixfold.blending.samples.token_line import Ranges, runs
 
 Arrays = dict[str, npt.NDArray[Any]]
@@ -167,6 +168,16 @@ class IndexOrder:
         some = np.flatnonzero(length_K)
         none = np.full(some.size, -1, dtype=np.int64)
         return length_P, Ranges(piece_K[some], none, sequence_K[some], offset_K[some], length_K[some])
+
+    def table(self, samples: I64) -> I64:
+        """The range table of ``samples``, each with the token behind it; rows count through them, source is 0."""
+        pieces = self.pieces(samples)
+        read_P, ranges = self.ranges(pieces, 1)
+        return range_table(self.part, pieces.row, pieces.column, pieces.length, read_P, ranges)
+
+    def ranges_of(self, sample: int) -> Ranges:
+        """The tokens of one sample."""
+        return self.ranges(self.pieces(np.array([sample])), 0)[1]
 
     def finder(self, native: Kernels) -> object:
         """A handle of these indices for ``Kernels.find_samples``; errors as of ``SampleOrder.finder``."""

@@ -8,6 +8,7 @@ An order is one object without a state of its own. It makes the two values that 
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import numpy.typing as npt
@@ -15,9 +16,11 @@ import numpy.typing as npt
 from sixfold.blending.batches import reader
 from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.config.config import BlendedMegatronDatasetConfig
+from sixfold.blending.documents.part import Part
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.megatron.greedy import BlendIndices
 from sixfold.blending.numbers.kernels import I64
+from sixfold.blending.samples.token_line import Ranges
 
 if TYPE_CHECKING:
     from sixfold.blending.dataset.base import MegatronDataset
@@ -41,6 +44,9 @@ class Samples(reader.Order, Protocol):
 
     def sequence_lengths(self, samples: I64, /) -> I64:
         """Of each sample."""
+
+    def ranges_of(self, sample: int, /) -> Ranges:
+        """The tokens of one sample; epoch -1 where an order does not say."""
 
 
 class Positions(Protocol):
@@ -71,6 +77,14 @@ class Positions(Protocol):
         """Samples of each dataset among the first ``n`` positions."""
 
 
+@dataclass(frozen=True)
+class Share:
+    """What one rank counted: ``counts`` of all, or of every so many-th from its number on."""
+
+    counts: I64
+    is_whole: bool
+
+
 class Order(ABC):
     """One order; see the module.
 
@@ -80,6 +94,7 @@ class Order(ABC):
         by_name: the names of the datasets are in its keys, so no two datasets have one name.
         one_record: one metadata file tells of all index files of a blend; see ``cache/index_files.py``.
         keeps_blend: the blend has index files of its own.
+        packs: a sample is a row of whole documents; chosen by ``packing`` in the config.
     """
 
     name: ClassVar[str]
@@ -87,6 +102,7 @@ class Order(ABC):
     by_name: ClassVar[bool] = True
     one_record: ClassVar[bool] = False
     keeps_blend: ClassVar[bool] = False
+    packs: ClassVar[bool] = False
 
     def check(self, config: BlendedMegatronDatasetConfig) -> None:  # noqa: B027 - most fit
         """Refuse fields that do not fit, with a BlendingError."""
@@ -114,6 +130,14 @@ class Order(ABC):
             BlendingError: weights or sizes do not fit.
         """
 
+    def rows_per_epoch(self, dataset: "MegatronDataset") -> int | None:
+        """Samples of every epoch of a dataset; None of an order that cuts epochs by tokens."""
+        return None
+
+    def state_of(self, dataset: "MegatronDataset") -> dict[str, Any]:
+        """For a state: what its samples depend on beside the documents and their shuffle."""
+        return {}
+
     def identifying(self, dataset: "MegatronDataset") -> dict[str, Any]:
         """What the names of cache files depend on beside what the peer's depend on."""
         return {}
@@ -126,7 +150,19 @@ class Order(ABC):
         """For a state: what the arrays of a blend depend on beside the datasets, JSON values."""
         raise AssertionError(f"order {self.name} has no arrays")
 
-    # ---- asked by a builder, of the orders with indices alone
+    # ---- asked by a builder
+
+    def share_of_counts(
+        self, config: BlendedMegatronDatasetConfig, named: tuple[str, str], part: Part, rank: int, ranks: int
+    ) -> Share | None:
+        """What a rank counts of a part before it is opened: all where a file has it, else every ``ranks``-th.
+
+        Args:
+            named: the dataset and its split.
+        """
+        return None
+
+    # ---- of the orders with indices alone
 
     def shuffle(self, config: BlendedMegatronDatasetConfig, size: int) -> Shuffle | None:
         """What of a blend of ``size`` positions can begin before a dataset is opened."""

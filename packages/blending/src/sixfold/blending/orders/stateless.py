@@ -7,13 +7,15 @@ Nothing is built and nothing is kept. Blends, datasets and sequence lengths chan
 
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.blend.schedule import Schedule, eras_of
 from sixfold.blending.config.config import BlendedMegatronDatasetConfig
 from sixfold.blending.errors import BlendingError
-from sixfold.blending.orders.interface import Order, refuse_no_samples, some
+from sixfold.blending.numbers.weights import Weights
+from sixfold.blending.orders.interface import Order, Samples, refuse_no_samples, some
 from sixfold.blending.samples.chunk_grid import SampleOrder
 from sixfold.blending.samples.document_shuffle import token_line_of
 
@@ -35,7 +37,7 @@ class Stateless(Order):
                 stacklevel=5,
             )
 
-    def samples(self, dataset: "MegatronDataset") -> SampleOrder:
+    def samples(self, dataset: "MegatronDataset") -> Samples:
         config = dataset.config
         seed, split = int(config.random_seed), dataset.index_split.name
         line = token_line_of(dataset.part, seed, dataset.name, split, config.document_shuffle)
@@ -51,12 +53,21 @@ class Stateless(Order):
                 counts = [dataset.samples_per_epoch for dataset in datasets] if weights is None else list(weights)
                 refuse_no_samples([*map(int, counts)], config)
                 return Schedule.one_epoch([*map(int, counts)], config.sequence_length)
-            tokens = [dataset.part.tokens for dataset in datasets]
-            first = tokens if weights is None else weights
+            sizes = [self.size_of(dataset) for dataset in datasets]
+            first = sizes if weights is None else weights
             changes = config.changes_of(blend.index_split)
-            return Schedule(eras_of(paths, tokens, first, config.sequence_length, changes, config.place_of))
+            eras = eras_of(paths, sizes, first, config.sequence_length, changes, config.place_of)
+            return Schedule([replace(era, weights=self.in_samples(era.weights, datasets)) for era in eras])
         except BlendingError as error:
             raise BlendingError(f"{error} (the datasets, from 0: {some(paths)})") from None
+
+    def size_of(self, dataset: "MegatronDataset") -> int:
+        """The weight of a dataset in a blend without weights."""
+        return dataset.part.tokens
+
+    def in_samples(self, weights: Weights, datasets: "Sequence[MegatronDataset]") -> Weights:
+        """Weights of samples; those that were given are of samples already, which all have as many tokens."""
+        return weights
 
 
 ORDER = Stateless()

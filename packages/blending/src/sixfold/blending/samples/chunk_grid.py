@@ -23,6 +23,7 @@ import numpy.typing as npt
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.kernels import I64, Kernels
 from sixfold.blending.numbers.permutation import permute
+from sixfold.blending.samples.range_table import range_table
 from sixfold.blending.samples.token_line import Ranges, TokenLine
 
 WINDOW = 65_536
@@ -237,6 +238,16 @@ class SampleOrder:
         if self.chunks is not None:  # the line ends with its epoch
             length_P = np.minimum(length_P, self.line.tokens - pieces.begin)
         return length_P, self.line.ranges(pieces.begin, length_P)
+
+    def table(self, samples: I64) -> I64:
+        """The range table of ``samples``, each with the token behind it; rows count through them, source is 0."""
+        pieces = self.pieces(samples)
+        read_P, ranges = self.ranges(pieces, 1)
+        return range_table(self.line.part, pieces.row, pieces.column, pieces.length, read_P, ranges)
+
+    def ranges_of(self, sample: int) -> Ranges:
+        """The tokens of one sample."""
+        return self.ranges(self.pieces(np.array([sample])), 0)[1]
 
     def finder(self, native: Kernels) -> object:
         """A handle of these grids and their line for ``Kernels.find_samples``.

@@ -26,6 +26,11 @@ _SLOTS_AT_LEAST = 256  # of an epoch are known at once: 16,384 documents
 _PART_OF_ALL = 8  # slots over those from which on all are made in one pass
 
 
+def is_shuffled_whole(documents: int, document_shuffle: str) -> bool:
+    """Whether all documents of a part are permuted together."""
+    return document_shuffle == "global" or (document_shuffle == "auto" and documents <= GLOBAL_AT_MOST)
+
+
 def token_line_of(part: Part, seed: int, name: str, split: str, document_shuffle: str) -> TokenLine:
     """The line under ``document_shuffle``, one of ``config.config.SHUFFLES``.
 
@@ -33,7 +38,7 @@ def token_line_of(part: Part, seed: int, name: str, split: str, document_shuffle
         BlendingError: the part has no tokens.
     """
     n = len(part)
-    whole = document_shuffle == "global" or (document_shuffle == "auto" and n <= GLOBAL_AT_MOST)
+    whole = is_shuffled_whole(n, document_shuffle)
     kind = GloballyShuffledLine if whole and block_size(n) > 1 else TokenLine  # see [Note: of two thousand documents]
     return kind(part, seed, name, split)
 

@@ -63,6 +63,8 @@ class DataConfig(Table):
     split: str = "98,2,0"
     seq_length: Positive
     order: Literal["stateless", "megatron", "apportioned"] = "stateless"
+    packing: Literal["concatenate", "best_fit"] = "concatenate"  # "best_fit": rows of whole documents
+    blend_unit: Literal["rows", "tokens"] = "rows"  # what weights count where documents are packed
     document_shuffle: Literal["auto", "global", "block"] = "auto"  # "block": the order of 0.1.0
     max_epochs: Size = 4.0  # the run warns if training reads a dataset more often; 0 = never
     document_mask: bool = True

@@ -70,6 +70,8 @@ def check_own(config: TrainConfig, datasets: Datasets) -> None:
     for key, value, plain in (
         ("data.names", list(data.names), []),  # own datasets have those of data.blend
         ("data.order", data.order, "stateless"),
+        ("data.packing", data.packing, "concatenate"),
+        ("data.blend_unit", data.blend_unit, "rows"),
         ("data.document_shuffle", data.document_shuffle, "auto"),
         ("data.changes", list(data.changes), []),
         ("data.eod_mask_loss", data.eod_mask_loss, False),

@@ -168,6 +168,8 @@ def dataset_builder(
         sequence_length=data.seq_length,
         tokenizer=tokenizer_of(data.blend, data.tokenizer, data.eod_token),
         order=data.order,
+        packing=data.packing,
+        blend_unit=data.blend_unit,
         document_shuffle=data.document_shuffle,
         changes=changes,
         dataset_names=names,

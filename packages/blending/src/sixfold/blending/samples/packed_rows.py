@@ -1,0 +1,281 @@
+"""Which documents stand in a dataset's n-th row, where documents are packed and not cut.
+
+    Part --> Windows: documents of a window --> best_fit.py --> PackedRows (this file): row --> batches/reader.py
+
+The part's documents are dealt to windows once and for all, by the keyed permutation of its document shuffle. A window
+is packed by itself, alike in every epoch. An epoch has every window once, in an order of its own, and the rows of each
+window in an order of their own. What is stored is the number of rows of each window. S is the sequence length.
+
+[Note: pieces] A document of n <= S tokens is one piece. A longer one is cut at multiples of S into ceil(n / S) pieces.
+A piece takes as many columns as it has tokens. The label of its last token is the token behind it in its document, so a
+cut loses no prediction and nothing is read twice. The last token of a document has no label: what would follow is
+another document. So a document of n tokens has n - 1 labels, however it is cut.
+
+[Note: padding] What has no id behind it is read from a source of padding, as a range like others: source 1 here, where
+source 0 is the part. So every column of a row and its label has a range, and nothing is filled beforehand.
+
+[Note: fixed windows] If windows had other documents in each epoch, each epoch would need a pass over all lengths. In a
+row every document is by itself, so which documents share a row means nothing to training.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from sixfold.blending.documents.part import Part
+from sixfold.blending.errors import BlendingError
+from sixfold.blending.numbers.kernels import I64, Kernels
+from sixfold.blending.numbers.permutation import order_key, permute_range
+from sixfold.blending.samples.best_fit import best_fit, rows_of
+from sixfold.blending.samples.range_table import (
+    BEGIN,
+    COLUMN,
+    FIELDS,
+    LABELS,
+    LENGTH,
+    OFFSET,
+    ROW,
+    SEQUENCE,
+    SHOWN,
+    SOURCE,
+)
+from sixfold.blending.samples.token_line import Ranges, block_size, no_tokens, runs
+
+WINDOW_AT_LEAST = 2**14  # documents
+_WINDOWS_KEPT = 2
+_EPOCHS_KEPT = 4
+FORMAT = "best_fit-1"  # in keys and in the names of files
+
+
+def window_size(sequence_length: int) -> int:
+    """Documents that are packed together: 16,384, or twice the sequence length rounded up to a power of two."""
+    return max(WINDOW_AT_LEAST, 1 << (2 * sequence_length - 1).bit_length())
+
+
+@dataclass(frozen=True)
+class Windows:
+    """The documents of a part in windows.
+
+    Attributes:
+        names: seed, name and part, as in the keys of a line.
+        shuffle: "global": any documents meet; "block": runs of up to 256 neighbours stay together.
+    """
+
+    part: Part
+    names: tuple[int, str, str]
+    sequence_length: int
+    shuffle: str
+
+    def __post_init__(self) -> None:
+        if self.part.tokens == 0:
+            raise no_tokens(self.part, self.names[1], self.names[2])
+
+    def key(self, *parts: str | int) -> int:
+        """The key of (seed, name, part) and what follows."""
+        return order_key(*self.names, FORMAT, *parts)
+
+    @property
+    def block(self) -> int:
+        """Documents that stay together."""
+        return 1 if self.shuffle == "global" else block_size(len(self.part))
+
+    def __len__(self) -> int:
+        blocks = -(-len(self.part) // self.block)
+        return -(-blocks // self._blocks)
+
+    @property
+    def _blocks(self) -> int:
+        return max(1, window_size(self.sequence_length) // self.block)
+
+    def documents(self, window: int) -> I64:
+        """Numbers in the source of the documents of a window, ascending in the part."""
+        blocks, first = -(-len(self.part) // self.block), window * self._blocks
+        some = np.empty(min(self._blocks, blocks - first), dtype=np.int64)
+        permute_range(self.key(), blocks, first, some)
+        some.sort()
+        members = (some[:, None] * self.block + np.arange(self.block)).reshape(-1)
+        return self.part.ids(members[: np.searchsorted(members, len(self.part))])
+
+    def rows(self, windows: Iterable[int]) -> I64:
+        """How many rows each of some windows fills."""
+        S, counts = self.sequence_length, []
+        for window in windows:
+            length_D = self.part.lengths(self.documents(window))
+            tail_D = length_D % S
+            counts.append(int((length_D // S).sum()) + rows_of(tail_D[tail_D > 0], S))
+        return np.array(counts, dtype=np.int64)
+
+    def packed(self, window: int) -> tuple[I64, I64]:
+        """The range table of a window, row by row, and the first range of each row and behind the last.
+
+        Raises:
+            The source's own error, or BlendingError: lengths that do not fit their pointers.
+        """
+        S, part = self.sequence_length, self.part
+        sequence_D = self.documents(window)
+        length_D = part.lengths(sequence_D)
+        document_I, place_I = runs(np.zeros(length_D.size, dtype=np.int64), -(-length_D // S))
+        there_I = length_D[document_I] - place_I * S
+        item_I, row_I = best_fit(np.minimum(there_I, S), S)
+        document_I, offset_I, there_I = document_I[item_I], place_I[item_I] * S, there_I[item_I]
+        shown_I, sequence_I = np.minimum(there_I, S), sequence_D[document_I]
+        end_I = np.cumsum(shown_I)
+        rows = int(row_I[-1]) + 1 if row_I.size else 0
+        piece = np.searchsorted(row_I, np.arange(rows + 1))  # the first of each row
+        column_I = end_I - shown_I - (end_I - shown_I)[piece[:-1]][row_I]
+        first_token_I = part.first_token(sequence_I)
+
+        table = np.zeros((2 * item_I.size, len(FIELDS)), dtype=np.int64)
+        text, none = table[::2], table[1::2]
+        text[:, SEQUENCE], text[:, OFFSET], text[:, COLUMN] = sequence_I, offset_I, column_I
+        text[:, BEGIN] = -1 if first_token_I is None else first_token_I + offset_I
+        text[:, LENGTH] = shown_I + (there_I > S)
+        text[:, SHOWN] = shown_I
+        text[:, LABELS] = text[:, LENGTH] - 1
+        # What has no id behind it, [Note: padding]: the label of a document's last token, and the rest of the row.
+        none[:, SOURCE] = 1
+        none[:, COLUMN] = column_I + shown_I
+        none[:, SHOWN] = np.where(np.append(row_I[1:], -1) != row_I, S - none[:, COLUMN], 0)
+        none[:, LENGTH] = none[:, LABELS] = none[:, SHOWN] + 1
+        table = np.delete(table, 2 * np.flatnonzero(there_I > S) + 1, axis=0)
+        return table, piece * 2 - np.searchsorted(np.flatnonzero(there_I > S), piece)
+
+
+@dataclass(frozen=True, slots=True)
+class _Window:
+    """One window of one epoch, its rows in reading order.
+
+    Attributes:
+        first: the dataset's sample that its first row is.
+        table: of its pieces as they are packed.
+        begin, count: (rows,) the pieces of each row in reading order.
+    """
+
+    first: int
+    table: I64
+    begin: I64
+    count: I64
+
+
+class PackedRows:
+    """The rows of one dataset through all epochs; see the module.
+
+    Attributes:
+        rows: of an epoch, R.
+    """
+
+    def __init__(self, windows: Windows, rows_W: I64, *, one_epoch: bool = False) -> None:
+        """Rows of ``windows``, of which each fills ``rows_W``; an endless stream of epochs, or one."""
+        assert rows_W.shape == (len(windows),), f"rows of {rows_W.shape} for {len(windows)} windows"
+        self.windows = windows
+        self.rows = int(rows_W.sum())
+        self._rows_W = rows_W
+        self._one_epoch = one_epoch
+        self._epochs: OrderedDict[int, tuple[I64, I64]] = OrderedDict()
+        self._kept: OrderedDict[tuple[int, int], _Window] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_epochs": OrderedDict(), "_kept": OrderedDict()}
+
+    @property
+    def only_length(self) -> int:
+        """Columns of every row."""
+        return self.windows.sequence_length
+
+    @property
+    def document_shuffle(self) -> str:
+        """How the documents are dealt to windows."""
+        return self.windows.shuffle
+
+    @property
+    def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """No indices."""
+        return {}
+
+    def sequence_lengths(self, samples: I64) -> I64:
+        """Columns of each row."""
+        return np.full(samples.size, self.only_length, dtype=np.int64)
+
+    def _epoch(self, epoch: int) -> tuple[I64, I64]:
+        """The window in each place of an epoch (W,), and the rows before each place and behind the last (W + 1,)."""
+        known = self._epochs.get(epoch)
+        if known is None:
+            window_W, before = np.empty(self._rows_W.size, dtype=np.int64), np.zeros(self._rows_W.size + 1, np.int64)
+            permute_range(self.windows.key(epoch), window_W.size, 0, window_W)
+            np.cumsum(self._rows_W[window_W], out=before[1:])
+            known = self._epochs[epoch] = window_W, before
+            while len(self._epochs) > _EPOCHS_KEPT:
+                self._epochs.popitem(last=False)
+        return known
+
+    def _window_of(self, sample: int) -> _Window:
+        """The window that holds a sample, packed."""
+        epoch, row = divmod(sample, self.rows)
+        window_W, before = self._epoch(epoch)
+        place = int(np.searchsorted(before, row, side="right")) - 1
+        key = epoch, place
+        known = self._kept.get(key)
+        if known is not None:
+            return known
+        window = int(window_W[place])
+        table, edges = self.windows.packed(window)
+        rows = edges.size - 1
+        if rows != self._rows_W[window]:
+            raise BlendingError(
+                f"{self.windows.part.label}: window {window} fills {rows} rows of {self.only_length} tokens and was "
+                f"counted with {self._rows_W[window]}; the data changed since: build the datasets again"
+            )
+        order = np.empty(rows, dtype=np.int64)
+        permute_range(self.windows.key(epoch, window), rows, 0, order)
+        found = _Window(epoch * self.rows + int(before[place]), table, edges[order], np.diff(edges)[order])
+        kept = OrderedDict([*self._kept.items(), (key, found)][-_WINDOWS_KEPT:])
+        self._kept = kept  # a new one: two threads that pack at once lose a window at worst
+        return found
+
+    def table(self, samples: I64) -> I64:
+        """The range table of ``samples``; rows count through them, source is 0 or padding.
+
+        Raises:
+            IndexError or BlendingError: a sample behind the one epoch, or damaged data.
+        """
+        if self._one_epoch and samples.size and int(samples.max()) >= self.rows:
+            raise BlendingError(
+                f"sample {samples.max()} of {self.windows.names[1]!r} is asked, which was made for one epoch of "
+                f"{self.rows} samples; make it with a number as num_samples, not None"
+            )
+        left, parts = np.arange(samples.size), [np.empty((0, len(FIELDS)), dtype=np.int64)]
+        while left.size:
+            window = self._window_of(int(samples[left[0]]))
+            inside = samples[left] - window.first
+            here = (inside >= 0) & (inside < window.begin.size)
+            whole = bool(here.all())  # nearly always
+            row, inside = (left, inside) if whole else (left[here], inside[here])
+            count = window.count[inside]
+            behind = np.cumsum(count)
+            piece = np.arange(behind[-1]) + np.repeat(window.begin[inside] - behind + count, count)
+            some = window.table.take(piece, axis=0)
+            some[:, ROW] = np.repeat(row, count)
+            if whole and len(parts) == 1:
+                return some
+            parts.append(some)
+            left = left[~here]
+        return np.concatenate(parts)
+
+    def ranges_of(self, sample: int) -> Ranges:
+        """The tokens of one sample."""
+        table = self.table(np.array([sample]))
+        table = table[table[:, SOURCE] == 0]
+        zero = np.zeros(len(table), dtype=np.int64)
+        return Ranges(zero, zero + sample // self.rows, table[:, SEQUENCE], table[:, OFFSET], table[:, SHOWN])
+
+    def finder(self, native: Kernels) -> object:
+        """Rows are found here, for the kernels too. Raises TypeError, as data that they do not read."""
+        raise TypeError("packed rows have no finder")
+
+    def add(self, native: Kernels, finder: object, what: int) -> None:
+        """There is no finder."""
+        raise AssertionError(f"epoch {what} is asked of packed rows")

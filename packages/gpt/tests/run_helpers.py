@@ -70,9 +70,9 @@ def run(config: TrainConfig, ranks: int) -> list[tuple[int, float | None, str] |
 
 
 def lines(config: TrainConfig, kind: str) -> list[dict[str, Any]]:
-    """The lines of one kind of a run's metrics.jsonl."""
-    text = (Path(config.run.dir) / "metrics.jsonl").read_text()
-    return [entry for entry in map(json.loads, text.splitlines()) if entry["kind"] == kind]
+    """The lines of one kind of a run's metrics.jsonl; not the one that is being written."""
+    whole, _, _ = (Path(config.run.dir) / "metrics.jsonl").read_text().rpartition("\n")
+    return [entry for entry in map(json.loads, whole.splitlines()) if entry["kind"] == kind]
 
 
 def losses(config: TrainConfig) -> list[float]:

@@ -105,6 +105,13 @@ an unknown host         | @RANK=1 WORLD_SIZE=2 MASTER_ADDR=no-such.invalid MASTE
 mpirun                  | @OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 | 2 | mpirun started 2 processes (OMPI_COMM_WORLD_SIZE); it tells them no place to meet: start the ranks by torchrun, srun or `sixfold train --ranks 2`
 a torn node list        | @SLURM_PROCID=0 SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=gpu[3-1] | 2 | node list 'gpu[3-1]': '3-1' is no number or range; lists look like gpu[01-03,07]
 restarts of torchrun    | @WORLD_SIZE=2 {torchrun} --max-restarts 1 | 2 | --max-restarts is 1 and torchrun started this rank; give the number to torchrun --max-restarts: ...
+a node alone            | !train tiny.toml --keep-alive --node 0 | 2 | --node is given without --nodes; give both: all machines, and which one this is, from 0
+nodes alone             | !train tiny.toml --keep-alive --nodes a:1,b:1 | 2 | --nodes is given without --node; give both: ...
+nodes of no kept run    | !train tiny.toml --nodes a:1,b:1 --node 0 | 2 | --nodes is given without --keep-alive, which it is for; otherwise use torchrun or srun
+a node too many         | !train tiny.toml --keep-alive --nodes a:1,b:1 --node 2 | 2 | --node is 2, and --nodes has 2; they are numbered from 0
+ranks of three nodes    | !train tiny.toml --keep-alive --nodes a:1,b:1,c:1 --node 0 parallel.dp=4 | 2 | --nodes has 3 machines and the configuration 4 ranks, which do not divide; give --ranks, the number on each machine
+another one's address   | !train tiny.toml --keep-alive --nodes 192.0.2.1:29400,b:1 --node 0 | 2 | node 0 of --nodes is 192.0.2.1:29400, which is no address of this machine; is --node right?
+a node's port in use    | !train tiny.toml --keep-alive --nodes localhost:{port},b:1 --node 0 | 2 | node 0 of --nodes is localhost:{port}, which is in use on this machine; choose another port, or end what listens there
 no GPU here             | run.device=cuda                       | 2 | run.device is "cuda" and torch sees no GPU here; use "cpu", or a torch built for this GPU
 --- other verbs
 no such run             | !sample none                          | 2 | none is neither a checkpoint nor a run folder with one: ...; name a folder that a run wrote

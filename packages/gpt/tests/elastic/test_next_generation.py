@@ -69,7 +69,8 @@ class World:
                 if member in before.members:
                     assert before.members.index(member) == rank, "a survivor keeps its rank"
             lost = {one.rank for one in form.lost}
-            assert lost == {r for r, m in enumerate(before.members) if m != form.members[r]}
+            changed = {r for r, m in enumerate(before.members) if m != form.members[r]}
+            assert lost == changed or (not changed and form.lost == before.lost)
         self.forms.append(form)
 
     def die(self, member):
@@ -285,6 +286,7 @@ def test_where_lost_ones_are_not_replaced_the_run_goes_on_with_fewer_and_with_mo
     one.drop_all()
     assert one.forms[3].members == (3,)
     assert len(one.alive) == 1
+    one.course.progressed(1)
     one.resize(4)
     assert one.alive == {3, 4, 5, 6}, "new ones start while the old one drops its generation"
     one.drop_all()
@@ -316,6 +318,18 @@ def test_a_run_is_resized_down_and_up_and_no_process_is_too_many():
     one.resize(4).drop_all()
     assert len(one.forms[3].members) == 4 and len(one.alive) == 5
     assert one.course._recoveries == 1, "to be resized is no recovery"
+
+
+def test_a_resize_that_overtakes_a_recovery_takes_its_reason_along():
+    one = world(ranks=2, spares=1, sizes=(2, 1))
+    one.course.progressed(5)
+    one.die(1)
+    one.drop_all()
+    one.resize(1).drop_all()
+    assert [lost.why for lost in one.forms[2].lost] == [lost.why for lost in one.forms[1].lost] != []
+    one.course.progressed(6)
+    one.resize(2).drop_all()
+    assert one.forms[3].lost == ()
 
 
 def test_who_is_asked_for_another_size_during_a_recovery_forms_that_one():

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 
 import pytest
 from gpt_helpers import tiny_config
@@ -62,6 +63,17 @@ def test_a_number_is_taken_once(run):
     thread.join(30)
     assert found == [2] and taken(run, (4, 2, 1)) is None
     assert os.listdir(run) == ["metrics.jsonl"]
+
+
+def test_two_that_ask_at_once_are_both_heard_one_after_the_other(run):
+    asking = [threading.Thread(target=ask, args=(run, ranks)) for ranks in (2, 4, 1)]
+    for one in asking:
+        one.start()
+    found, deadline = [], time.monotonic() + 30
+    while any(one.is_alive() for one in asking) and time.monotonic() < deadline:
+        found += [number] if (number := taken(run, (4, 2, 1))) is not None else []
+        time.sleep(0.02)
+    assert sorted(found) == [1, 2, 4] and os.listdir(run) == ["metrics.jsonl"]
 
 
 def test_a_number_that_the_run_cannot_have_is_refused_to_who_asked(run):

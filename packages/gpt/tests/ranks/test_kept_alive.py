@@ -297,11 +297,11 @@ def test_members_end_with_a_killed_supervisor(tmp_path):
 @pytest.mark.slow
 def test_a_rank_of_an_older_generation_that_wakes_up_is_refused_and_ends(tmp_path, monkeypatch):
     """A SIGKILL that does not arrive, as on a host that was cut off: the rank goes on later, in a run that went on."""
-    from sixfold.gpt.elastic import supervisor
+    from sixfold.gpt.elastic import processes
 
     woken = []
     config = tiny_config(tmp_path, *KEYS, "parallel.dp=2", "train.steps=40", "eval.every=0")
-    real = supervisor._kill
+    real = processes._kill
 
     def cut_off(one):
         if one.stopped_at is None or woken:
@@ -309,7 +309,7 @@ def test_a_rank_of_an_older_generation_that_wakes_up_is_refused_and_ends(tmp_pat
         else:
             woken.append(one.process.pid)
 
-    monkeypatch.setattr(supervisor, "_kill", cut_off)
+    monkeypatch.setattr(processes, "_kill", cut_off)
 
     def watch():
         if len(woken) == 1 and len(lines(config, "recovery")) == 1:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import socket
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -52,6 +55,42 @@ def test_the_batch_script_trains_on_two_nodes_as_srun_starts_it(tmp_path):
     run_tasks(command, [step | port | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"} for rank in (0, 1)])
     assert [entry["step"] for entry in lines(config, "step")] == [1, 2]
     assert final_tensors(config)
+
+
+def requeued_task(rank: int, ranks: int, command: list[str], variables: list[dict[str, str]], metrics: str) -> int:
+    """`task`, to which Slurm sends the signal of its batch script when two steps are done, if it is the first start."""
+
+    def signal_later() -> None:
+        while not Path(metrics).exists() or Path(metrics).read_text().count('"step", ') < 2:
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    if not Path(metrics).exists():
+        threading.Thread(target=signal_later, daemon=True).start()
+    return task(rank, ranks, command, variables)
+
+
+@pytest.mark.slow
+def test_a_job_that_slurm_stops_and_queues_again_goes_on_from_what_it_saved(tmp_path):
+    keys = ("train.steps=40", "train.global_batch_size=4", "parallel.pp=2")
+    config, path = tiny_config(tmp_path, *keys), tmp_path / "job.toml"
+    path.write_text(config.to_toml())
+    command = command_of(EXAMPLES / "slurm_two_nodes.sbatch", [str(path)], tmp_path)
+    step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_STEP_NODELIST": "localhost,node[2]", "SLURM_JOB_ID": "78"}
+    statuses = []
+    for _ in range(2):
+        variables = [
+            step | {"MASTER_PORT": free_port(), "SLURM_PROCID": str(rank), "SLURM_LOCALID": "0"} for rank in (0, 1)
+        ]
+        variables = [one | {"MASTER_PORT": variables[0]["MASTER_PORT"]} for one in variables]
+        metrics = str(Path(config.run.dir) / "metrics.jsonl")
+        statuses.append(ranktest.run_ranks(requeued_task, 2, command, variables, metrics, timeout=JOB_S))
+    assert statuses == [[143, 143], [0, 0]]
+    [stopped, finished] = lines(config, "end")
+    [resume] = lines(config, "resume")
+    assert (stopped["reason"], finished["reason"]) == ("sigterm", "finished")
+    assert resume["step"] == stopped["step"] < 40
+    assert [entry["step"] for entry in lines(config, "step")] == list(range(1, 41)), "no step twice, none left out"
 
 
 def test_the_batch_script_asks_for_a_gpu_a_task_and_for_a_signal_before_its_time_is_over():

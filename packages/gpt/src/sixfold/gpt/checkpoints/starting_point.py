@@ -71,15 +71,21 @@ def same_config(config: TrainConfig, mesh: RankMesh) -> None:
     )
 
 
-def starting_point(config: TrainConfig, mesh: RankMesh, datasets: Datasets | None = None) -> StartingPoint:
+def starting_point(
+    config: TrainConfig, mesh: RankMesh, datasets: Datasets | None = None, *, joins: bool = False
+) -> StartingPoint:
     """What of ``run.dir`` to continue from; the same on all ranks. Writes config.toml.
 
+    Args:
+        joins: a run that is at work there is not refused: it is an older generation of this one.
     Raises:
         ConfigError: what the configuration asks cannot be done with what lies in ``run.dir``; on all ranks.
         TrainError: every checkpoint there is damaged; on all ranks.
     """
     all_or_raise(mesh.control, mesh.size, lambda: preflight(config, datasets))
-    all_or_raise(mesh.control, mesh.size, lambda: check_run_dir(config.run.dir) if mesh.rank == 0 else None)
+    all_or_raise(
+        mesh.control, mesh.size, lambda: check_run_dir(config.run.dir, joins=joins) if mesh.rank == 0 else None
+    )
     return _start(config, mesh, {})
 
 

@@ -59,6 +59,20 @@ def at_least_zero(text: str) -> int:
     return int(text)
 
 
+def node_addresses(text: str) -> tuple[tuple[str, int], ...]:
+    """Nodes as ``host:port,host:port``; an IPv6 address has brackets."""
+    found = []
+    for one in text.split(","):
+        host, _, port = one.strip().rpartition(":")
+        host = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+            raise argparse.ArgumentTypeError(f"{one!r} is no node; it looks like host0:29400, and a list has commas")
+        found.append((host, int(port)))
+    if len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r} names a node twice; each has an address of its own")
+    return tuple(found)
+
+
 def minutes(text: str) -> float:
     """A number of minutes > 0."""
     try:

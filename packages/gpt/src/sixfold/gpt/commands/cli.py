@@ -16,7 +16,13 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
-from sixfold.gpt.commands.arguments import add_configuration, at_least_one, at_least_zero, minutes
+from sixfold.gpt.commands.arguments import (
+    add_configuration,
+    at_least_one,
+    at_least_zero,
+    minutes,
+    node_addresses,
+)
 from sixfold.gpt.commands.plan_and_doctor import add_verbs
 from sixfold.gpt.commands.train import run_train
 from sixfold.gpt.errors import ConfigError, raised_inside
@@ -74,30 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="sixfold", description="Train a GPT from a TOML file.")
     parser.add_argument("--version", action=_Version, help="print the versions of the packages and end")
     verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-
-    train = verbs.add_parser("train", help="train from a TOML file; resumes the run in run.dir")
-    add_configuration(train)
-    train.add_argument(
-        "--ranks",
-        type=at_least_one,
-        help="ranks to start on this machine (default: product of the degrees, else one per GPU)",
-    )
-    train.add_argument(
-        "--max-restarts",
-        type=at_least_zero,
-        default=0,
-        metavar="N",
-        help="restart all ranks from the newest checkpoint, at most N times (%(default)s), if a rank was killed or "
-        "lost; not if the configuration, the data, a NaN or a full disk would end the run again",
-    )
-    train.add_argument(
-        "--keep-alive",
-        action="store_true",
-        help="when a rank is killed, stopped or fails, put another process in its place and go on, see [elastic]",
-    )
-    train.add_argument("--print-config", action="store_true", help="print the resolved TOML and end")
-    train.set_defaults(run=run_train)
-
+    _add_train(verbs)
     demo = verbs.add_parser(
         "demo", help="train on this Python's documentation, kill and resume the run, plot it; about 4 minutes"
     )
@@ -179,6 +162,38 @@ def _parser() -> argparse.ArgumentParser:
     _verbs_of_run_folders(verbs)
     add_verbs(verbs)
     return parser
+
+
+def _add_train(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    train = verbs.add_parser("train", help="train from a TOML file; resumes the run in run.dir")
+    add_configuration(train)
+    train.add_argument(
+        "--ranks",
+        type=at_least_one,
+        help="ranks to start on this machine (default: product of the degrees, else one per GPU)",
+    )
+    train.add_argument(
+        "--max-restarts",
+        type=at_least_zero,
+        default=0,
+        metavar="N",
+        help="restart all ranks from the newest checkpoint, at most N times (%(default)s), if a rank was killed or "
+        "lost; not if the configuration, the data, a NaN or a full disk would end the run again",
+    )
+    train.add_argument(
+        "--keep-alive",
+        action="store_true",
+        help="when a rank is killed, stopped or fails, put another process in its place and go on, see [elastic]",
+    )
+    train.add_argument(
+        "--nodes",
+        type=node_addresses,
+        metavar="HOST:PORT,...",
+        help="with --keep-alive: all machines of the run, the same list on each; --ranks is then of each machine",
+    )
+    train.add_argument("--node", type=at_least_zero, metavar="N", help="which of --nodes this one is, from 0")
+    train.add_argument("--print-config", action="store_true", help="print the resolved TOML and end")
+    train.set_defaults(run=run_train)
 
 
 class _Version(argparse.Action):

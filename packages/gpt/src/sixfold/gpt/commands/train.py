@@ -8,14 +8,17 @@ A wrong configuration is refused before torch is imported, a rank started or a f
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import signal
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sixfold.gpt.commands.arguments import configuration
 from sixfold.gpt.errors import ConfigError, raised_inside
@@ -53,7 +56,10 @@ def run_train(args: argparse.Namespace) -> int:
         from sixfold.gpt.files.run_dir import check_run_dir
         from sixfold.gpt.launch.rendezvous import detect
 
+        on_nodes = nodes_of(args, config)
         rendezvous = detect(os.environ)
+        if on_nodes is not None and rendezvous is not None and rendezvous.launcher == "srun":
+            rendezvous = None  # it has started a task for each node, which starts the ranks
         if rendezvous is not None and args.max_restarts:
             raise ConfigError(
                 f"--max-restarts is {args.max_restarts} and {rendezvous.launcher} started this rank; give the number "
@@ -62,20 +68,59 @@ def run_train(args: argparse.Namespace) -> int:
         if rendezvous is not None and args.keep_alive:
             raise ConfigError(
                 f"--keep-alive is given and {rendezvous.launcher} started this rank; it is for ranks that "
-                f"`sixfold train` starts on one machine. {_RESTARTS[rendezvous.launcher]} starts a run again, which "
-                f"then goes on from its newest checkpoint"
+                f"`sixfold train` starts itself, on one machine or on those of --nodes. "
+                f"{_RESTARTS[rendezvous.launcher]} starts a run again, which then goes on from its newest checkpoint"
             )
         ranks = rendezvous.size if rendezvous else args.ranks or default_ranks(config)
+        nodes = None
+        if on_nodes is not None:
+            nodes, ranks = on_nodes
         _check_world(config, ranks)
         preflight(config)
         if rendezvous is None:
-            check_run_dir(config.run.dir)
+            check_run_dir(config.run.dir, joins=nodes is not None)
         if rendezvous is not None:
             if signal.getsignal(signal.SIGINT) is end_at_once:
                 signal.signal(signal.SIGINT, signal.default_int_handler)  # from here on the loop's
             return _be_a_rank(config, rendezvous)
-        start = run_kept_alive if args.keep_alive else run_ranks
-        return restarted(config, args.max_restarts, lambda one: start(one, ranks))
+        if not args.keep_alive:
+            return restarted(config, args.max_restarts, lambda one: run_ranks(one, ranks))
+        return restarted(config, args.max_restarts, lambda one: run_kept_alive(one, ranks, nodes=nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class Nodes:
+    """The machines of a run that is kept alive, which of them this one is, and how many ranks each has room for."""
+
+    addresses: tuple[tuple[str, int], ...]
+    me: int
+    ranks: int
+
+
+def nodes_of(args: argparse.Namespace, config: TrainConfig) -> tuple[Nodes, int] | None:
+    """What --nodes, --node and --ranks say, and the ranks of the whole run. Machines that it does not need are spares.
+
+    Raises:
+        ConfigError: an option without the other, without --keep-alive, a number that the list does not have, or ranks
+            that do not divide.
+    """
+    if args.nodes is None and args.node is None:
+        return None
+    if args.nodes is None or args.node is None:
+        given, other = ("--node", "--nodes") if args.nodes is None else ("--nodes", "--node")
+        raise ConfigError(f"{given} is given without {other}; give both: all machines, and which one this is, from 0")
+    if not args.keep_alive:
+        raise ConfigError("--nodes is given without --keep-alive, which it is for; otherwise use torchrun or srun")
+    count, all_ranks = len(args.nodes), config.parallel.world if config.parallel.dp else 0
+    if args.node >= count:
+        raise ConfigError(f"--node is {args.node}, and --nodes has {count}; they are numbered from 0")
+    each = args.ranks or -(-(all_ranks or default_ranks(config) * count) // count)
+    if args.ranks is None and all_ranks % count:
+        raise ConfigError(
+            f"--nodes has {count} machines and the configuration {all_ranks} ranks, which do not divide; give --ranks, "
+            "the number on each machine"
+        )
+    return Nodes(args.nodes, args.node, each), min(all_ranks or each * count, each * count)
 
 
 def train_rank(config: TrainConfig) -> int:
@@ -113,7 +158,7 @@ def train_generation(generation: Generation, heartbeat: Heartbeat, config: Train
         rank=generation.rank,
         size=generation.size,
         local_rank=generation.place,
-        url=f"file://{generation.store}",
+        url=generation.store,
     )
     world = rendezvous.join(place, device=config.run.device, timeout_s=config.run.timeout_seconds)
     try:
@@ -152,11 +197,13 @@ def run_ranks(config: TrainConfig, ranks: int) -> int:
         line.close()
 
 
-def run_kept_alive(config: TrainConfig, ranks: int, also: Callable[[], None] = lambda: None) -> int:
+def run_kept_alive(
+    config: TrainConfig, ranks: int, also: Callable[[], None] = lambda: None, *, nodes: Nodes | None = None
+) -> int:
     """As `run_ranks`; when a rank is lost another process takes its place, and the others go on in theirs.
 
     Args:
-        also: called about ten times a second.
+        ranks: of all machines. also: called about ten times a second.
     """
     from sixfold.gpt.elastic.memory_folder import snapshots_of
     from sixfold.gpt.elastic.sizes import sizes_of, taken
@@ -164,7 +211,10 @@ def run_kept_alive(config: TrainConfig, ranks: int, also: Callable[[], None] = l
     from sixfold.gpt.observe.metrics import ProgressLine
 
     sizes, run_dir = sizes_of(config, ranks), Path(config.run.dir)
-    taken(run_dir, sizes)  # a word to a run before
+    if nodes is None:
+        taken(run_dir, sizes)  # a word to a run before
+    else:
+        sizes = tuple(size for size in sizes if size <= nodes.ranks * len(nodes.addresses))
     line, elastic = ProgressLine(run_dir / "metrics.jsonl", config.train.steps), config.elastic
 
     def watch() -> None:
@@ -173,7 +223,8 @@ def run_kept_alive(config: TrainConfig, ranks: int, also: Callable[[], None] = l
 
     try:
         with snapshots_of(run_dir, Path(elastic.memory_folder)) as memory_run:
-            return keep_alive(
+            start = keep_alive if nodes is None else partial(_keep_alive_on, config, nodes)
+            return start(
                 train_generation,
                 ranks,
                 (config, memory_run),
@@ -189,6 +240,30 @@ def run_kept_alive(config: TrainConfig, ranks: int, also: Callable[[], None] = l
             )
     finally:
         line.close()
+
+
+def _keep_alive_on(
+    config: TrainConfig, nodes: Nodes, target: Callable[..., int], ranks: int, *args: Any, **options: Any
+) -> int:
+    """`keep_alive` for several machines, which are all started alike."""
+    from sixfold.gpt.elastic.nodes import keep_alive_on
+    from sixfold.gpt.files.run_dir import make_run_dir
+
+    # A restart of the whole run resumes, also where its start was told not to; the rest is the same on all machines.
+    alike = replace(config, checkpoint=replace(config.checkpoint, resume="auto")).to_toml()
+    started = repr((alike, nodes.addresses, nodes.ranks, version("sixfold-gpt")))
+    return keep_alive_on(
+        nodes.addresses,
+        nodes.me,
+        target,
+        ranks,
+        *args,
+        per_node=nodes.ranks,
+        run_dir=make_run_dir(config.run.dir),
+        run_digest=hashlib.sha256(started.encode()).hexdigest(),
+        wait_s=config.run.timeout_seconds,
+        **options,
+    )
 
 
 def _be_a_rank(config: TrainConfig, rendezvous: Rendezvous) -> int:

@@ -1,4 +1,4 @@
-"""Runs that go on when a rank is lost: generations of ranks, their supervisor, the processes that become ranks.
+"""Runs that go on when a rank or a node is lost: generations of ranks, who leads, the processes that become ranks.
 
-From outside: generation, heartbeat, memory_folder, sizes, supervisor.
+From outside: generation, heartbeat, memory_folder, nodes, sizes, supervisor.
 """

@@ -1,6 +1,7 @@
-"""What supervisor and members say to each other, about one generation of ranks.
+"""What leader, nodes and members say to each other, about one generation of ranks.
 
-    supervisor.py --> Generation, Over --> member.py --> Done, Failed, Ready --> supervisor.py    (words: this file)
+    leader.py --> Begin, Fork, Kill, ... --> processes.py --> Generation, Over --> member.py
+    leader.py <-- Said, Died, Silent     <-- processes.py <-- Done, Failed, Ready <--'          (words: this file)
 
 A generation is a meeting of ranks: its number, who is which rank, where they meet. Every word carries the number, so a
 word of an older generation is known as one. A member is a process; it is a rank of some generations and a spare in
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from sixfold.gpt.elastic.terms import Term
 from sixfold.gpt.launch.spawn import Failure
 
 STUCK = 76  # exit status of a member that waits in vain, though its generation is over
@@ -37,10 +39,12 @@ class Generation:
 
     Attributes:
         number: from 1. place: of this process on its machine, the number of its device.
-        store: path of the FileStore; the supervisor makes it unusable when the generation is over.
+        store: URL of the store, ``file://`` or ``tcp://``; the leader makes it unusable when the generation is over.
         lost: what ended the generation before; empty for the first one.
         lost_at: when that was seen, on the clock ``time.monotonic`` of this machine.
         stop: the run was asked to stop meanwhile.
+        nodes: by rank. wanted: ranks that the run is to have, if there are as many processes.
+        term: of the leader that formed it; None where there is one node.
     """
 
     number: int
@@ -51,6 +55,14 @@ class Generation:
     lost: tuple[Lost, ...] = ()
     lost_at: float = 0.0
     stop: bool = False
+    nodes: tuple[int, ...] = ()
+    wanted: int = 0
+    term: Term | None = None
+
+    @property
+    def node(self) -> int:
+        """Of this rank."""
+        return self.nodes[self.rank] if self.nodes else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,3 +104,44 @@ class Ready:
 
 class Leave:
     """To a member: the run has ended, and so may the process."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begin:
+    """To a node: its member is a rank of this generation from now on."""
+
+    member: int
+    generation: Generation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Said:
+    """From a node: a word of its member."""
+
+    member: int
+    word: Done | Failed | Ready
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Died:
+    """From a node: the process of its member has ended; ``silent``: a signal has stopped it, and it is as good as."""
+
+    member: int
+    failure: Failure
+    silent: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Held:
+    """A member that a node has, as it tells a new leader.
+
+    Attributes:
+        generation: the newest that it was a rank of. busy: it has not dropped that one.
+    """
+
+    member: int
+    generation: Generation | None
+    busy: bool
+
+
+Event = Said | Died

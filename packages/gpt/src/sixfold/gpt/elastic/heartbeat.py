@@ -1,6 +1,6 @@
 """How far each member's process has come, where the supervisor can read it: a mapped file of slots.
 
-    loop.py --> Heartbeat (this file) --> a file of numbers --> Slots (this file) --> supervisor.py
+    loop.py --> Heartbeat (this file) --> a file of numbers --> Slots (this file) --> processes.py --> leader.py
 
 [Note: a step's deadline] A rank writes when a step begins and when it has ended. Of ranks that wait for each other one
 cannot tell which is the cause, and a first step, an evaluation or a save may take any time: they have deadlines of
@@ -52,6 +52,10 @@ class Slots:
         """A member's slot; one that has written nothing has zeros."""
         step, begun, began_at, longest_s = _SLOT.unpack_from(self._map, member % MEMBERS * _SLOT.size)
         return Slot(step=step, begun=begun, began_at=began_at, longest_s=longest_s)
+
+    def clear(self, member: int) -> None:
+        """Nobody has written a member's slot yet."""
+        _SLOT.pack_into(self._map, member % MEMBERS * _SLOT.size, 0, 0, 0.0, 0.0)
 
     def close(self) -> None:
         """Give the memory back."""

@@ -1,11 +1,11 @@
 """The process of a member: rank of one generation after the other, alive in between.
 
-    supervisor.py --> a pipe --> listening thread --> Generation --> target --> Done, Failed --> supervisor.py
-                                 (this file)     `--> Over --> connections cut --> all dropped --> Ready
+    processes.py --> a pipe --> listening thread --> Generation --> target --> Done, Failed --> processes.py
+                                (this file)     `--> Over --> connections cut --> all dropped --> Ready
 
 [Note: how a survivor comes back] Its main thread may wait in a collective for a rank that is gone, or for one that
 waits for another. So the listening thread shuts the sockets that this generation made, and goes on doing so until the
-main thread has left the run by the error that follows. The store has been closed by the supervisor: whoever meets there
+main thread has left the run by the error that follows. The store has been closed by the leader: whoever meets there
 fails at once. Groups, engine, files and threads of the generation then go; the process, its device and what it has
 imported stay.
 
@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from sixfold.gpt.elastic.generation import STUCK, Done, Failed, Generation, Leave, Over, Ready
-from sixfold.gpt.elastic.heartbeat import Heartbeat
+from sixfold.gpt.elastic.heartbeat import GenerationOverError, Heartbeat
 from sixfold.gpt.errors import FinalError, ReplicasDifferError
 from sixfold.gpt.launch.spawn import failure_of, name_in_warnings, prepare_process
 
@@ -45,10 +45,16 @@ Target = Callable[..., int]  # target(generation, heartbeat, *args): the run's e
 
 
 def member_main(
-    channel: Connection, member: int, slots: Path, target: Target, args: tuple[Any, ...], prepare: Prepare | None
+    channel: Connection,
+    member: int,
+    slots: Path,
+    target: Target,
+    args: tuple[Any, ...],
+    prepare: Prepare | None,
+    local: bool,
 ) -> None:
     """Body of a member's process: it ends when the supervisor closes the pipe."""
-    prepare_process(member)
+    prepare_process(member, local=local)
     if prepare is not None:
         prepare(*args)  # there is no other thread yet
     gc.freeze()  # what was imported is in no cycle with a generation, and is not looked through when one is dropped
@@ -78,6 +84,8 @@ class _Member:
             self._heartbeat.is_over = self._over >= generation.number
         report: Done | Failed
         try:
+            if self._heartbeat.is_over:  # before it began: its leader may be gone, and nobody answers there
+                raise GenerationOverError("this generation has ended")
             report = Done(generation=generation.number, status=target(generation, self._heartbeat, *args))
         except BaseException as error:  # SystemExit too: the supervisor must hear of it
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # begin at the target

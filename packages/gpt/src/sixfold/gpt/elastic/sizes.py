@@ -9,6 +9,7 @@ Only the data-parallel degree changes: the global batch stays, and microbatches 
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -63,19 +64,24 @@ def ask(run_dir: Path, ranks: int) -> None:
     word = run_dir / WORD
     if not (run_dir / "metrics.jsonl").is_file():
         raise ConfigError(f"{str(run_dir)!r} is no folder of a run: it has no metrics.jsonl")
-    _put(word, f"{ranks}\n")
     deadline = time.monotonic() + ANSWER_S
+    while not _put_first(word, f"{ranks}\n"):  # somebody else has asked, and is heard first
+        _wait_for_answer(word, deadline)
     while (text := _read(word)) is not None:
         if text.startswith(REFUSED):
             word.unlink(missing_ok=True)
             raise ConfigError(text.removeprefix(REFUSED).strip())
-        if time.monotonic() > deadline:
-            word.unlink(missing_ok=True)
-            raise ConfigError(
-                f"no run in {str(run_dir)!r} has answered within {ANSWER_S:g} s; only one that `sixfold train "
-                "--keep-alive` has started can be resized. Stop another one, and start it again with --ranks"
-            )
-        time.sleep(0.05)
+        _wait_for_answer(word, deadline)
+
+
+def _wait_for_answer(word: Path, deadline: float) -> None:
+    if time.monotonic() > deadline:
+        word.unlink(missing_ok=True)
+        raise ConfigError(
+            f"no run in {str(word.parent)!r} has answered within {ANSWER_S:g} s; only one that `sixfold train "
+            "--keep-alive` has started can be resized. Stop another one, and start it again with --ranks"
+        )
+    time.sleep(0.05)
 
 
 def taken(run_dir: Path, sizes: tuple[int, ...]) -> int | None:
@@ -97,6 +103,19 @@ def _put(word: Path, text: str) -> None:
     draft = word.with_name(f"{WORD}.{os.getpid()}")
     draft.write_text(text)
     draft.replace(word)
+
+
+def _put_first(word: Path, text: str) -> bool:
+    """At once, unless a word is there."""
+    draft = word.with_name(f"{WORD}.{secrets.token_hex(4)}")
+    draft.write_text(text)
+    try:
+        os.link(draft, word)
+    except FileExistsError:
+        return False
+    finally:
+        draft.unlink()
+    return True
 
 
 def _read(word: Path) -> str | None:

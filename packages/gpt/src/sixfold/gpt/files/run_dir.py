@@ -34,9 +34,11 @@ TABLES = (
 FOLDERS, FILES = ("checkpoints",), ("config.toml", "metrics.jsonl", "digests.jsonl")
 
 
-def check_run_dir(directory: str) -> None:
+def check_run_dir(directory: str, *, joins: bool = False) -> None:
     """Refuse a folder that a run cannot write, before a rank starts; makes nothing.
 
+    Args:
+        joins: a run that is at work there is not refused; this is one of its machines.
     Raises:
         ConfigError: a file where a folder is to be, or the reverse; a folder that may not be written.
     """
@@ -53,7 +55,8 @@ def check_run_dir(directory: str) -> None:
         if (path / name).is_dir():
             raise ConfigError(f"run.dir is {directory!r} and {path / name} is a folder; a run keeps a file there")
     _refuse_foreign(path)
-    check_free(path / "metrics.jsonl")
+    if not joins:
+        check_free(path / "metrics.jsonl")
 
 
 def _refuse_foreign(path: Path) -> None:

@@ -44,6 +44,7 @@ OWN = ("SIXFOLD_RANK", "SIXFOLD_RANKS", "SIXFOLD_STORE")  # set by spawn.py in t
 # A rank that leaves first closes what others still read; the host of the store waits this long for all to be done.
 LEAVE_S = 10.0
 CONNECT_POLL_S = 0.1
+SERVED_S = 10.0  # for a store that is served already; nobody listens there when its generation is over
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -404,15 +405,17 @@ def _store(rendezvous: Rendezvous, timeout: datetime.timedelta) -> Store:
     from torch.distributed import FileStore, TCPStore  # type: ignore[attr-defined]
     from torch.distributed.rendezvous import rendezvous as meet
 
-    if rendezvous.launcher == "sixfold":
+    if rendezvous.url.startswith("file://"):
         store: Store = FileStore(rendezvous.url.removeprefix("file://"), rendezvous.size)
     elif rendezvous.launcher == "torchrun":
         store = next(iter(meet("env://", rendezvous.rank, rendezvous.size, timeout=timeout)))[0]
     else:
         host, _, port = rendezvous.url.removeprefix("tcp://").rpartition(":")
-        if rendezvous.rank != 0:
-            _await_host(rendezvous, host, int(port), timeout.total_seconds())
-        store = TCPStore(host, int(port), rendezvous.size, is_master=rendezvous.rank == 0, timeout=timeout)
+        host, own = host.strip("[]"), rendezvous.launcher == "sixfold"  # the leader of the nodes serves it, from before
+        if own or rendezvous.rank != 0:
+            _await_host(rendezvous, host, int(port), SERVED_S if own else timeout.total_seconds())
+        is_master = rendezvous.rank == 0 and not own
+        store = TCPStore(host, int(port), rendezvous.size, is_master=is_master, timeout=timeout)
     store.set_timeout(timeout)
     return store
 

@@ -331,14 +331,19 @@ def _rank_main(
         signal.pause()
 
 
-def prepare_process(rank: int) -> None:
-    """What every process that becomes a rank does first: signals, the end of its parent, warnings."""
+def prepare_process(rank: int, *, local: bool = True) -> None:
+    """What every process that becomes a rank does first: signals, the end of its parent, warnings.
+
+    Args:
+        local: all ranks are on this machine.
+    """
     _die_with_parent()
     for number in ASK_TO_STOP - {signal.SIGTERM}:  # they reach the launcher too, which asks all ranks to stop
         signal.signal(number, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASK_TO_STOP)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here, and a host name may resolve to nothing
+    if local:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # a host name may resolve to nothing
     name_in_warnings(rank)
 
 

@@ -9,7 +9,7 @@ the last line: readers skip it. metrics.jsonl has the digest of the whole model 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,8 @@ NAME = "digests.jsonl"
 class DigestWriter(LineWriter):
     """Appends to one digests.jsonl."""
 
-    def __init__(self, path: str | Path) -> None:
-        super().__init__(path)
+    def __init__(self, path: str | Path, fence: Callable[[], None] | None = None) -> None:
+        super().__init__(path, fence)
         self._names: list[str] | None = None
 
     def write(self, step: int, whole: str, digests: Mapping[str, str]) -> None:

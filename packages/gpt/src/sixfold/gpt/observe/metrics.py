@@ -17,7 +17,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -73,17 +73,23 @@ def _finite(value: Any) -> Any:
 
 
 class LineWriter:
-    """Appends to one file of lines; opened by one rank of a run, and held: a second writer is refused (ConfigError)."""
+    """Appends to one file of lines; opened by one rank of a run, and held: a second writer is refused (ConfigError).
 
-    def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+    Where ``fence`` is given, it is called before each line, and raises for a writer that is of an older term. The lock
+    of such a writer, which may not have ended yet, keeps nobody out.
+    """
+
+    def __init__(self, path: str | Path, fence: Callable[[], None] | None = None) -> None:
+        self.path, self._fence = Path(path), fence
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
             hold(self._file, self.path)
         except ConfigError:
-            os.close(self._file)
-            raise
+            if fence is None:
+                os.close(self._file)
+                raise
+            fence()
         if _is_cut(self.path):
             os.write(self._file, b"\n")
 
@@ -95,6 +101,8 @@ class LineWriter:
         """
         # One write call per line: a kill cuts a line at most, it never mixes two.
         line = (json.dumps(record, allow_nan=False) + "\n").encode()
+        if self._fence is not None:
+            self._fence()
         try:
             written, why, full = os.write(self._file, line), "the disk is full", True
         except OSError as error:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -62,6 +63,12 @@ class KeptAlive:
         flag.arm()
         flag.asked = flag.asked or generation.stop
         return cls(generation=generation, heartbeat=heartbeat, flag=flag, memory_run=memory_run)
+
+    @property
+    def fence(self) -> Callable[[], None] | None:
+        """Raises if this generation is of an older term; None on one node."""
+        term = self.generation.term
+        return None if term is None else term.check
 
     def tier(self, config: TrainConfig, mesh: RankMesh) -> MemoryTier | None:
         """Where snapshots lie; None without any. Versions of weights are of different steps, and in no snapshot.

@@ -176,6 +176,7 @@ class Run:
     def save(self, *, goes_on: bool) -> None:
         """Write a checkpoint of this step: in the background if training goes on and the config says so."""
         self.finish_save()
+        self._fence()
         self.replicas.before_save()
         self._save_began = time.monotonic()
         with world_collective(f"what was in flight at the save of step {self.progress.step}"):
@@ -204,6 +205,7 @@ class Run:
             with world_collective(f"save of step {step}"), self.rank.clock.part("save"):
                 handle.wait()
         if self.rank.mesh.rank == 0:
+            self._fence()
             keep = self.config.checkpoint
             retention.prune(self.root, keep_last=keep.keep, keep_every=keep.keep_every or None)
         self.note(
@@ -213,6 +215,11 @@ class Run:
             blocked_seconds=blocked,
             seconds=blocked if handle is None else handle.total_s,
         )
+
+    def _fence(self) -> None:
+        """Raises if another leader has begun another generation of this run."""
+        if self.kept is not None and self.kept.fence is not None:
+            self.kept.fence()
 
     def evaluation_due(self) -> bool:
         """Whether the step that was done last is one that is evaluated: each so many, and the last of the run."""
@@ -309,7 +316,9 @@ class Run:
     def open_digests(self) -> None:
         """On rank 0 alone."""
         if self.rank.mesh.rank == 0:
-            self.digests = digest_file.DigestWriter(Path(self.config.run.dir) / digest_file.NAME)
+            self.digests = digest_file.DigestWriter(
+                Path(self.config.run.dir) / digest_file.NAME, self.kept.fence if self.kept else None
+            )
 
     def digest(self) -> None:
         """The digests of the weights as they are now, into digests.jsonl and one line of metrics.jsonl."""
@@ -399,7 +408,8 @@ def train_in(
 
     all_or_raise(mesh.control, mesh.size, lambda: check_tensorboard(config.log.tensorboard))
     same_config(config, mesh)
-    start = starting_point(config, mesh, datasets)
+    fence = None if kept is None else kept.fence
+    start = starting_point(config, mesh, datasets, joins=fence is not None)
     source = None if start.newest is not None else initial_weights(config, mesh)
     fresh = start.newest is None and source is None
     with memory_errors(mesh.rank, config):
@@ -408,7 +418,7 @@ def train_in(
     with ExitStack() as opened:  # in the task: it may be open when another rank is lost before all know
 
         def open_metrics() -> MetricsWriter | None:
-            return opened.enter_context(MetricsWriter(path)) if mesh.rank == 0 else None
+            return opened.enter_context(MetricsWriter(path, fence)) if mesh.rank == 0 else None
 
         metrics = all_or_raise(mesh.control, mesh.size, open_metrics)
         data = open_on_ranks(config, mesh, datasets)

@@ -10,6 +10,7 @@ from sixfold.indexed_data.filtering import FilterReport, filter_pair
 from sixfold.indexed_data.format import DType
 from sixfold.indexed_data.merging import merge
 from sixfold.indexed_data.reader import IndexedDataset
+from sixfold.indexed_data.remote import RemoteOptions, RemoteStore, StoreError
 from sixfold.indexed_data.text.build import BuildReport, build
 from sixfold.indexed_data.verifying import VerifyReport, verify
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
@@ -22,6 +23,9 @@ __all__ = [
     "IndexedDataset",
     "IndexedDatasetBuilder",
     "Problem",
+    "RemoteOptions",
+    "RemoteStore",
+    "StoreError",
     "VerifyReport",
     "build",
     "filter_pair",

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.index import Index
-from sixfold.indexed_data.storage import map_file
+from sixfold.indexed_data.storage import Bytes, map_file
 
 MASK, SOURCES, MANIFEST = ".mask", ".sources", ".manifest.json"
 ENDINGS = (MASK, SOURCES, MANIFEST)
@@ -82,17 +82,24 @@ def replaced(prefix: str, made: Mapping[str, str]) -> list[tuple[str | None, str
     return [(made.get(ending), prefix + ending) for ending in ENDINGS if ending in made or is_ours(prefix + ending)]
 
 
-def read_companion(prefix: str, ending: str, index: Index, columns: int) -> tuple[npt.NDArray[np.int64], bytes] | None:
+def map_if_there(path: str) -> Bytes | None:
+    """The bytes of a file, None if there is none."""
+    return map_file(path) if os.path.exists(path) else None
+
+
+def read_companion(
+    prefix: str, ending: str, index: Index, columns: int, load: Callable[[str], Bytes | None] = map_if_there
+) -> tuple[npt.NDArray[np.int64], bytes] | None:
     """(the array of ``columns`` columns, mapped; the bytes behind it) of a companion; None if the pair has none.
 
     Raises:
         IndexedDataError: it is no such file, is cut, or belongs to another pair.
     """
     path = prefix + ending
-    if not os.path.exists(path):
+    raw = load(path)
+    if raw is None:
         return None
-    raw = map_file(path)
-    if raw.size < _HEADER.size or not is_ours(path):
+    if raw.size < _HEADER.size or raw[: len(_HEADS[ending])].tobytes() != _HEADS[ending]:
         raise _wrong_companion(
             Problem("a companion of a pair begins with its header", path, f"{raw.size} bytes", "its header")
         )

@@ -10,15 +10,16 @@ is a mask without flips.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.indexed_data.companions import MASK, Facts, pack, read_companion
+from sixfold.indexed_data.companions import MASK, Facts, map_if_there, pack, read_companion
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.index import Index
+from sixfold.indexed_data.storage import Bytes
 
 Mask = npt.NDArray[np.bool_]
 
@@ -62,13 +63,13 @@ class LossMask:
         self.flips = flips
 
     @classmethod
-    def open(cls, prefix: str, index: Index) -> LossMask | None:
+    def open(cls, prefix: str, index: Index, load: Callable[[str], Bytes | None] = map_if_there) -> LossMask | None:
         """The mask beside a pair; None if it has none.
 
         Raises:
             IndexedDataError: it is damaged, or belongs to another pair.
         """
-        found = read_companion(prefix, MASK, index, 1)
+        found = read_companion(prefix, MASK, index, 1, load)
         return None if found is None else cls(found[0])
 
     def problems(self, prefix: str, index: Index) -> Iterator[Problem]:

@@ -10,15 +10,16 @@ need one run per file and one for each gap. Lines of a file rise with the docume
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.indexed_data.companions import SOURCES, Facts, pack, read_companion
+from sixfold.indexed_data.companions import SOURCES, Facts, map_if_there, pack, read_companion
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.index import Index
+from sixfold.indexed_data.storage import Bytes
 
 I64 = npt.NDArray[np.int64]
 UNKNOWN = -1
@@ -73,7 +74,13 @@ class Provenance:
         self._kept = kept  # numbers in the pair of the documents of a view
 
     @classmethod
-    def open(cls, prefix: str, index: Index, kept: I64 | None = None) -> Provenance | None:
+    def open(
+        cls,
+        prefix: str,
+        index: Index,
+        kept: I64 | None = None,
+        load: Callable[[str], Bytes | None] = map_if_there,
+    ) -> Provenance | None:
         """What lies beside a pair; None if it has no provenance.
 
         Raises:
@@ -81,7 +88,7 @@ class Provenance:
         """
         import json  # only here: reading pairs should not load it
 
-        found = read_companion(prefix, SOURCES, index, 3)
+        found = read_companion(prefix, SOURCES, index, 3, load)
         if found is None:
             return None
         return cls(found[0], json.loads(found[1]), max(0, index.header.boundaries - 1), kept)

@@ -17,13 +17,16 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sixfold.indexed_data.companions import map_if_there
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.index import DAMAGED, LOOKED_AT, Index, places
 from sixfold.indexed_data.loss_mask import LossMask
 from sixfold.indexed_data.pair_rules import all_problems, open_problems
-from sixfold.indexed_data.paths import AnyPath, anchored, input_prefix, path_text
+from sixfold.indexed_data.paths import AnyPath, anchored, input_prefix, is_url, path_text
 from sixfold.indexed_data.provenance import Provenance
+from sixfold.indexed_data.remote import RemoteOptions, RemoteStore
 from sixfold.indexed_data.storage import (
+    Bytes,
     FileBytes,
     IdSource,
     MappedIds,
@@ -32,6 +35,7 @@ from sixfold.indexed_data.storage import (
     Readable,
     file_identity,
     map_file,
+    missing,
 )
 from sixfold.indexed_data.view import VIEW, View, ViewIndex
 
@@ -44,11 +48,12 @@ class IndexedDataset:
     Picklable (by path) and safe in forked and spawned workers. Arrays outlive the dataset they came from.
 
     Args:
-        path_prefix: the pair's path without extension.
+        path_prefix: the pair's path without extension; or its URL, s3://, gs://, http(s):// or another of fsspec.
         multimodal: the pair was written with modes; every read then gives ``(ids, mode)``.
         mmap: map ``.bin``. False reads each request by position instead, without a map.
         open_bytes: for object stores, with ``mmap=False``: ``open_bytes(path)`` returns an object with
             ``size() -> int`` and ``read(offset, nbytes) -> bytes``. The .idx is then read whole, once.
+        remote: how a URL is read: requests, cache, time-outs.
     Raises:
         IndexedDataError: a file is missing or cut, or breaks a rule that O(1) work can see.
     """
@@ -60,8 +65,15 @@ class IndexedDataset:
         mmap: bool = True,
         *,
         open_bytes: Callable[[str], Readable] | None = None,
+        remote: RemoteOptions | None = None,
     ) -> None:
-        prefix = input_prefix(path_prefix) if open_bytes is None else path_text("path_prefix", path_prefix)
+        prefix = path_text("path_prefix", path_prefix)
+        if open_bytes is None and is_url(prefix):
+            open_bytes, mmap = RemoteStore(remote), False
+        elif remote is not None:
+            raise IndexedDataError(f"{prefix}: remote is given; it goes with a URL, such as s3://bucket/wiki")
+        elif open_bytes is None:
+            prefix = input_prefix(path_prefix)
         self._open(prefix, multimodal, mmap, open_bytes)
 
     def _open(self, prefix: str, multimodal: bool, mmap: bool, open_bytes: Callable[[str], Readable] | None) -> None:
@@ -76,10 +88,13 @@ class IndexedDataset:
         if open_bytes is None and os.path.exists(prefix + VIEW) and not os.path.lexists(prefix + ".idx"):
             view = View(prefix)
             prefix = view.pair
-        self._pair_prefix = prefix
+        self._pair_prefix = prefix if open_bytes is not None else anchored(prefix)
         if open_bytes is not None:
-            raw = ObjectBytes(prefix + ".idx", open_bytes).read_all()
-            source = ObjectBytes(prefix + ".bin", open_bytes)
+            try:
+                raw = ObjectBytes(prefix + ".idx", open_bytes).read_all()
+                source = ObjectBytes(prefix + ".bin", open_bytes)
+            except FileNotFoundError as error:
+                raise missing(prefix, error) from error
         else:
             before = file_identity(prefix + ".idx")
             raw = map_file(prefix + ".idx")
@@ -240,7 +255,7 @@ class IndexedDataset:
         Raises:
             IndexedDataError: the .mask is damaged, or belongs to another pair.
         """
-        return LossMask.open(self._beside(), _base(self._opened()[0]))
+        return LossMask.open(self._pair_prefix, _base(self._opened()[0]), self._load)
 
     @cached_property
     def provenance(self) -> Provenance | None:
@@ -251,7 +266,10 @@ class IndexedDataset:
         """
         index = self._opened()[0]
         return Provenance.open(
-            self._beside(), _base(index), index.kept_documents if isinstance(index, ViewIndex) else None
+            self._pair_prefix,
+            _base(index),
+            index.kept_documents if isinstance(index, ViewIndex) else None,
+            self._load,
         )
 
     def loss_mask(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.bool_]:
@@ -264,10 +282,37 @@ class IndexedDataset:
         begin = index.span(operator.index(idx) % index.sequences)[0] + operator.index(offset)
         return self.mask.of(begin, count)
 
-    def _beside(self) -> str:
-        if self._arguments[3] is not None:
-            raise IndexedDataError(f"{self.path_prefix}: masks and provenance are not read through open_bytes")
-        return self._pair_prefix if self.kept_sequences is not None else self._whole_prefix
+    def _load(self, path: str) -> Bytes | None:
+        """A file beside the pair, None if there is none."""
+        open_bytes = self._arguments[3]
+        if open_bytes is None:
+            return map_if_there(path)
+        try:
+            return ObjectBytes(path, open_bytes).read_all()
+        except (FileNotFoundError, KeyError):
+            return None
+
+    def prefetch(self, begin_R: npt.ArrayLike, length_R: npt.ArrayLike) -> None:
+        """Begin to bring tokens here that are read soon, and return at once: look-ahead for who knows the order.
+
+        Of a URL, requests begin for what is not here. Of a local pair the kernel is told.
+
+        Args:
+            begin_R: (R,) tokens of .bin, as ``sequence_pointers`` divided by the size of one counts them.
+            length_R: (R,) how many from each.
+        Raises:
+            IndexedDataError: a range does not lie in .bin, or all together are more than the cache holds.
+        """
+        index, source = self._opened()
+        begin, length = np.asarray(begin_R, np.int64), np.asarray(length_R, np.int64)
+        total = index.bin_bytes // index.itemsize
+        wrong = np.flatnonzero((begin < 0) | (length < 0) | (length > total - begin))
+        if wrong.size:
+            first, count = int(begin[wrong[0]]), int(length[wrong[0]])
+            raise IndexedDataError(
+                f"{self.path_prefix}: {count} tokens from token {first} on are asked ahead; the pair has {total}"
+            )
+        source.prefetch(begin, begin + length)
 
     def get_document_indices(self) -> npt.NDArray[np.int64]:
         """``document_indices``, under megatron-core's older name."""
@@ -347,7 +392,14 @@ class IndexedDataset:
 
     @staticmethod
     def exists(path_prefix: AnyPath) -> bool:
-        """Whether both files of the pair, or a view, are there; IndexedDataError for a URL, which cannot be asked."""
+        """Whether both files of the pair, or a view, are there; of a URL the store is asked."""
+        prefix = path_text("path_prefix", path_prefix)
+        if is_url(prefix):
+            store = RemoteStore()
+            try:
+                return all(store(prefix + ending).size() >= 0 for ending in (".idx", ".bin"))
+            except FileNotFoundError:
+                return False
         prefix = input_prefix(path_prefix)
         if os.path.exists(prefix + VIEW) and not os.path.lexists(prefix + ".idx"):
             return IndexedDataset.exists(View(prefix).pair)

@@ -31,6 +31,7 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64]
 _LIBC.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+_LIBC.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
 
@@ -48,6 +49,10 @@ class IdSource(Protocol):
         """(count,) ids from id ``start`` on, read-only. Both lie in the file: the index was asked."""
         ...
 
+    def prefetch(self, begin_R: npt.NDArray[np.int64], end_R: npt.NDArray[np.int64]) -> None:
+        """Begin to bring the ids ``begin_R`` to ``end_R`` here, and return at once."""
+        ...
+
 
 class MappedIds:
     """Views of a mapped .bin."""
@@ -57,6 +62,15 @@ class MappedIds:
 
     def ids(self, start: int, count: int) -> npt.NDArray[Any]:
         return self.all[start : start + count]
+
+    def prefetch(self, begin_R: npt.NDArray[np.int64], end_R: npt.NDArray[np.int64]) -> None:
+        """Tell the kernel, which reads pages behind this call. Where it will not hear, reads wait as without it."""
+        if not self.all.size:
+            return
+        base, itemsize = self.all.ctypes.data, self.all.itemsize
+        for begin, end in zip((begin_R * itemsize).tolist(), (end_R * itemsize).tolist(), strict=True):
+            first = (base + begin) // mmap.PAGESIZE * mmap.PAGESIZE
+            _LIBC.madvise(first, base + end - first, mmap.MADV_WILLNEED)
 
 
 class RangedIds:
@@ -70,6 +84,9 @@ class RangedIds:
             return _read_only(np.empty(0, self._dtype))
         itemsize = self._dtype.itemsize
         return _read_only(np.frombuffer(self._source.read(start * itemsize, count * itemsize), self._dtype))
+
+    def prefetch(self, begin_R: npt.NDArray[np.int64], end_R: npt.NDArray[np.int64]) -> None:
+        self._source.prefetch(begin_R * self._dtype.itemsize, end_R * self._dtype.itemsize)
 
 
 def missing(path: str, error: OSError) -> IndexedDataError:
@@ -180,6 +197,17 @@ class FileBytes:
             _POOL.put(self._identity, descriptor)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
+    def prefetch(self, begin_R: npt.NDArray[np.int64], end_R: npt.NDArray[np.int64]) -> None:
+        """Tell the kernel which bytes are read soon."""
+        descriptor = _POOL.take(self._identity)
+        if descriptor is None:
+            descriptor = self._reopen()
+        try:
+            for begin, end in zip(begin_R.tolist(), end_R.tolist(), strict=True):
+                os.posix_fadvise(descriptor, begin, end - begin, os.POSIX_FADV_WILLNEED)
+        finally:
+            _POOL.put(self._identity, descriptor)
+
     def _reopen(self) -> int:
         descriptor = _open(self.path)
         if _identity(os.fstat(descriptor)) != self._identity:
@@ -204,6 +232,12 @@ class ObjectBytes:
         if len(data) != nbytes:
             raise short_read(self.path, offset, nbytes, len(data))
         return data
+
+    def prefetch(self, begin_R: npt.NDArray[np.int64], end_R: npt.NDArray[np.int64]) -> None:
+        """Tell the object, if it can be told: ``prefetch`` is not part of ``Readable``."""
+        tell = getattr(self._object, "prefetch", None)
+        if tell is not None:
+            tell(begin_R, end_R)
 
     def read_all(self) -> Bytes:
         """The whole object as a read-only array."""

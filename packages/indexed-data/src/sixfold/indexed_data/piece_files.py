@@ -1,0 +1,113 @@
+"""Pieces of remote objects as files of one folder, which holds at most so many bytes.
+
+pieces --> PieceFiles (this file) --> FOLDER/KEY-BEGIN-END.piece
+
+Several processes may use one folder. A file appears whole by a rename. The least recently used go first; only names of
+this form are ever removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from contextlib import suppress
+
+from sixfold.indexed_data.errors import IndexedDataError
+
+_NAME = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)\.piece")
+_KEPT = 0.9  # of the limit, after files were removed
+
+
+class PieceFiles:
+    """The files of one object."""
+
+    def __init__(self, folder: str, url: str, size: int, tag: str, limit_bytes: int) -> None:
+        import hashlib  # only here: reading local pairs should not load it
+
+        self._folder, self._limit = folder, limit_bytes
+        self._key = hashlib.sha256(f"{url}\n{size}\n{tag}".encode()).hexdigest()[:32]
+        self._lock = threading.Lock()
+        try:
+            os.makedirs(folder, exist_ok=True)
+            self._held = 0
+            self._ends: dict[int, int] = {}
+            for name, nbytes, _ in self._listed():
+                self._held += nbytes
+                if name[1] == self._key:
+                    self._ends[int(name[2])] = max(int(name[3]), self._ends.get(int(name[2]), 0))
+        except OSError as error:
+            raise IndexedDataError(f"cache_folder is {folder}: {error.strerror}; give a folder to write to") from error
+        self._begins = sorted(self._ends)
+
+    def overlapping(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """Pieces that share bytes with the range, in order."""
+        with self._lock:
+            first = max(0, bisect_right(self._begins, begin) - 1)
+            pieces = [(at, self._ends[at]) for at in self._begins[first : bisect_left(self._begins, end)]]
+        return [(at, last) for at, last in pieces if last > begin]
+
+    def has(self, begin: int, end: int) -> bool:
+        """Whether a file was written for the piece."""
+        return self._ends.get(begin) == end
+
+    def read(self, begin: int, end: int) -> bytes | None:
+        """A whole piece; None if another process has removed it."""
+        try:
+            with open(self._path(begin, end), "rb") as file:
+                data = file.read()
+            os.utime(self._path(begin, end))
+        except OSError:
+            data = b""
+        if len(data) == end - begin:
+            return data
+        with self._lock:
+            if self._ends.pop(begin, None) is not None:
+                self._begins.remove(begin)
+        return None
+
+    def write(self, begin: int, end: int, data: bytes) -> None:
+        """Keep a piece; a full disk keeps none, and costs a request later."""
+        path = self._path(begin, end)
+        temporary = f"{path}.{os.getpid()}-{threading.get_ident()}"
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+            os.replace(temporary, path)
+        except OSError:
+            with suppress(OSError):
+                os.unlink(temporary)
+            return
+        with self._lock:
+            if begin not in self._ends:
+                self._begins.insert(bisect_left(self._begins, begin), begin)
+            self._ends[begin] = end
+            self._held += end - begin
+            if self._held > self._limit:
+                self._remove_oldest(path)
+
+    def _remove_oldest(self, newest: str) -> None:
+        listed = sorted(self._listed(), key=lambda each: each[2])
+        self._held = sum(nbytes for _, nbytes, _ in listed)
+        for name, nbytes, _ in listed:
+            path = os.path.join(self._folder, name[0])
+            if self._held <= _KEPT * self._limit:
+                break
+            if path != newest:
+                with suppress(OSError):
+                    os.unlink(path)
+                self._held -= nbytes
+
+    def _listed(self) -> Iterator[tuple[re.Match[str], int, float]]:
+        """(name, bytes, last use) of each piece in the folder."""
+        for entry in os.scandir(self._folder):
+            name = _NAME.fullmatch(entry.name)
+            with suppress(OSError):  # gone meanwhile
+                if name:
+                    status = entry.stat()
+                    yield name, status.st_size, status.st_mtime
+
+    def _path(self, begin: int, end: int) -> str:
+        return os.path.join(self._folder, f"{self._key}-{begin}-{end}.piece")

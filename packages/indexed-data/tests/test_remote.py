@@ -1,0 +1,262 @@
+"""Pairs of a store: equal to local ones, through failures; what changes or does not answer is an error by name."""
+
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from range_server_helpers import RangeServer
+
+from sixfold.indexed_data import (
+    IndexedDataError,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    RemoteOptions,
+    StoreError,
+    build,
+)
+from sixfold.indexed_data.remote import WASTE, RemoteObject, coalesced
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def local(folder):
+    rng = np.random.default_rng(0)
+    with IndexedDatasetBuilder("wiki.bin", np.uint16) as builder:
+        for _ in range(200):
+            ids = rng.integers(0, 60_000, rng.integers(0, 300))
+            builder.add_document(ids, loss_mask=rng.random(ids.size) < 0.5)
+    return IndexedDataset("wiki")
+
+
+def served(*prefixes, **options):
+    names = [
+        f"{prefix}{end}" for prefix in prefixes for end in (".bin", ".idx", ".mask") if os.path.exists(prefix + end)
+    ]
+    return RangeServer({name: Path(name).read_bytes() for name in names}, **options)
+
+
+FAST = {"timeout_s": 5.0, "retries": 6}
+
+
+def test_a_pair_behind_a_url_reads_as_the_local_one(local):
+    with served("wiki") as server:
+        remote = IndexedDataset(f"{server.url}/wiki")
+        assert len(remote) == len(local)
+        for number in range(len(local)):
+            assert np.array_equal(remote[number], local[number])
+            assert np.array_equal(remote.loss_mask(number), local.loss_mask(number))
+        assert np.array_equal(remote.get(7, 1, 5), local.get(7, 1, 5))
+        assert [ids.tolist() for ids in remote[3:9]] == [ids.tolist() for ids in local[3:9]]
+        again = pickle.loads(pickle.dumps(remote))
+        assert np.array_equal(again[11], local[11])
+        assert IndexedDataset.exists(f"{server.url}/wiki")
+        assert not IndexedDataset.exists(f"{server.url}/other")
+        with pytest.raises(IndexedDataError, match=r"other: found .*404"):
+            IndexedDataset(f"{server.url}/other")
+
+
+@pytest.mark.parametrize("in_folder", [False, True], ids=["memory", "folder"])
+def test_with_failing_requests_every_read_is_right_or_an_error(local, in_folder):
+    cache = "cache" if in_folder else None
+    with served("wiki", failing=0.3) as server:
+        remote = IndexedDataset(f"{server.url}/wiki", remote=RemoteOptions(cache_folder=cache, **FAST))
+        rng = np.random.default_rng(1)
+        pointers, lengths = local.sequence_pointers // 2, local.sequence_lengths
+        for _ in range(8):
+            numbers = rng.integers(0, len(local), 20)
+            remote.prefetch(pointers[numbers], lengths[numbers])
+            for number in numbers.tolist():
+                assert np.array_equal(remote[number], local[number])
+        assert server.failed > 10
+
+
+def test_what_is_fetched_ahead_is_not_asked_again_and_little_more_is_fetched(local):
+    with served("wiki") as server:
+        remote = IndexedDataset(f"{server.url}/wiki")
+        pointers, lengths = local.sequence_pointers // 2, local.sequence_lengths
+        given = server.given
+        rng, needed = np.random.default_rng(2), set()
+        for _ in range(10):
+            numbers = rng.integers(0, len(local), 8)
+            remote.prefetch(pointers[numbers], lengths[numbers])
+            for number in numbers.tolist():
+                assert np.array_equal(remote[number], local[number])
+                needed |= set(range(int(pointers[number]), int(pointers[number]) + int(lengths[number])))
+        assert server.given - given <= 1.1 * 2 * len(needed)
+        before = len(server.requests)
+        remote.prefetch(pointers[numbers], lengths[numbers])
+        assert np.array_equal(remote[int(numbers[0])], local[int(numbers[0])])
+        assert len(server.requests) == before
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_coalesced_ranges_hold_all_that_was_asked_and_little_else(seed):
+    """The oracle counts bytes one by one."""
+    rng = np.random.default_rng(seed)
+    begin = rng.integers(0, 3000, 40)
+    end = begin + rng.integers(0, 90, 40)
+    found = coalesced(begin, end)
+    asked = {byte for a, b in zip(begin.tolist(), end.tolist(), strict=True) for byte in range(a, b)}
+    held = [byte for a, b in found for byte in range(a, b)]
+    assert asked <= set(held)
+    assert len(held) == len(set(held))
+    assert held == sorted(held)
+    assert len(held) - len(asked) <= WASTE * (end - begin).sum()
+
+
+def test_an_object_that_is_replaced_is_an_error_and_never_other_tokens(local):
+    with served("wiki") as server:
+        remote = IndexedDataset(f"{server.url}/wiki")
+        server.tags["wiki.bin"] = '"two"'
+        with pytest.raises(StoreError, match=r"wiki\.bin: has \d+ bytes and the tag '\"two\"', and had .* replaced"):
+            remote[150]
+        server.tags.clear()
+        server.files["wiki.bin"] = server.files["wiki.bin"][:-100]
+        with pytest.raises(StoreError, match="the object was replaced"):
+            remote[150]
+        server.files["wiki.bin"] = b""
+        with pytest.raises(StoreError, match="the object was replaced"):
+            remote[150]
+
+
+def test_a_store_that_does_not_answer_or_refuses_is_one_typed_error(local):
+    options = RemoteOptions(timeout_s=0.3, retries=1)
+    with served("wiki") as server:
+        remote = IndexedDataset(f"{server.url}/wiki", remote=options)
+        server.status = 503
+        with pytest.raises(
+            StoreError, match=r"wiki\.bin: bytes \d+ to \d+: 2 attempts failed, the last with HTTPError"
+        ):
+            remote[3]
+        server.status = 403
+        with pytest.raises(StoreError, match=r"the store refuses: 403"):
+            remote[3]
+        server.status = None
+        server.hanging.set()
+        with pytest.raises(StoreError, match=r"attempts failed, the last with .*[Tt]imed? ?out"):
+            remote[3]
+        server.hanging.clear()
+        assert np.array_equal(remote[3], local[3])  # a failed read spoils nothing
+    with pytest.raises(StoreError, match="attempts failed"):
+        IndexedDataset("http://127.0.0.1:9/wiki", remote=options)
+
+
+def test_a_server_without_ranges_is_refused(folder):
+    import http.server
+    import threading
+
+    Path("wiki.idx").write_bytes(bytes(100))
+    handler = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    with pytest.raises(StoreError, match="answers 200 to a request for a range"):
+        IndexedDataset(f"http://127.0.0.1:{server.server_port}/wiki")
+    server.shutdown()
+    server.server_close()
+
+
+def test_pieces_in_a_folder_are_found_by_a_later_run_and_stay_within_the_limit(local):
+    options = RemoteOptions(cache_folder="cache", cache_bytes=20_000)
+    with served("wiki") as server:
+        first = IndexedDataset(f"{server.url}/wiki", remote=options)
+        for number in range(10):
+            first[number]
+        before = len(server.requests)
+        second = RemoteObject(f"{server.url}/wiki.bin", options)
+        for number in range(10):
+            at, count = int(local.sequence_pointers[number]), 2 * int(local.sequence_lengths[number])
+            assert second.read(at, count) == local[number].tobytes()
+        assert [name for name, *_ in server.requests[before:]] == ["wiki.bin"]  # its size
+        Path("cache/mine.txt").write_text("mine")
+        for number in range(len(local)):
+            assert np.array_equal(first[number], local[number])
+            held = sum(path.stat().st_size for path in Path("cache").glob("*.piece"))
+            assert held <= 20_000 + 600
+        assert Path("cache/mine.txt").read_text() == "mine"
+        server.tags["wiki.bin"] = '"two"'  # another object has other files
+        third = RemoteObject(f"{server.url}/wiki.bin", options)
+        before = len(server.requests)
+        third.read(0, 100)
+        assert len(server.requests) == before + 1
+
+
+def test_more_ahead_than_the_cache_holds_is_refused(local):
+    with served("wiki") as server:
+        remote = IndexedDataset(f"{server.url}/wiki", remote=RemoteOptions(cache_bytes=1000))
+        with pytest.raises(StoreError, match="1200 bytes are to be fetched ahead, and the cache holds 1000"):
+            remote.prefetch([0], [600])
+        assert np.array_equal(remote[0], local[0])
+        with pytest.raises(IndexedDataError, match="are asked ahead; the pair has"):
+            remote.prefetch([0], [10**9])
+
+
+def test_a_fork_reads_what_its_parent_had_under_way(local):
+    with served("wiki", delay_s=0.05) as server:
+        remote = IndexedDataset(f"{server.url}/wiki", remote=RemoteOptions(**FAST))
+        remote.prefetch(local.sequence_pointers[:50] // 2, local.sequence_lengths[:50])
+        child = os.fork()
+        if child == 0:
+            same = all(np.array_equal(remote[number], local[number]) for number in range(0, 50, 7))
+            os._exit(0 if same else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert np.array_equal(remote[3], local[3])
+
+
+@pytest.mark.parametrize("mmap", [True, False])
+def test_local_pairs_take_look_ahead_too(local, mmap):
+    data = IndexedDataset("wiki", mmap=mmap)
+    data.prefetch(local.sequence_pointers // 2, local.sequence_lengths)
+    data.prefetch([], [])
+    assert np.array_equal(data[5], local[5])
+    with pytest.raises(IndexedDataError, match="are asked ahead"):
+        data.prefetch([-1], [2])
+
+
+def test_any_store_of_fsspec_is_read(local):
+    fsspec = pytest.importorskip("fsspec", reason="needs the extra sixfold-indexed-data[remote]")
+    store = fsspec.filesystem("memory")
+    for end in (".bin", ".idx", ".mask"):
+        store.pipe(f"/bucket/wiki{end}", Path(f"wiki{end}").read_bytes())
+    options = RemoteOptions(check_s=1e-9, retries=1)
+    remote = IndexedDataset("memory://bucket/wiki", remote=options)
+    for number in range(0, len(local), 9):
+        assert np.array_equal(remote[number], local[number])
+        assert np.array_equal(remote.loss_mask(number), local.loss_mask(number))
+    store.pipe("/bucket/wiki.bin", b"other")
+    with pytest.raises(StoreError, match="the object was replaced"):
+        remote[1]
+    assert not IndexedDataset.exists("memory://bucket/none")
+    with pytest.raises(StoreError, match="the store refuses"):
+        IndexedDataset("nosuchstore://bucket/wiki", remote=options)
+
+
+def test_without_fsspec_the_error_says_what_to_install(folder, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "fsspec", None)
+    monkeypatch.setitem(__import__("sys").modules, "fsspec.core", None)
+    with pytest.raises(IndexedDataError, match=r"pip install 'sixfold-indexed-data\[remote\]'"):
+        IndexedDataset("s3://bucket/wiki")
+
+
+@pytest.mark.parametrize("wrong", [{"connections": 0}, {"retries": -1}, {"timeout_s": 0.0}, {"cache_bytes": 0}])
+def test_options_that_cannot_work_are_refused(wrong):
+    with pytest.raises(IndexedDataError, match="connections, sizes and times are > 0"):
+        RemoteOptions(**wrong)
+
+
+def test_remote_options_of_a_local_pair_are_refused(local):
+    with pytest.raises(IndexedDataError, match="remote is given; it goes with a URL"):
+        IndexedDataset("wiki", remote=RemoteOptions())
+
+
+def test_a_pair_with_provenance_tells_it_behind_a_url_too(folder):
+    Path("a.jsonl").write_text('{"text": "one"}\n\n{"text": "three"}\n')
+    build(["a.jsonl"], "wiki", provenance=True)
+    with RangeServer({f"wiki{end}": Path(f"wiki{end}").read_bytes() for end in (".bin", ".idx", ".sources")}) as server:
+        assert IndexedDataset(f"{server.url}/wiki").provenance.of(1) == ("a.jsonl", 3)

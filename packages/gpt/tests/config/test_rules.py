@@ -146,6 +146,9 @@ def test_an_order_with_an_index_takes_no_changes_and_no_other_number_of_steps(or
 def test_an_order_with_an_index_has_no_blocks_of_documents(order):
     with pytest.raises(ConfigError, match=r"data\.document_shuffle is 'block' .* = 'auto' works"):
         config_with(f"data.order={order}", "data.document_shuffle=block")
+    if order == "megatron":
+        with pytest.raises(ConfigError, match=r"data\.deal is 'permuted' .*; data\.deal = 'in_turn' works"):
+            config_with(f"data.order={order}", "data.deal=permuted")
     with pytest.raises(ConfigError, match=r"data\.packing is 'best_fit' .*; data\.order = 'stateless' works"):
         config_with(f"data.order={order}", "data.packing=best_fit")
 

@@ -44,6 +44,7 @@ eod_mask_loss = false
 split = "98,2,0"
 order = "stateless"
 packing = "concatenate"
+deal = "in_turn"
 blend_unit = "rows"
 document_shuffle = "auto"
 max_epochs = 4.0

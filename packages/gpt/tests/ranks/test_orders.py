@@ -53,7 +53,14 @@ def step_losses(rank, ranks, text):
 
 @pytest.mark.slow
 def test_packed_documents_train_alike_at_two_layouts_and_over_a_resume(tmp_path):
-    options = ("data.packing=best_fit", "data.blend_unit=tokens", "train.steps=4", "checkpoint.every=2", "eval.every=2")
+    options = (
+        "data.packing=best_fit",
+        "data.deal=permuted",
+        "data.blend_unit=tokens",
+        "train.steps=4",
+        "checkpoint.every=2",
+        "eval.every=2",
+    )
     alone = tiny_config(tmp_path, *options, f"data.cache_dir={tmp_path}/cache", run="alone")
     train(alone)
     assert list((tmp_path / "cache").glob("*-PackedRows-train-rows.npy")), "the counts are kept"

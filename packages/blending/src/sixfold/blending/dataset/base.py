@@ -278,6 +278,10 @@ class MegatronDataset(Samples):
         return Why(int(n), 0, self.name, int(n), self.token_ranges(int(n)), self.epochs_after(int(n)))
 
     @property
+    def deals(self) -> bool:
+        return self.config.ordering.deals
+
+    @property
     def length_changes(self) -> tuple[int, ...]:
         return tuple(first for first, _ in self.lengths[1:])
 

@@ -179,6 +179,10 @@ class BlendedDataset(Samples):
         return batch
 
     @property
+    def deals(self) -> bool:
+        return self.config.ordering.deals
+
+    @property
     def length_changes(self) -> tuple[int, ...]:
         if not isinstance(self.schedule, Schedule):
             return ()

@@ -14,9 +14,12 @@ from typing import Any, Self
 import numpy as np
 from torch.utils.data import Dataset, Sampler
 
+from sixfold.blending.blend.deal import deal as deal_positions
 from sixfold.blending.dataset.stream import Samples
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import Positions, whole_number
+
+IN_TURN, PERMUTED = "in_turn", "permuted"
 
 
 class LoaderDataset(Dataset[dict[str, Any]]):
@@ -40,7 +43,9 @@ class PositionSampler(Sampler[list[int]]):
     """Batches of positions for one rank, up to an end or without one.
 
     In the step that begins at position p, rank r gets ``batch_size`` positions from ``p + r * batch_size`` on. The next
-    step begins at ``p + ranks * batch_size``.
+    step begins at ``p + ranks * batch_size``. With ``data`` the positions of a step are permuted before the ranks share
+    them, so that no rank reads the same few datasets for ever (``sixfold.blending.order.deal``; in Megatron's order
+    they are not).
 
     With an end, every rank has the same number of steps, and at least one sample in each. The ranks share evenly what
     is left before the end. If fewer samples than ranks would be left, the step before leaves one for each rank. If it
@@ -68,6 +73,7 @@ class PositionSampler(Sampler[list[int]]):
         drop_last: bool = False,
         ramp: Sequence[tuple[int, int]] = (),
         data: "Samples | LoaderDataset | None" = None,
+        deal: str | None = None,
     ) -> None:
         """Args: see the class; ``batch_size`` is samples per rank and step.
 
@@ -77,6 +83,8 @@ class PositionSampler(Sampler[list[int]]):
             ramp: (position, batch_size), ascending: the batch size of steps that begin at that position or later.
             data: the dataset or blend that is read. Every rank then refuses a change of its sequence length inside a
                 step. Without ``data`` only the rank whose batch is cut raises, and the others wait for it.
+            deal: "permuted" or "in_turn". None: permuted with ``data``, unless its order is Megatron's. A state goes on
+                as the run that saved it.
         Raises:
             BlendingError: an argument is not a whole number or out of its range; the ramp is not ascending. Or the end
                 comes before the begin, leaves a rank without samples, or is missing with ``drop_last``. Or a sequence
@@ -100,6 +108,12 @@ class PositionSampler(Sampler[list[int]]):
             if later <= earlier:
                 raise BlendingError(f"ramp[{number}] at {later} is not behind the one at {earlier}; positions ascend")
         stream = data.data if isinstance(data, LoaderDataset) else data
+        if deal is None:
+            deal = IN_TURN if stream is None or not stream.deals else PERMUTED
+        if deal not in (IN_TURN, PERMUTED):
+            raise BlendingError(f'deal is {deal!r}; it is "permuted", "in_turn" or None')
+        self.deal = deal
+        self._next_deal = deal
         self._length_changes = () if stream is None else stream.length_changes
         self._refuse_empty_batches(self.begin)
         self._refuse_changes_inside_a_step(self.begin)
@@ -107,8 +121,8 @@ class PositionSampler(Sampler[list[int]]):
         self._latest: Steps | None = None
 
     def __iter__(self) -> "Steps":
-        self._latest = Steps(self, self.begin if self._next is None else self._next)
-        self._next = None
+        self._latest = Steps(self, self.begin if self._next is None else self._next, self._next_deal)
+        self._next, self._next_deal = None, self.deal
         return self._latest
 
     def __len__(self) -> int:
@@ -197,7 +211,7 @@ class PositionSampler(Sampler[list[int]]):
         """The position of the next step, of the iterator that was made last."""
         if self._next is None and self._latest is not None:
             return self._latest.state_dict()
-        return {"position": self.begin if self._next is None else self._next}
+        return _state(self.begin if self._next is None else self._next, self._next_deal)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The next iterator begins at the position of a state. Later ones begin at ``begin`` again.
@@ -205,14 +219,14 @@ class PositionSampler(Sampler[list[int]]):
         Raises:
             BlendingError: the state has no position.
         """
-        self._next = _position_of(state)
+        self._next, self._next_deal = _position_of(state), _deal_of(state)
 
 
 class Steps(Iterator[list[int]]):
     """What a ``PositionSampler`` gives: its positions from one on."""
 
-    def __init__(self, sampler: PositionSampler, position: int) -> None:
-        self._sampler = sampler
+    def __init__(self, sampler: PositionSampler, position: int, deal: str) -> None:
+        self._sampler, self._deal = sampler, deal
         self._begin_at(position)
 
     def _begin_at(self, position: int) -> None:
@@ -231,16 +245,35 @@ class Steps(Iterator[list[int]]):
             self.is_over = True
             raise StopIteration
         self._position += left
+        if self._deal == PERMUTED:
+            dealt: list[int] = deal_positions(first, first + left, sampler.rank, sampler.ranks).tolist()
+            return dealt
         begin, stop = (first + left * rank // sampler.ranks for rank in (sampler.rank, sampler.rank + 1))
         return list(range(begin, stop))
 
     def state_dict(self) -> dict[str, Any]:
         """The position of the next step."""
-        return {"position": self._position}
+        return _state(self._position, self._deal)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue at the position of a state; BlendingError if it has none, or too few samples follow it."""
         self._begin_at(_position_of(state))
+        self._deal = _deal_of(state)
+
+
+def _state(position: int, deal: str) -> dict[str, Any]:
+    """As before there were deals where positions are taken in turn."""
+    return {"position": position} | ({} if deal == IN_TURN else {"deal": deal})
+
+
+def _deal_of(state: Mapping[str, Any]) -> str:
+    """How the run went on that saved a state; one without a word of it took positions in turn."""
+    deal = state.get("deal", IN_TURN)
+    if deal not in (IN_TURN, PERMUTED):
+        raise BlendingError(
+            f"the state was dealt by {deal!r}, which this release does not know; update sixfold-blending"
+        )
+    return str(deal)
 
 
 def _position_of(state: Mapping[str, Any]) -> int:

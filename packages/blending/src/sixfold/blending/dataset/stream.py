@@ -64,6 +64,11 @@ class Samples(ABC):
         """Positions from which on samples have another length."""
         return ()
 
+    @property
+    @abstractmethod
+    def deals(self) -> bool:
+        """Whether a sampler permutes the positions of a step before ranks share them."""
+
     def __getstate__(self) -> dict[str, Any]:
         """Without the reader, whose handles are of this process."""
         return {name: value for name, value in self.__dict__.items() if name != "_reader"}

@@ -94,6 +94,7 @@ class Order(ABC):
         by_name: the names of the datasets are in its keys, so no two datasets have one name.
         one_record: one metadata file tells of all index files of a blend; see ``cache/index_files.py``.
         keeps_blend: the blend has index files of its own.
+        deals: a sampler permutes the positions of a step before ranks share them; see ``blend/deal.py``.
         packs: a sample is a row of whole documents; chosen by ``packing`` in the config.
     """
 
@@ -102,6 +103,7 @@ class Order(ABC):
     by_name: ClassVar[bool] = True
     one_record: ClassVar[bool] = False
     keeps_blend: ClassVar[bool] = False
+    deals: ClassVar[bool] = True
     packs: ClassVar[bool] = False
 
     def check(self, config: BlendedMegatronDatasetConfig) -> None:  # noqa: B027 - most fit

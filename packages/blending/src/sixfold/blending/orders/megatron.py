@@ -59,6 +59,7 @@ class Megatron(Order):
     indexed = True
     by_name = False
     keeps_blend = True
+    deals = False  # ranks take positions in turn, as under the peer
 
     def check(self, config: BlendedMegatronDatasetConfig) -> None:
         check_fields_of_indices(config)

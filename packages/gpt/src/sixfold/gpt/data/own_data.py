@@ -15,7 +15,7 @@ number: it is read on a thread, by every rank that needs it, in any order.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -71,6 +71,7 @@ def check_own(config: TrainConfig, datasets: Datasets) -> None:
         ("data.names", list(data.names), []),  # own datasets have those of data.blend
         ("data.order", data.order, "stateless"),
         ("data.packing", data.packing, "concatenate"),
+        ("data.deal", data.deal, "in_turn"),
         ("data.blend_unit", data.blend_unit, "rows"),
         ("data.document_shuffle", data.document_shuffle, "auto"),
         ("data.changes", list(data.changes), []),
@@ -172,7 +173,7 @@ class OwnData:
         key = self._key("own", self._seed, self.names[dataset], self._part, epoch)
         return int(permute(key, self._sizes[dataset], place))
 
-    def get_batch(self, positions: range) -> dict[str, npt.NDArray[Any]]:
+    def get_batch(self, positions: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """tokens, labels (B, S) int64, loss_mask (B, S) float32, cu_seqlens int32, dataset_id (B,) int64.
 
         Raises:

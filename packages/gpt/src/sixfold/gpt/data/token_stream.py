@@ -4,14 +4,15 @@
                                       `-> global_batches (whole batches, one process, no group)
 
 The state of the data is one number, ``samples`` consumed. Sample j of microbatch m on data-parallel rank d lies at
-position ``samples + (m*dp + d) * micro_batch_size + j``, so a change of layout or of the ramp repeats and skips
-nothing. Every rank of a pipeline computes its microbatches itself from the order; only hidden states travel. Ranks of
-a context-parallel group read the same samples, and each keeps its part of every row (sequence_parts.py).
+position ``samples + (m*dp + d) * micro_batch_size + j`` of the order; ``data.deal`` may permute the
+positions of a step. So a change of layout or of the ramp repeats and skips nothing. Every rank of a pipeline computes
+its microbatches itself from the order; only hidden states travel. Ranks of a context-parallel group read the same
+samples, and each keeps its part of every row (sequence_parts.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -332,9 +333,10 @@ class TokenStream:
         self.vocab_size = config.model.vocab_size
         self.seq_length = config.data.seq_length
         self.document_mask = config.data.document_mask
+        self.permutes = config.data.deal == "permuted"
         self.name = "data"
 
-    def arrays(self, positions: range) -> dict[str, npt.NDArray[Any]]:
+    def arrays(self, positions: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
         """The batch at ``positions``, ids checked against the vocabulary.
 
         Raises:
@@ -346,7 +348,7 @@ class TokenStream:
             self._refuse_ids(positions, batch)
         return batch
 
-    def _refuse_ids(self, positions: range, batch: dict[str, npt.NDArray[Any]]) -> None:
+    def _refuse_ids(self, positions: Sequence[int], batch: dict[str, npt.NDArray[Any]]) -> None:
         ids = np.concatenate([batch["tokens"], batch["labels"][:, -1:]], axis=1)
         row, column = (int(i) for i in np.argwhere(ids >= self.vocab_size)[0])
         why, at = self.dataset.why(positions[row]), column
@@ -361,9 +363,12 @@ class TokenStream:
 
     def microbatch(self, first: int, size: int) -> Microbatch:
         """The ``size`` samples from position ``first`` on: this rank's part of their rows, on its way to the device."""
+        return self._microbatch(range(first, first + size))
+
+    def _microbatch(self, samples: Sequence[int]) -> Microbatch:
         from sixfold.gpt.data.host_to_device import Transfer
 
-        batch = self.arrays(range(first, first + size))
+        batch, size = self.arrays(samples), len(samples)
         transfer, cut = Transfer(self.copies), self.part.cut
         loss_mask = cut(batch["loss_mask"])
         kwargs: dict[str, Any] = {"labels": transfer.put(cut(batch["labels"])), "loss_mask": transfer.put(loss_mask)}
@@ -384,8 +389,18 @@ class TokenStream:
 
     def step(self, samples: int, batch_size: int, micro: int, dp: int, dp_rank: int) -> list[Microbatch]:
         """This rank's microbatches of the global batch that starts at position ``samples``."""
-        count = batch_size // (micro * dp)
-        return [self.microbatch(samples + (m * dp + dp_rank) * micro, micro) for m in range(count)]
+        count, positions = batch_size // (micro * dp), self._dealt(samples, batch_size)
+        begins = [(m * dp + dp_rank) * micro for m in range(count)]
+        return [self._microbatch(positions[begin : begin + micro]) for begin in begins]
+
+    def _dealt(self, samples: int, batch_size: int) -> Sequence[int]:
+        """The positions of a global batch as microbatches take them, the same on every rank and at any layout."""
+        if not self.permutes:
+            return range(samples, samples + batch_size)
+        from sixfold.blending.order import deal
+
+        dealt: list[int] = deal(samples, samples + batch_size, 0, 1).tolist()
+        return dealt
 
 
 def global_batches(config: TrainConfig, first_step: int = 0, *, datasets: OwnDatasets | None = None) -> Iterator[Batch]:

@@ -43,7 +43,7 @@ import torch
 from sixfold.dist_ckpt.background import lost_ranks, status_and_heartbeats
 from sixfold.dist_ckpt.background.arena import Arena, Place
 from sixfold.dist_ckpt.background.handle import AsyncSave
-from sixfold.dist_ckpt.background.lazy_copy import LazyCopy
+from sixfold.dist_ckpt.background.lazy_copy import LazyCopy, copied_at_once
 from sixfold.dist_ckpt.background.lost_ranks import Job
 from sixfold.dist_ckpt.background.status_and_heartbeats import Heartbeat, RankState
 from sixfold.dist_ckpt.background.worker_process import Worker
@@ -285,8 +285,10 @@ class AsyncSaver:
         values = [tensor for tensor in tensors.values() if tensor is not None]
         self._lazy = None
         if request.lazy:
-            self._lazy = LazyCopy([content.records[index].key for index in tensors], values, request.timeout_s)
-            places = self._arena.take_later(values, self._lazy)
+            safe = copied_at_once(request.sharded_state_dict, values)
+            named = zip((content.records[index].key for index in tensors), values, safe, strict=True)
+            self._lazy = LazyCopy([(name, value) for name, value, own in named if own is value], request.timeout_s)
+            places = self._arena.take_later(safe, self._lazy)
         else:
             places = self._arena.take(values)
         records = [_without_data(record) for record in content.records]
@@ -332,8 +334,9 @@ def async_save(
         bytes are written. This process calls progress some times a second, from the thread that watches the worker.
         The last call comes after the commit, with the total. An exception in it stops the worker, and
         ``wait`` raises it on all ranks. lazy: it returns before the values are copied. The copy is made beside what
-        the caller does next, which changes none of the tensors until ``fence`` of the handle has returned; one that is
-        changed is an error that names it. Nothing is committed before the fence.
+        the caller does next, which changes no large tensor until ``fence`` of the handle has returned; one that is
+        changed is an error that names it. Buffers and small tensors are copied in the call. Nothing is committed
+        before the fence.
     Returns:
         The handle; errors of writing, large plain tensors that differ between ranks, NaN with ``check_finite`` and
         dead peers are raised by its ``wait``.

@@ -18,7 +18,7 @@ from sixfold.blending.batches.gpt_arrays import TokenRows
 from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import ListSource
 from sixfold.blending.numbers.kernels import I64, Kernels, kernels
-from sixfold.blending.samples.range_table import FIELDS, ROW, SOURCE
+from sixfold.blending.samples.range_table import COLUMN, FIELDS, ROW, SEQUENCE, SHOWN, SOURCE
 
 _TOO_LITTLE_ROOM = -1  # of search.c; any other negative number leaves the batch to numpy
 _ATTEMPTS = 10_000  # each adds an epoch, a string or a dataset, or doubles the room
@@ -42,6 +42,15 @@ class OrderedPart(Protocol):
 
 
 @dataclass(frozen=True)
+class Drop:
+    """Sequences of one dataset that are not read from one of its samples on."""
+
+    source: int
+    first: int
+    sequences: I64
+
+
+@dataclass(frozen=True)
 class _Handles:
     """What the kernels have open of D datasets; a value, so that threads that open at once lose at worst an opening."""
 
@@ -54,9 +63,10 @@ class _Handles:
 class BatchReader:
     """Reads D datasets; see the module."""
 
-    def __init__(self, datasets: Sequence[OrderedPart], *, pads: bool = False) -> None:
-        """Read ``datasets``; ``pads``: their tables have ranges of padding too, as of one part more."""
+    def __init__(self, datasets: Sequence[OrderedPart], *, pads: bool = False, drops: Sequence[Drop] = ()) -> None:
+        """Read ``datasets`` without ``drops``; ``pads``: their tables have ranges of padding, as of one part more."""
         self._datasets = datasets
+        self._drops = drops
         self._pads = pads
         self._parts = [dataset.part for dataset in datasets]
         none: tuple[object | None, ...] = (None,) * (len(datasets) + pads)
@@ -75,7 +85,7 @@ class BatchReader:
             padding = ListSource([[rows.pad] * (rows.tokens.shape[1] + 1)])  # packed rows have one length
             self._parts = [*self._parts, Part(padding, range(1))]
         if native is None:
-            gather(self._parts, (), self._by_numpy(source_B, sample_B), rows)
+            self._gather((), self._by_numpy(source_B, sample_B), sample_B, rows)
             return
         handles = self._handles
         if not self._pads:  # there is no kernel for packed rows
@@ -85,7 +95,27 @@ class BatchReader:
             for source in [*_sources(source_B), *range(len(self._datasets), len(self._parts))]:
                 handles = self._with_map(native, handles, source)
         self._handles = handles
-        gather(self._parts, handles.maps, ranges, rows, handles.unmapped)
+        self._gather(handles.maps, ranges, sample_B, rows, handles.unmapped)
+
+    def _gather(
+        self,
+        maps: tuple[object | None, ...],
+        ranges: I64,
+        sample_B: I64,
+        rows: TokenRows,
+        unmapped: frozenset[int] = frozenset(),
+    ) -> None:
+        """Read what is not dropped. What is has no id, and is no part of the document before it."""
+        if not self._drops:
+            gather(self._parts, maps, ranges, rows, unmapped)
+            return
+        dropped = np.zeros(len(ranges), dtype=np.bool_)
+        for drop in self._drops:
+            mine = (ranges[:, SOURCE] == drop.source) & (sample_B[ranges[:, ROW]] >= drop.first)
+            dropped |= mine & np.isin(ranges[:, SEQUENCE], drop.sequences)
+        gather(self._parts, maps, np.ascontiguousarray(ranges[~dropped]), rows, unmapped)
+        holes = ranges[dropped & (ranges[:, SHOWN] > 0)]
+        rows.begins[holes[:, ROW], holes[:, COLUMN]] = True
 
     def _searched(
         self, native: Kernels, handles: _Handles, source_B: I64, sample_B: I64, sequence_length: int

@@ -62,6 +62,8 @@ def eras_of(
     numbers = {place_of(path): number for number, path in enumerate(paths)}
     eras = [Era(0, _padded(weights, len(paths)), sequence_length)]
     for change in changes:
+        if change.blend is None and change.sequence_length is None:
+            continue  # documents that are dropped leave every position where it was
         last = eras[-1]
         after = last.weights if change.blend is None else _weights_by_dataset(change, numbers, tokens, place_of)
         eras.append(Era(int(change.at), after, change.sequence_length or last.sequence_length))

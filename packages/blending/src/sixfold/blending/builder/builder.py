@@ -33,6 +33,7 @@ from sixfold.blending.config.prefixes import text_of
 from sixfold.blending.config.splits import Bookends, Split, part_range
 from sixfold.blending.dataset.base import MegatronDataset
 from sixfold.blending.dataset.blended import BlendedDataset
+from sixfold.blending.dataset.checkpoint_state import told_of
 from sixfold.blending.dataset.mock import MockGPTDataset, refuse_a_blend
 from sixfold.blending.documents.idx_bin import pair_of
 from sixfold.blending.documents.part import Part
@@ -81,6 +82,7 @@ class BlendedMegatronDatasetBuilder:
         config: BlendedMegatronDatasetConfig,
         *,
         group: "ProcessGroup | None" = None,
+        state: dict[str, Any] | None = None,
     ) -> None:
         """Say what to build.
 
@@ -89,6 +91,8 @@ class BlendedMegatronDatasetBuilder:
             sizes: samples of train, valid, test. None is one epoch.
             is_built_on_rank: returns whether this rank builds. If not, its parts are None. Ignored without a group.
             group: all ranks of it build together. An error on one rank is raised on all.
+            state: of training, where a run goes on. What it says of a dataset that has left the blend stands for its
+                files, which may be deleted.
         Raises:
             BlendingError: sizes that are not three counts, no blend, or weights without a size.
         """
@@ -110,6 +114,7 @@ class BlendedMegatronDatasetBuilder:
         self.config = config
         self._has_indices = config.ordering.indexed
         self.group = group
+        self._state = state
         self._opened: dict[str, DocumentSource] = {}
         self._stamps: dict[str, list[Stamp] | None] = {}
         self._indexed: dict[Task, MegatronDataset] = {}
@@ -178,7 +183,12 @@ class BlendedMegatronDatasetBuilder:
             blend = config.blend_of(split)
             facts[f"blend of {split.name}"] = None if blend is None else self._named(blend)
         facts["changes"] = [
-            [change.at, None if change.blend is None else self._named(change.blend), change.sequence_length]
+            [
+                change.at,
+                None if change.blend is None else self._named(change.blend),
+                change.sequence_length,
+                change.drop,
+            ]
             for change in config.changes
         ]
         if not config.mock:
@@ -368,7 +378,7 @@ class BlendedMegatronDatasetBuilder:
             return None  # nothing is there and nothing is asked
         weights = blend[1]
         if weights is None and size is not None:
-            weights = [dataset.part.tokens for dataset in datasets[: len(blend[0])]]
+            weights = [self.config.ordering.size_of(dataset) for dataset in datasets[: len(blend[0])]]
         blended = BlendedDataset(datasets, weights, size, config)
         if size is not None:
             for dataset, count in zip(blended.datasets, blended.counts(size).tolist(), strict=True):
@@ -444,7 +454,7 @@ class BlendedMegatronDatasetBuilder:
                     "it cannot be read",
                     stacklevel=2,
                 )
-                self._opened[prefix] = AbsentSource(path)
+                self._opened[prefix] = AbsentSource(path, self._told_of(prefix))
                 return self._opened[prefix]
             with _naming(f"{prefix} was opened"):
                 self._opened[prefix] = self.cls.build_low_level_dataset(path, self.config)
@@ -458,8 +468,12 @@ class BlendedMegatronDatasetBuilder:
                 )
         return self._opened[prefix]
 
+    def _told_of(self, prefix: str) -> dict[str, Any] | None:
+        """What the state of the run says of a dataset."""
+        return None if self._state is None else told_of(self._state, self.config.name_of(prefix))
+
     def _has_left(self, prefix: str) -> bool:
-        """Whether only training reads it, by weights that are given, and not from the last change of the blend on."""
+        """Whether only training reads it, by weights that are known, and not from the last change of the blend on."""
         config, place = self.config, self.config.place_of(prefix)
         if self.cls.build_low_level_dataset is not MegatronDataset.build_low_level_dataset:
             return False  # what a path means is the class's
@@ -472,6 +486,8 @@ class BlendedMegatronDatasetBuilder:
         *earlier, last = [config.blend_of(Split.train), *changed]
         if not earlier or any(blend is not None and self._reads(blend, place) for blend in (last, *others)):
             return False
+        if self._told_of(prefix) is not None:
+            return True
         return all(blend is None or blend[1] is not None or not self._reads(blend, place) for blend in earlier)
 
     def _reads(self, blend: Blend, place: str) -> bool:

@@ -59,17 +59,19 @@ class _SplitOfMock(str):
 
 @dataclass(frozen=True)
 class BlendChange:
-    """Another blend, or another sequence length, from position ``at`` of training on.
+    """Another blend, another sequence length, or fewer documents, from position ``at`` of training on.
 
     Attributes:
         at: a position, >= 0.
         blend: (prefixes, weights or None). A dataset with weight 0, or not named, leaves. None keeps the blend.
         sequence_length: tokens per sample from here on. None keeps it.
+        drop: numbers of documents by prefix. Their places stay and are padding without loss, so nothing else moves.
     """
 
     at: int
     blend: Blend | None = None
     sequence_length: int | None = None
+    drop: Mapping[Prefix, Sequence[int]] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,6 +156,9 @@ class BlendedMegatronDatasetConfig:
                 int(change.at),
                 None if change.blend is None else _copied(change.blend),
                 None if change.sequence_length is None else int(change.sequence_length),
+                None
+                if change.drop is None
+                else {text_of(key): sorted(map(int, ids)) for key, ids in change.drop.items()},
             )
             for change in self.changes
         ]
@@ -188,8 +193,13 @@ class BlendedMegatronDatasetConfig:
             if not isinstance(change, BlendChange):
                 raise BlendingError(f"changes[{number}] is {change!r}; it is a BlendChange(at, blend, sequence_length)")
             whole_number(f"changes[{number}].at", change.at, 0)
-            if change.blend is None and change.sequence_length is None:
-                raise BlendingError(f"changes[{number}] at {change.at} changes nothing; give blend or sequence_length")
+            if change.blend is None and change.sequence_length is None and not change.drop:
+                raise BlendingError(
+                    f"changes[{number}] at {change.at} changes nothing; give blend, sequence_length or drop"
+                )
+            for prefix, ids in (change.drop or {}).items():
+                for place, id_ in enumerate(ids):
+                    whole_number(f"changes[{number}].drop[{text_of(prefix)!r}][{place}]", id_, 0)
             if change.blend is not None:
                 self._check_blend(f"changes[{number}].blend", change.blend)
             if change.sequence_length is not None:

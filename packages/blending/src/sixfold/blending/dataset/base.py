@@ -145,6 +145,12 @@ class MegatronDataset(Samples):
         return isinstance(self.indexed_dataset, AbsentSource)
 
     @property
+    def tokens(self) -> int:
+        """Of its part; of a deleted one as a state tells."""
+        told = self.indexed_dataset.told if isinstance(self.indexed_dataset, AbsentSource) else None
+        return self.part.tokens if told is None else int(told["tokens"])
+
+    @property
     def indices(self) -> range | I64:
         return self.part.indices
 
@@ -310,8 +316,8 @@ class MegatronDataset(Samples):
         if self._epoch_limit is not None and end > self._epoch_limit.next:
             self._epoch_limit.check(end, lambda n: np.array([n]), self.epochs, lambda _, sample: sample)
 
-    def token_ranges(self, sample: int) -> tuple[TokenRange, ...]:
-        """The ranges of a sample's tokens, in order, without padding."""
+    def token_ranges(self, sample: int, dropped: I64 | None = None) -> tuple[TokenRange, ...]:
+        """The ranges of a sample's tokens, in order, without padding; those of sequences ``dropped`` say so."""
         ranges = self.order.ranges_of(sample)
         first = self.part.first_token(ranges.sequence)
         prefix = getattr(self.indexed_dataset, "path_prefix", None)
@@ -335,6 +341,7 @@ class MegatronDataset(Samples):
                     byte_begin=begin,
                     byte_end=None if begin is None else begin + length * itemsize,
                     sequence=int(ranges.sequence[number]) if boundaries is not None else None,
+                    dropped=dropped is not None and bool(np.isin(ranges.sequence[number], dropped)),
                 )
             )
         return tuple(found)

@@ -18,11 +18,12 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.blending.batches.gpt_arrays import Batch, output_array
-from sixfold.blending.batches.reader import BatchReader
+from sixfold.blending.batches.reader import BatchReader, Drop
 from sixfold.blending.blend.position_shuffle import Shuffle
 from sixfold.blending.blend.schedule import Schedule
 from sixfold.blending.cache.file_names import Identifiers, blend_identifiers
 from sixfold.blending.config.config import BlendedMegatronDatasetConfig
+from sixfold.blending.config.prefixes import text_of
 from sixfold.blending.dataset.base import MegatronDataset, epoch_limit_of
 from sixfold.blending.dataset.checkpoint_state import (
     STATE_VERSION,
@@ -108,6 +109,7 @@ class BlendedDataset(Samples):
         self.schedule: BlendPositions = config.ordering.blend(self, self.datasets, shuffle)
         if isinstance(self.schedule, Schedule):
             self._give_lengths(self.schedule)
+        self._drops = self._dropped()
         self.watch_epochs(len(self))
 
     def _give_lengths(self, schedule: Schedule) -> None:
@@ -126,7 +128,29 @@ class BlendedDataset(Samples):
 
     @cached_property
     def _reader(self) -> BatchReader:
-        return BatchReader(self.datasets, pads=self.config.ordering.packs)
+        return BatchReader(self.datasets, pads=self.config.ordering.packs, drops=self._drops)
+
+    def _dropped(self) -> list[Drop]:
+        """What changes take out, by dataset and its own samples.
+
+        Raises:
+            BlendingError: documents of a dataset that is none of these, or that it does not have.
+        """
+        found = []
+        numbers = {self.config.place_of(dataset.dataset_path or ""): n for n, dataset in enumerate(self.datasets)}
+        for change in self.config.changes_of(self.index_split):
+            for prefix, ids in (change.drop or {}).items():
+                number = numbers.get(self.config.place_of(prefix))
+                if number is None:
+                    raise BlendingError(
+                        f"the change at {change.at} drops documents of {text_of(prefix)!r}, which is none of the "
+                        "datasets blended"
+                    )
+                if self.datasets[number].is_absent:
+                    continue  # gone as a whole
+                sequences = self.datasets[number].part.sequences_of(ids)
+                found.append(Drop(number, int(self.schedule.counts(change.at)[number]), sequences))
+        return found
 
     @property
     def unique_identifiers(self) -> Identifiers:
@@ -214,7 +238,9 @@ class BlendedDataset(Samples):
         """Where the tokens of position ``n`` come from."""
         dataset_B, sample_B = self.locate([n])
         dataset, sample = int(dataset_B[0]), int(sample_B[0])
-        ranges, epochs = self.datasets[dataset].token_ranges(sample), self.datasets[dataset].epochs_after(sample)
+        some = [drop.sequences for drop in self._drops if drop.source == dataset and drop.first <= sample]
+        ranges = self.datasets[dataset].token_ranges(sample, np.concatenate(some) if some else None)
+        epochs = self.datasets[dataset].epochs_after(sample)
         return Why(int(n), dataset, self.names[dataset], sample, ranges, epochs)
 
     def epochs(self, n: int) -> F64:

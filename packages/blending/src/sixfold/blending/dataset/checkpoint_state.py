@@ -19,6 +19,7 @@ from sixfold.blending.config.order_names import order_named
 from sixfold.blending.config.prefixes import base_name
 from sixfold.blending.config.splits import Split
 from sixfold.blending.documents.part import Part
+from sixfold.blending.documents.source import AbsentSource
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import plain, whole_number
 
@@ -64,7 +65,7 @@ def stream_state(
         "part": split.name,
         "split": [0.0, 1.0] if part is None else list(part),
         "datasets": {
-            str(number): {"name": dataset.name, "absent": True}
+            str(number): _of_absent(dataset)
             if dataset.is_absent
             else {"name": dataset.name, "document_shuffle": dataset.document_shuffle}
             | config.ordering.state_of(dataset)
@@ -74,7 +75,39 @@ def stream_state(
         },
         "earlier_segments": {"count": len(earlier), "hash": checksum} if earlier else None,
         "segments": told[-_SEGMENTS_IN_FULL:],
-    }
+    } | _drops_before(position, config, split)
+
+
+def _of_absent(dataset: "MegatronDataset") -> dict[str, Any]:
+    """What the state of the run told of a dataset that was deleted since; its name alone where nothing was told."""
+    source = dataset.indexed_dataset
+    told = source.told if isinstance(source, AbsentSource) else None
+    return {"name": dataset.name, "absent": True} if told is None else dict(told)
+
+
+def _drops_before(position: int, config: BlendedMegatronDatasetConfig, split: Split) -> State:
+    """Documents that earlier changes took out: how many, and a hash of their numbers. Nothing where there are none."""
+    drops = [
+        [
+            change.at,
+            config.name_of(prefix),
+            len(ids),
+            blake2b(json.dumps(list(ids)).encode(), digest_size=8).hexdigest(),
+        ]
+        for change in config.changes_of(split)
+        if change.at < position
+        for prefix, ids in (change.drop or {}).items()
+    ]
+    return {"drops": drops} if drops else {}
+
+
+def told_of(state: State, name: str) -> dict[str, Any] | None:
+    """What a state says of the data of a dataset, enough to stand for it when it is deleted."""
+    datasets = state.get("datasets") if isinstance(state, dict) else None
+    for told in datasets.values() if isinstance(datasets, dict) else ():
+        if isinstance(told, dict) and told.get("name") == name and isinstance(told.get("tokens"), int):
+            return dict(told)
+    return None
 
 
 def index_state(

@@ -23,12 +23,14 @@ class TokenRange:
     byte_begin: int | None
     byte_end: int | None
     sequence: int | None = None  # its number in the source, where documents have several
+    dropped: bool = False  # by a change: its columns are padding without loss
 
     def __str__(self) -> str:
         bytes_ = "" if self.path is None else f" ({self.path} bytes {self.byte_begin}..{self.byte_end})"
         epoch = "" if self.epoch is None else f"epoch {self.epoch} "
         sequence = "" if self.sequence is None else f" sequence {self.sequence}"
-        return f"{epoch}document {self.document}{sequence} [{self.offset}:{self.offset + self.length}]{bytes_}"
+        dropped = ", dropped" if self.dropped else ""
+        return f"{epoch}document {self.document}{sequence} [{self.offset}:{self.offset + self.length}]{bytes_}{dropped}"
 
 
 @dataclass(frozen=True, slots=True)

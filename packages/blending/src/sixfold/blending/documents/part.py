@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.blending.documents.source import DocumentSource, pointers_of
+from sixfold.blending.documents.source import DocumentSource, pointers_of, several_sequences
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.checks import whole_numbers
 from sixfold.blending.numbers.kernels import I64
@@ -201,6 +201,24 @@ class Part:
             f"{self.label}: {problem}; the index is damaged, build it again. If your source leaves gaps between "
             "sequences, as after a filter, give it no sequence_pointers: its lengths are then used"
         )
+
+    def sequences_of(self, documents: Sequence[int]) -> I64:
+        """Numbers in the source of the sequences of some documents, ascending.
+
+        Raises:
+            BlendingError: a document that the source does not have.
+        """
+        numbers, boundaries = np.unique(np.asarray(documents, dtype=np.int64)), several_sequences(self.source)
+        held = len(self._lengths) if boundaries is None else len(boundaries) - 1
+        if numbers.size and int(numbers[-1]) >= held:
+            raise BlendingError(
+                f"{self.label}: document {numbers[-1]} is dropped, and it has documents 0..{held - 1}; give numbers of "
+                "documents, as why prints them"
+            )
+        if boundaries is None:
+            return numbers
+        runs = [np.arange(boundaries[number], boundaries[number + 1]) for number in numbers.tolist()]
+        return np.concatenate(runs) if runs else numbers
 
     def first_token(self, ids: I64) -> I64 | None:
         """Place of each sequence's first token in the flat data; None without pointers."""

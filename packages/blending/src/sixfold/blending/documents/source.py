@@ -3,7 +3,7 @@
 anything with lengths and get() --> DocumentSource (this file) --> part.py
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -73,8 +73,10 @@ class AbsentSource:
     dtype = np.dtype(np.uint16)
     sequence_lengths = np.zeros(0, dtype=np.int32)
 
-    def __init__(self, path_prefix: str) -> None:
+    def __init__(self, path_prefix: str, told: Mapping[str, Any] | None = None) -> None:
+        """A deleted pair; ``told`` is what the state of the run says of it, None if there is no word of it."""
         self.path_prefix = path_prefix
+        self.told = told
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[Any]:
         raise self.asked()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sixfold.blending.cache.row_counts import kept_row_counts, row_counts
 from sixfold.blending.config.config import BlendedMegatronDatasetConfig
 from sixfold.blending.documents.part import Part
+from sixfold.blending.documents.source import AbsentSource
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.weights import Weights
 from sixfold.blending.orders.interface import Share
@@ -53,7 +54,10 @@ class BestFit(Stateless):
         return PackedRows(windows, row_counts(windows, config.cache_folder), one_epoch=dataset.is_one_epoch)
 
     def rows_per_epoch(self, dataset: "MegatronDataset") -> int:
-        if dataset.is_absent or dataset.part.tokens == 0:
+        source = dataset.indexed_dataset
+        if isinstance(source, AbsentSource):
+            return 0 if source.told is None else int(source.told["rows"])
+        if dataset.part.tokens == 0:
             return 0
         assert isinstance(dataset.order, PackedRows), "this order made it"
         return dataset.order.rows
@@ -63,7 +67,7 @@ class BestFit(Stateless):
 
     def size_of(self, dataset: "MegatronDataset") -> int:
         """Its rows, so that all epochs end together; in tokens as many as fill them."""
-        return dataset.part.tokens if dataset.config.blend_unit == "tokens" else self.rows_per_epoch(dataset)
+        return dataset.tokens if dataset.config.blend_unit == "tokens" else self.rows_per_epoch(dataset)
 
     def in_samples(self, weights: Weights, datasets: "Sequence[MegatronDataset]") -> Weights:
         if datasets[0].config.blend_unit == "rows":
@@ -71,8 +75,9 @@ class BestFit(Stateless):
         found: list[Any] = [0] * len(weights)
         for number, (weight, dataset) in enumerate(zip(weights, datasets, strict=True)):
             if weight:  # tokens, over the tokens of a row in the mean of an epoch
-                dataset.order  # noqa: B018 - BlendingError of one that is absent or empty
-                found[number] = Fraction(weight) * self.rows_per_epoch(dataset) / dataset.part.tokens
+                if dataset.tokens == 0:
+                    dataset.order  # noqa: B018 - BlendingError of one that is absent or empty
+                found[number] = Fraction(weight) * self.rows_per_epoch(dataset) / dataset.tokens
         return found
 
     def share_of_counts(

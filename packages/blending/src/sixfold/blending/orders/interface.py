@@ -132,6 +132,10 @@ class Order(ABC):
             BlendingError: weights or sizes do not fit.
         """
 
+    def size_of(self, dataset: "MegatronDataset") -> int:
+        """The weight of a dataset in a blend without weights."""
+        return dataset.tokens
+
     def rows_per_epoch(self, dataset: "MegatronDataset") -> int | None:
         """Samples of every epoch of a dataset; None of an order that cuts epochs by tokens."""
         return None

@@ -61,10 +61,6 @@ class Stateless(Order):
         except BlendingError as error:
             raise BlendingError(f"{error} (the datasets, from 0: {some(paths)})") from None
 
-    def size_of(self, dataset: "MegatronDataset") -> int:
-        """The weight of a dataset in a blend without weights."""
-        return dataset.part.tokens
-
     def in_samples(self, weights: Weights, datasets: "Sequence[MegatronDataset]") -> Weights:
         """Weights of samples; those that were given are of samples already, which all have as many tokens."""
         return weights

@@ -96,6 +96,39 @@ def test_a_tensor_that_changes_before_the_fence_is_named_and_nothing_is_committe
     assert dist_ckpt.tools.verify(tmp_path / "a")["ok"]
 
 
+def stepping():
+    model = torch.nn.Linear(300, 300)
+    model(torch.ones(2, 300)).sum().backward()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), model.weight.detach().clone()
+
+
+def test_a_step_of_an_optimizer_has_the_fence_in_it_once_it_is_told_so(tmp_path, slow):
+    model, optimizer, before = stepping()
+    handle = dist_ckpt.async_save({"weight": model.weight.detach()}, tmp_path / "a", group=None, lazy=True)
+    handle.fence_before(optimizer)
+    threading.Timer(0.3, slow.set).start()
+    optimizer.step()
+    assert not torch.equal(model.weight, before)
+    handle.wait()
+    assert not optimizer._optimizer_step_pre_hooks, "it is asked once"
+    loaded = {"weight": torch.empty_like(before)}
+    dist_ckpt.load(loaded, tmp_path / "a", group=None)
+    assert torch.equal(loaded["weight"], before)
+
+
+def test_a_tier_is_told_once_of_an_optimizer_and_each_snapshot_is_of_its_own_step(tmp_path):
+    model, optimizer, before = stepping()
+    with dist_ckpt.MemoryTier(tmp_path, "run", replicas=0, group=None) as tier:
+        tier.fence_before(optimizer)
+        optimizer.step()  # there is no snapshot yet
+        for step in (1, 2, 3):
+            before = model.weight.detach().clone()
+            tier.save(step, {"weight": model.weight.detach()}, lazy=True)
+            optimizer.step()
+            tier.wait()
+            loaded = {"weight": torch.empty_like(before)}
+            assert tier.restore(loaded).step == step
+            assert torch.equal(loaded["weight"], before) and not torch.equal(loaded["weight"], model.weight)
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 def test_a_fused_step_before_the_fence_is_named_though_torch_counts_no_change(tmp_path, slow, kind):
     model = torch.nn.Linear(300, 300)

@@ -2,10 +2,9 @@
 
 import os
 import resource
-import subprocess
-import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from memory_tier_helpers import (
     generations,
     lose,
     restores,
+    saves,
     state_of,
     tier_of,
 )
@@ -25,19 +25,6 @@ from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CheckpointError, CheckpointManager, LostPeerError, StorageError, retention
 from sixfold.dist_ckpt.memory_tier import jobs
-
-
-@pytest.fixture
-def small_tmpfs():
-    """A tmpfs of 6 MiB."""
-    with tempfile.TemporaryDirectory(prefix="tier-small-") as folder:
-        command = ["mount", "-t", "tmpfs", "-o", "size=6m", "tmpfs", folder]
-        if subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("needs the right to mount a tmpfs")
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run(["umount", "-l", folder], check=True)
 
 
 def fills(rank, ranks, shm, ballast_bytes):
@@ -67,10 +54,11 @@ def fills(rank, ranks, shm, ballast_bytes):
 
 
 def test_a_full_tmpfs_is_a_typed_error_of_its_rank_and_then_of_all_and_the_older_step_stays(small_tmpfs, shm):
+    full = small_tmpfs("6m")
     for number in (0, 1):
-        (shm / f"host{number}").symlink_to(small_tmpfs if number else shm / "real")
+        (shm / f"host{number}").symlink_to(full if number else shm / "real")
     (shm / "real").mkdir()
-    free = os.statvfs(small_tmpfs)
+    free = os.statvfs(full)
     taken = free.f_bavail * free.f_frsize - 1_500_000  # two parts of the first step fit, no more
     found = run_ranks(fills, 2, shm, taken)
     assert all(any(text.startswith("StorageError 28: ENOSPC") for text in told) for told in found), found
@@ -169,9 +157,48 @@ def fills_first(rank, ranks, shm):
 
 
 def test_of_a_full_domain_all_ranks_hear_and_no_folder_stays(small_tmpfs):
-    told = run_ranks(fills_first, 2, small_tmpfs)
+    told = run_ranks(fills_first, 2, small_tmpfs("6m"))
     assert told[0] == told[1] and told[0][0].startswith("ENOSPC"), told
     assert told[0][1] == []
+
+
+def fill(folder):
+    """Takes all that is free; the file."""
+    ballast = folder / "ballast"
+    with ballast.open("wb", buffering=0) as file:
+        for piece in (bytes(2**16), bytes(2**12)):
+            with suppress(OSError):
+                while file.write(piece):
+                    pass
+    return ballast
+
+
+def test_a_restore_in_full_memory_makes_room_by_what_is_older_than_the_step_that_it_loads(small_tmpfs):
+    folder = small_tmpfs("6m")
+    run_ranks(saves, 2, folder, 1, [1, 2], False)
+    assert len(generations(folder, 0)) == 2
+    fill(folder)
+    assert {(found.step, found.skipped) for found in run_ranks(restores, 2, folder, 1)} == {(2, ())}
+    (left,) = generations(folder, 0)
+    assert "-step-00000002-" in left.name
+
+
+def restores_nothing(rank, ranks, folder):
+    tier = tier_of(folder, rank, ranks, 1)
+    with pytest.raises(StorageError) as error:
+        tier.restore(state_of(rank, ranks, 0, fill=False))
+    tier.__exit__(StorageError, None, None)
+    return str(error.value)
+
+
+def test_a_restore_without_any_room_is_an_error_and_what_is_whole_stays(small_tmpfs):
+    folder = small_tmpfs("6m")
+    run_ranks(saves, 2, folder, 1, [1, 2])
+    ballast = fill(folder)
+    for text in run_ranks(restores_nothing, 2, folder):
+        assert "No space left on device" in text or "ENOSPC" in text
+    ballast.unlink()
+    assert {found.step for found in run_ranks(restores, 2, folder, 1)} == {2}
 
 
 def late(rank, ranks, shm):

@@ -2,9 +2,13 @@
 
 import gc
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +24,23 @@ TEST_SECONDS = pytest.StashKey[list[float]]()
 def ranks() -> Callable[..., list[Any]]:
     """``ranks(function, 2, *args)``: see `ranktest.run_ranks`."""
     return run_ranks
+
+
+@pytest.fixture
+def small_tmpfs() -> Iterator[Callable[[str], Path]]:
+    """``small_tmpfs("64k")``: the folder of a new file system of that size, in memory; skips where none may be made."""
+    with ExitStack() as made:
+
+        def make(size: str) -> Path:
+            folder = made.enter_context(tempfile.TemporaryDirectory(prefix="small-tmpfs-"))
+            if subprocess.run(
+                ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], stderr=subprocess.DEVNULL
+            ).returncode:
+                pytest.skip("needs the right to mount a tmpfs")
+            made.callback(subprocess.run, ["umount", "-l", folder], check=True)
+            return Path(folder)
+
+        yield make
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from sixfold.dist_ckpt.background.fence import Fence
 from sixfold.dist_ckpt.background.lazy_copy import LazyCopy
 from sixfold.dist_ckpt.background.lost_ranks import Job
@@ -93,6 +95,18 @@ class AsyncSave:
         """
         if self._lazy is not None:
             self._lazy.pass_fence(self._told_worker)
+
+    def fence_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have the next ``optimizer.step()`` call ``fence`` before all else, once; of each optimizer that has a step.
+
+        It is a step hook of torch, which optimizers of sixfold.fsdp and of torch's FSDP call, too.
+        """
+
+        def before(*_: object) -> None:
+            hook.remove()
+            self.fence()
+
+        hook = optimizer.register_step_pre_hook(before)
 
     def _told_worker(self, fence: Fence) -> None:
         self._worker.counter.fence = fence

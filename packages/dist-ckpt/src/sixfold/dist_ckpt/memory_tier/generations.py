@@ -76,6 +76,10 @@ class Choice(NamedTuple):
     generation: Generation
     holders: tuple[tuple[str, ...], ...]  # by rank
 
+    def copies(self) -> set[Copy]:
+        """All that are good."""
+        return {(self.generation, rank, name) for rank, names in enumerate(self.holders) for name in names}
+
     def sources(self, domain: str) -> dict[int, str]:
         """For each rank, the domain whose copy the ranks of ``domain`` read: their own if it has one.
 

@@ -15,6 +15,7 @@ ranks; then all domains look at all bytes of their copies, and all choose again 
 
 from __future__ import annotations
 
+import errno
 import secrets
 import socket
 import time
@@ -24,6 +25,8 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
+
+import torch
 
 from sixfold.dist_ckpt import retention, serialization
 from sixfold.dist_ckpt.background.saver import own_tensors
@@ -183,6 +186,15 @@ class MemoryTier:
         self._current = Snapshot(int(step), flight, receivers, time.monotonic() - started)
         return self._current
 
+    def fence(self) -> None:
+        """As of ``AsyncSave``, for the last snapshot; at once where there is none."""
+        if self._current is not None:
+            self._current.fence()
+
+    def fence_before(self, optimizer: torch.optim.Optimizer) -> None:
+        """Have each ``optimizer.step()`` call ``fence`` before all else, from now on. See ``AsyncSave``."""
+        optimizer.register_step_pre_hook(lambda *_: self.fence())
+
     def fork_worker(self) -> None:
         """Have this rank's worker at once, as a fork of this process: the first ``save`` then waits for no import.
 
@@ -211,6 +223,7 @@ class MemoryTier:
             options: further arguments of ``dist_ckpt.load``, such as ``strict`` or ``dtype_policy``.
         Raises:
             CorruptError: there were snapshots or checkpoints, and none is whole now, or not that of ``step``.
+            StorageError: the memory of a domain is so full that nothing can be loaded; snapshots stay.
             CheckpointError: what ``dist_ckpt.load`` raises of a whole one.
         """
         with suppress(CheckpointError):
@@ -225,6 +238,12 @@ class MemoryTier:
                 if found.choice is None:
                     assert found.checkpoint is not None, "one of the two"
                     refused.add(found.checkpoint)
+                elif self._is_full(error):
+                    if self._makes_room(found.choice):
+                        continue
+                    if self.drain_to is None:
+                        raise
+                    banned |= found.choice.copies()
                 else:
                     banned |= self._damaged(found.choice)
                 told.append(f"step {found.step}: {error}")
@@ -273,10 +292,7 @@ class MemoryTier:
         """Go on with the ranks of another group, after one of them was lost. Not collective; ``restore`` comes next.
 
         Worker and memory of this process stay. What became of the last snapshot is seen by ``restore``. A checkpoint on
-        its way to ``drain_to`` ends as it does, and no call raises its error.
-
-        Args:
-            replicas: from now on, as where hosts were lost or have come; None: as before.
+        its way to ``drain_to`` ends as it does, and no call raises its error. ``replicas``: from now on.
         """
         if self._is_closed:
             raise CheckpointError("this MemoryTier is closed; make a new one")
@@ -559,8 +575,23 @@ class MemoryTier:
             return None, [(choice.generation, rank, self.domain) for rank in bad]
 
         _, found = self._exchange().all_reduce(own, lambda by_rank: [copy for own in by_rank for copy in own])
-        everything = [(choice.generation, rank, name) for rank, names in enumerate(choice.holders) for name in names]
-        return {*(found or everything)}
+        return {*found} or choice.copies()
+
+    def _is_full(self, error: CheckpointError) -> bool:
+        """Whether a load failed for want of memory, on any rank. Collective."""
+        full = isinstance(error, StorageError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return self._exchange().all_reduce(lambda: (None, full), any)[1]
+
+    def _makes_room(self, choice: Choice) -> bool:
+        """Remove generations besides this one, whose parts are all there; whether there were any. Collective."""
+
+        def removed() -> tuple[None, bool]:
+            others = {*self._folder.generations()} - {choice.generation} if self._is_first else set()
+            for one in others:
+                self._folder.remove(one)
+            return None, bool(others)
+
+        return self._exchange().all_reduce(removed, any)[1]
 
 
 def _check_count(name: str, value: object) -> None:

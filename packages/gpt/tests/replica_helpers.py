@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import pytest
 import torch
-from run_helpers import world_of
+from gpt_helpers import tiny_config
+from run_helpers import run, world_of
 
 from sixfold.gpt import TrainConfig
 from sixfold.gpt.engine.rank_model import canonical
@@ -16,7 +20,7 @@ from sixfold.gpt.training.loop import train_in
 
 @dataclass(frozen=True)
 class Flip:
-    """A bit of the first element that a rank has of a tensor, when it has done a step.
+    """A bit of the first element that a rank has of a tensor, when it has done a step; of "step", the count of steps.
 
     Attributes:
         name: None is any tensor of which it has elements.
@@ -50,11 +54,36 @@ class Flip:
         Run.step = step  # type: ignore[method-assign]
 
     def _strike(self, run: Any) -> None:
+        if self.key == "step":
+            states = run.rank.optimizer.state
+            names = dict(run.rank.model.main_parameters())
+            value = next(states[p]["step"] for name, p in names.items() if canonical(name) == self.name)
+            value.add_(1)
+            return
         record = next(
             record for record in run.rank.state_records()
             if record.key == self.key and self.name in (None, canonical(record.name))
         )  # fmt: skip
         record.tensor.view(torch.int32)[0] ^= 1 << self.bit
+
+
+def undisturbed_runs(
+    folders: pytest.TempPathFactory, keys: tuple[str, ...], layouts: Mapping[str, tuple[Any, ...]]
+) -> Callable[[str], TrainConfig]:
+    """Of a layout: the run that nothing happens to and that compares nothing, trained once.
+
+    Args:
+        layouts: ranks and overrides by name.
+    """
+
+    @cache
+    def of(layout: str) -> TrainConfig:
+        ranks, *overrides = layouts[layout]
+        config = tiny_config(folders.mktemp(layout), *keys, *overrides)
+        run(config, ranks)
+        return config
+
+    return of
 
 
 def train_with_flips(rank: int, ranks: int, text: str, flips: tuple[Flip, ...]) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 import pytest
 from gpt_helpers import tiny_config
 from kept_alive_helpers import Fault, assert_same_run, pids, run_kept_alive
-from replica_helpers import Flip
+from replica_helpers import Flip, undisturbed_runs
 from run_helpers import lines, run
 
 from sixfold.gpt.launch.spawn import RankError
@@ -22,17 +22,7 @@ UP, TABLE = "layers.1.ffn.up.weight", "embedding.weight"
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The run that nothing happens to and that compares nothing, once for each layout."""
-    found = {}
-
-    def of(layout):
-        if layout not in found:
-            ranks, *keys = LAYOUTS[layout]
-            found[layout] = tiny_config(tmp_path_factory.mktemp(layout), *KEYS, *keys)
-            run(found[layout], ranks)
-        return found[layout]
-
-    return of
+    return undisturbed_runs(tmp_path_factory, KEYS, LAYOUTS)
 
 
 def disturbed(folder, layout, *flips, overrides=(EVERY,)):

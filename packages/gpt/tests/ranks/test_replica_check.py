@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from gpt_helpers import tiny_config
-from replica_helpers import Flip, train_with_flips
-from run_helpers import JOB_S, assert_same_tensors, final_tensors, lines, run, run_all
+from replica_helpers import Flip, train_with_flips, undisturbed_runs
+from run_helpers import JOB_S, assert_same_tensors, final_tensors, lines, run
 
 import ranktest
 from sixfold.gpt import ConfigError
@@ -23,6 +23,7 @@ LAYOUTS = {
     "dp2": (2, COPIES),
     "dp3": (3, COPIES),
     "dp4": (4, COPIES),
+    "fsdp3": (3,),
     "hybrid": (4, "parallel.dp=4", "parallel.dp_replicate=2"),
     "dp2pp2": (4, "parallel.dp=2", "parallel.pp=2", COPIES),
     "fsdp2pp2": (4, "parallel.dp=2", "parallel.pp=2"),
@@ -33,17 +34,7 @@ UP, NORM, TABLE = "layers.1.ffn.up.weight", "layers.1.ffn_norm.weight", "embeddi
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """The run that nothing happens to and that compares nothing, once for each layout."""
-    found = {}
-
-    def of(layout):
-        if layout not in found:
-            ranks, *keys = LAYOUTS[layout]
-            found[layout] = tiny_config(tmp_path_factory.mktemp(layout), *KEYS, *keys)
-            run_all([(ranks, found[layout])])
-        return found[layout]
-
-    return of
+    return undisturbed_runs(tmp_path_factory, KEYS, LAYOUTS)
 
 
 def attempt(config, ranks, *flips):
@@ -211,6 +202,16 @@ def test_copies_that_nothing_happens_to_agree_at_every_layout_and_none_is_left_o
     found = [line["shards"] for line in lines(config, "replicas")]
     if shared is not None:
         assert found == [shared, *4 * [3 * shared]], "weights, and then both moments"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "rank"), [("dp3", 1), ("fsdp3", 2)])
+def test_an_optimizers_count_of_steps_is_compared_also_where_its_tensors_have_no_copies(tmp_path, layout, rank):
+    config, ranks = setting(tmp_path, layout, "train.global_batch_size=12")
+    error = attempt(config, ranks, Flip(rank, 3, TABLE, "step"))
+    assert (error["kind"], error["ranks"], error["step"]) == (ReplicasDifferError, (rank,), 3)
+    assert error["tensor"] == f"step of {TABLE}"
+    assert attempt(config, ranks) is None
 
 
 @pytest.mark.slow

@@ -7,6 +7,9 @@ Ranks hold copies of a shard without sharding (all of dp x cp), in hybrid meshes
 parallelism leaves whole, of experts, and of the tied embedding on two stages. A rank tells one digest for all of its
 shards that the same ranks hold: a few numbers, whatever the model. Only where those differ does it tell one for each.
 
+Numbers beside a parameter, such as an optimizer's count of steps, are the same on all ranks that have any part of it.
+They are compared everywhere, and do not count as copies of a shard.
+
 [Note: who holds what] Ranks tell each other once, as hashes of 64 bits. A rank whose shards have changed since, as by
 the optimizer's first step, says so in the row that it sends, and all tell each other again.
 """
@@ -56,6 +59,11 @@ class Shard:
         """64 bits, the same in every process."""
         return _hash(repr((self.name, self.key, self.cut, self.shape, self.start, self.stop)))
 
+    @property
+    def is_number(self) -> bool:
+        """Of an optimizer's state, one for the whole parameter."""
+        return not self.shape and self.key != "param"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
@@ -78,6 +86,12 @@ class _Holders:
     shards: tuple[Shard, ...]
     shared: dict[tuple[int, ...], list[Shard]] = field(default_factory=dict)  # by the ranks that hold a copy
     width: int = 0  # the most such sets of any rank
+    copies: bool = False  # on any rank, of more than numbers
+
+    @property
+    def count(self) -> int:
+        """Of shards with a copy."""
+        return sum(not shard.is_number for some in self.shared.values() for shard in some)
 
 
 class ReplicaDigests:
@@ -90,21 +104,36 @@ class ReplicaDigests:
 
     def compare(self) -> Comparison:
         """All copies as they are now; the same verdict on every rank. Collective over all ranks."""
-        records = {self._shard(record): record for record in self._rank.state_records()}
+        records = self._records()
         changed = tuple(records) != self._holders.shards
         table = self._gather_rows({} if changed else records, changed=changed)
         if any(row[0] for row in table):
             self._holders = self._tell(tuple(records))
             table = self._gather_rows(records, changed=False)
-        shards = sum(len(some) for some in self._holders.shared.values())
         differ = _sets_that_differ(table)
         verdict = self._judged(records, differ) if differ else judge({})
-        return Comparison(verdict=verdict, copies=self._holders.width > 0, shards=shards)
+        return Comparison(verdict=verdict, copies=self._holders.copies, shards=self._holders.count)
+
+    def _records(self) -> dict[Shard, torch.Tensor]:
+        """What this rank holds."""
+        found = {self._shard(record): record.tensor for record in self._rank.state_records()}
+        states = self._rank.optimizer.state
+        for name, parameter in self._rank.model.main_parameters():
+            if self._rank.is_second_table(name):
+                continue
+            for key, value in sorted(states.get(parameter, {}).items()):
+                if torch.is_tensor(value) and value.dim():
+                    continue
+                shard = Shard(name=canonical(name), key=key, cut=self._cut(name), shape=(), start=0, stop=1)
+                found[shard] = torch.as_tensor(value, dtype=torch.float64).reshape(1)
+        return found
+
+    def _cut(self, name: str) -> tuple[tuple[int, int, int], ...]:
+        cuts = self._rank.mesh.cuts.of(canonical(name))
+        return tuple((at, part, parts) for at, (part, parts) in sorted(cuts.items()))
 
     def _shard(self, record: StateRecord) -> Shard:
-        name = canonical(record.name)
-        cut = tuple((at, part, parts) for at, (part, parts) in sorted(self._rank.mesh.cuts.of(name).items()))
-        shape = tuple(record.global_shape)
+        name, cut, shape = canonical(record.name), self._cut(record.name), tuple(record.global_shape)
         return Shard(name=name, key=record.key, cut=cut, shape=shape, start=record.start, stop=record.stop)
 
     def _tell(self, shards: tuple[Shard, ...]) -> _Holders:
@@ -121,7 +150,8 @@ class ReplicaDigests:
         for number in sorted(mine):  # the same order on all who have them
             if len(ranks_of[number]) > 1:
                 found.shared.setdefault(tuple(ranks_of[number]), []).append(mine[number])
-        found.width = max(gather_objects(mesh.control, mesh.size, len(found.shared)))
+        told = gather_objects(mesh.control, mesh.size, (len(found.shared), found.count))
+        found.width, found.copies = max(width for width, _ in told), any(count for _, count in told)
         return found
 
     def _sums_of(self, tensors: list[torch.Tensor]) -> list[list[int]]:
@@ -134,12 +164,12 @@ class ReplicaDigests:
         found: list[list[int]] = torch.stack(sums).tolist() if sums else []
         return found
 
-    def _gather_rows(self, records: dict[Shard, StateRecord], *, changed: bool) -> list[list[int]]:
+    def _gather_rows(self, records: dict[Shard, torch.Tensor], *, changed: bool) -> list[list[int]]:
         """Of every rank: whether its shards have changed, and one digest for each set of ranks that it shares with."""
         row = torch.zeros(1 + _WORDS * self._holders.width, dtype=torch.int64)
         row[0] = int(changed)
         sets = self._holders.shared if records else {}
-        parts = {ranks: _bundles([records[shard].tensor for shard in shards]) for ranks, shards in sets.items()}
+        parts = {ranks: _bundles([records[shard] for shard in shards]) for ranks, shards in sets.items()}
         sums = iter(self._sums_of([part for some in parts.values() for part in some]))
         for place, (ranks, some) in enumerate(parts.items()):
             said = repr([next(sums) for _ in some])
@@ -147,11 +177,11 @@ class ReplicaDigests:
             row[1 + _WORDS * place :][:_WORDS] = torch.tensor(words)
         return _gathered(self._rank, row)
 
-    def _judged(self, records: dict[Shard, StateRecord], differ: set[int]) -> Verdict[Shard]:
+    def _judged(self, records: dict[Shard, torch.Tensor], differ: set[int]) -> Verdict[Shard]:
         """Of each shard of the sets that ``differ``. Collective over all ranks."""
         mesh, shared = self._rank.mesh, self._holders.shared
         mine = [shard for ranks, shards in shared.items() if _hash(repr(ranks)) in differ for shard in shards]
-        told = dict(zip(mine, map(tuple, self._sums_of([records[shard].tensor for shard in mine])), strict=True))
+        told = dict(zip(mine, map(tuple, self._sums_of([records[shard] for shard in mine])), strict=True))
         by_shard: dict[Shard, dict[int, tuple[int, ...]]] = {}
         for rank, theirs in enumerate(gather_objects(mesh.control, mesh.size, told)):
             for shard, digest in theirs.items():

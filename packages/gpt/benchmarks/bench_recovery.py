@@ -59,6 +59,15 @@ device = "cpu"
 """
 
 
+def write_run(folder: Path) -> None:
+    """Its data and configuration, and a folder for temporary files."""
+    (folder / "tmp").mkdir()
+    with IndexedDatasetBuilder(f"{folder}/text.bin", dtype=np.uint16) as builder:
+        for length in np.random.default_rng(1).integers(50, 400, 500):
+            builder.add_document(np.append(np.random.default_rng(length).integers(0, 256, length), 256))
+    (folder / "run.toml").write_text(TOML.format(data=folder / "text", run=folder / "run"))
+
+
 class Command:
     """`sixfold train`, and the lines that it has written."""
 
@@ -123,13 +132,9 @@ def main() -> None:
     generator, seconds = random.Random(1), []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        (folder / "tmp").mkdir()
         memory = tempfile.TemporaryDirectory(dir="/dev/shm", prefix="bench-recovery-")
         (folder / "memory").symlink_to(memory.name)
-        with IndexedDatasetBuilder(f"{folder}/text.bin", dtype=np.uint16) as builder:
-            for length in np.random.default_rng(1).integers(50, 400, 500):
-                builder.add_document(np.append(np.random.default_rng(length).integers(0, 256, length), 256))
-        (folder / "run.toml").write_text(TOML.format(data=folder / "text", run=folder / "run"))
+        write_run(folder)
         words = [f"elastic.memory_folder={memory.name}", *args.overrides, *([] if args.restart else ["--keep-alive"])]
         command = Command(folder, words)
         command.wait(lambda records: sum(one["kind"] == "step" for one in records) >= 3)

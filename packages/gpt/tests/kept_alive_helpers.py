@@ -18,6 +18,7 @@ from typing import Any
 
 from run_helpers import assert_same_tensors, final_tensors, lines
 
+from sixfold.dist_ckpt.memory_tier.generations import whole_ones
 from sixfold.gpt.commands.train import prepare_member, train_generation
 from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.elastic.generation import Generation
@@ -26,7 +27,7 @@ from sixfold.gpt.elastic.memory_folder import PREFIX, snapshots_of
 from sixfold.gpt.elastic.supervisor import keep_alive
 
 # Name of an instant -> what is called there. "after": when it has returned, as in the middle of what calls it.
-INSTANTS = {
+IN_A_STEP = {
     "when data is there": ("sixfold.gpt.training.loop", "Run.next_batch", "after", 1),
     "when targets are counted": ("sixfold.gpt.engine.step", "_sum_targets", "after", 1),
     "in a forward": ("sixfold.gpt.model.decoder", "Block.forward", "before", 3),
@@ -47,7 +48,8 @@ INSTANTS = {
     "after a save": ("sixfold.gpt.training.loop", "Run.finish_save", "after", 2),
     "in an evaluation": ("sixfold.gpt.training.loop", "Run._valid_batch", "before", 2),
     "in a comparison": ("sixfold.gpt.engine.replica_digests", "_gathered", "before", 1),  # where a run makes some
-    # of the generation that follows, whose ranks come back
+}
+IN_A_RECOVERY = {  # of the generation that follows, whose ranks come back
     "while ranks meet": ("sixfold.gpt.launch.rendezvous", "_make_group", "before", 1),
     "while groups are made": ("sixfold.gpt.training.loop", "make_mesh", "before", 1),
     "while the engine is built": ("sixfold.gpt.training.loop", "build_rank", "after", 1),
@@ -55,6 +57,7 @@ INSTANTS = {
     "while state is taken back": ("sixfold.gpt.checkpoints.training_state", "_take", "before", 1),
     "when state is back": ("sixfold.gpt.training.kept_alive", "KeptAlive.tell", "before", 1),
 }
+INSTANTS = IN_A_STEP | IN_A_RECOVERY
 
 
 class DeviceLost(RuntimeError):
@@ -68,7 +71,7 @@ class Fault:
     instant: str
     rank: int
     # "SIGKILL", "SIGSTOP", "error"; "worker", "stopped worker"; "flipped bit": in memory, then SIGKILL; "host": its
-    # memory is gone, and then this process; "no room for copies": of other hosts.
+    # memory is gone, and then this process; "no room for copies": of other hosts; "full memory": of the tmpfs.
     action: str
     generation: int = 1
     step: int = 3  # the step at hand, counted from 1; 0: from the start of the generation on
@@ -112,6 +115,9 @@ class Fault:
             number = signal.SIGKILL if self.action == "worker" else signal.SIGSTOP
             os.kill(_tier()._saver._worker.process.pid, number)
             return
+        if self.action == "full memory":
+            _fill(_tier()._folder.root.parent.parent)
+            return
         if self.action == "flipped bit":
             _flip_newest(_tier())
             os.kill(os.getpid(), signal.SIGKILL)
@@ -134,12 +140,24 @@ def _tier() -> Any:
     return next(one for one in gc.get_objects() if type(one).__name__ == "MemoryTier")
 
 
+def _fill(folder: Path) -> None:
+    """No byte is left."""
+    with (folder / "ballast").open("ab", buffering=0) as file:
+        for piece in (bytes(2**16), bytes(2**12)):
+            try:
+                while file.write(piece):
+                    pass
+            except OSError:
+                pass
+
+
 def _flip_newest(tier: Any) -> None:
-    """Damage the newest snapshot when each rank's part is there; sizes stay."""
-    newest, deadline = sorted(tier._folder.root.glob("attempt-*"))[-1], time.monotonic() + 30
-    while len(list(newest.glob("rank-*"))) < len(tier._domain_of_R) and time.monotonic() < deadline:
+    """Damage the newest snapshot of which each rank's part is there; sizes stay."""
+    deadline = time.monotonic() + 30
+    while not (whole := whole_ones({"": tier._folder.listing()})[0]):
+        assert time.monotonic() < deadline, "no snapshot is whole"
         time.sleep(0.01)
-    for file in newest.glob("*.distcp"):
+    for file in tier._folder.path(whole[0].generation).glob("*.distcp"):
         data = bytearray(file.read_bytes())
         data[len(data) // 2] ^= 1
         file.unlink()  # it may be linked elsewhere

@@ -81,6 +81,50 @@ def test_each_line_is_on_disk_when_written(tmp_path):
         assert read_metrics(tmp_path / "m")[0]["reason"] == "finished"
 
 
+EVENT = {"step": 3, "why": "no room"}
+
+
+def kinds_and_steps(path):
+    return [(line["kind"], line["step"]) for line in read_all(path)]
+
+
+def test_lines_of_steps_wait_until_they_are_told_and_other_lines_do_not(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write("step", **step(1))
+        writer.holds = True
+        for number in (2, 3, 4):
+            writer.write("step", **step(number))
+            writer.write("digest", step=number, digest="0", seconds=0.0)
+        writer.write("no_snapshot", **EVENT)
+        assert kinds_and_steps(path) == [("step", 1), ("no_snapshot", 3)]
+        writer.tell(3)
+        told = [("step", 1), ("no_snapshot", 3), ("step", 2), ("digest", 2), ("step", 3), ("digest", 3)]
+        assert kinds_and_steps(path) == told
+        times = [line["time"] for line in writer.untold]
+    assert kinds_and_steps(path) == told, "what was not told goes with the process"
+    with MetricsWriter(path) as writer:
+        writer.holds = True
+        writer.write("step", **step(4))
+        writer.write("end", step=4, reason="finished")
+    assert kinds_and_steps(path) == [*told, ("step", 4), ("end", 4)] and times[0] < read_all(path)[-2]["time"]
+
+
+def test_lines_that_waited_in_a_process_that_is_lost_are_told_once(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.holds = True
+        for number in (1, 2):
+            writer.write("step", **step(number))
+        waited = list(writer.untold)
+        writer.tell(1)
+    with MetricsWriter(path) as writer:
+        writer.tell_again(waited)
+        writer.tell_again(waited)
+        writer.tell_again([])
+    assert read_all(path) == waited
+
+
 def test_the_last_line_of_a_repeated_step_counts_and_restarts_stay(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:

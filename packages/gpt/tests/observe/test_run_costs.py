@@ -36,6 +36,21 @@ def test_a_recovery_from_memory_is_another_cost_than_one_from_a_checkpoint():
     assert found.from_checkpoint == 0.5
 
 
+def test_a_step_that_is_told_behind_the_recovery_was_done_before_the_failure():
+    run, told = Script(), Script()
+    for one in (run, told):
+        one.start(0)
+        one.updates(1, 6)
+        one.clock += 1.0
+        one.start(6, {"source": "memory", "seconds": 0.5, "generation": 2, "lost": []})
+        one.updates(7, 9)
+    late = next(line for line in told.lines if (line["kind"], line["step"]) == ("step", 6))
+    told.lines.remove(late)
+    at = next(place for place, line in enumerate(told.lines) if line["kind"] == "recovery")
+    told.lines.insert(at + 1, late)
+    assert measure(told.lines) == measure(run.lines)
+
+
 def test_a_rank_that_is_lost_in_a_recovery_is_a_failure_too():
     run = Script()
     run.start(0)

@@ -1,16 +1,26 @@
 """Runs that lose ranks and go on: real processes, faults at named instants, and the run that nothing happened to."""
 
+import itertools
 import os
+import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
 from gpt_helpers import tiny_config
-from kept_alive_helpers import INSTANTS, Fault, assert_same_run, left_behind, pids, run_kept_alive
+from kept_alive_helpers import (
+    IN_A_RECOVERY,
+    IN_A_STEP,
+    INSTANTS,
+    Fault,
+    assert_same_run,
+    left_behind,
+    pids,
+    run_kept_alive,
+)
 from run_helpers import lines
 
 from sixfold.gpt.launch.spawn import RankError
@@ -48,51 +58,76 @@ def broken(folder, layout, *faults, **options):
     return config, run_kept_alive(config, ranks, *faults, **options)
 
 
-IN_A_RECOVERY = [name for name in INSTANTS if name.startswith(("while", "when"))]
-IN_A_STEP = [name for name in INSTANTS if name not in IN_A_RECOVERY and name != "in a comparison"]
-# Each instant, with ranks, kinds of fault and layouts in turn; all of them by --every-case.
-CELLS = [
-    (layout, instant, action, rank)
-    for layout, (ranks, *_) in LAYOUTS.items()
-    for instant in IN_A_STEP
-    for action in ("SIGKILL", "error", "SIGSTOP")
-    for rank in (0, ranks - 1)
+IN_MEMORY = "checkpoint.every=0"  # but at the end
+MATRIX = [
+    (layout, instant, action, number % 4)
+    for number, (layout, instant, action) in enumerate(
+        itertools.product(
+            ("fsdp4", "dp2pp2", "dp2tp2"), INSTANTS, ("SIGKILL", "SIGSTOP", "error", "flipped bit", "full memory")
+        )
+    )
 ]
+random.Random(31).shuffle(MATRIX)  # a sample takes cases evenly between the first and the last
+
+
+@pytest.mark.sampled(40)
+@pytest.mark.slow
+@pytest.mark.parametrize(("layout", "instant", "action", "rank"), MATRIX)
+def test_a_fault_at_any_instant_changes_no_bit_of_the_run(
+    tmp_path, unbroken, small_tmpfs, layout, instant, action, rank
+):
+    """At an instant of a recovery: after a first rank was killed. Memory that is full is so for a kill that follows."""
+    _, *keys = LAYOUTS[layout]
+    keys += ["elastic.compare_replicas_every=1"] * (instant == "in a comparison")
+    keys += [f"elastic.memory_folder={small_tmpfs('16m')}"] * (action == "full memory")
+    config = tiny_config(tmp_path, *KEYS, *keys)
+    first = [Fault("in a forward", 1, "SIGKILL")] if instant in IN_A_RECOVERY else []
+    fault = Fault(instant, rank, action, generation=1 + len(first), step=0 if first else 3)
+    killed = [Fault("in a forward", 1, "SIGKILL", generation=1 + len(first), step=5)] * (action == "full memory")
+    told = run_kept_alive(config, 4, *first, fault, *killed)
+    assert [line.rpartition("; ")[2] for line in told] == [f"generation {n} goes on" for n in range(2, 3 + len(first))]
+    assert_same_run(config, unbroken(layout))
+    recovery = lines(config, "recovery")[-1]
+    assert recovery["generation"] == 2 + len(first) and recovery["seconds"] < 30
+    if action == "full memory":
+        assert (Path(config.elastic.memory_folder) / "ballast").stat().st_size > 2**20
+        return
+    if not first:
+        [lost] = [one["rank"] for one in recovery["lost"]]
+        alike = action == "error" and instant in ("in a save", "in the copy of a snapshot")
+        assert lost == rank or alike, "sixfold.dist_ckpt raises it on all ranks alike"
+        assert f"rank {lost}" in told[0] and recovery["step"] in (1, 2, 3)[action != "flipped bit" :]
+        before, after = pids(config)
+        assert [a == b for a, b in zip(before, after, strict=True)] == [r != lost for r in range(4)]
+    if action != "flipped bit":
+        assert told_steps(config) == [1, 2, 3, 4, 5]
+
+
+def told_steps(config):
+    return [line["step"] for line in lines(config, "step")]
 
 
 @pytest.mark.sampled(6)
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "instant", "action", "rank"), CELLS)
-def test_a_rank_that_is_lost_at_any_instant_changes_no_bit_of_the_run(
-    tmp_path, unbroken, layout, instant, action, rank
-):
-    config, told = broken(tmp_path, layout, Fault(instant, rank, action))
-    assert len(told) == 1 and told[0].endswith("; generation 2 goes on"), told
-    assert_same_run(config, unbroken(layout))
-    first, second = pids(config)
-    [recovery] = lines(config, "recovery")
-    [lost] = [one["rank"] for one in recovery["lost"]]
-    assert lost == rank or (instant, action) == ("in a save", "error"), "sixfold.dist_ckpt raises it on all ranks alike"
-    assert f"rank {lost}" in told[0]
-    assert [a == b for a, b in zip(first, second, strict=True)] == [r != lost for r in range(len(first))]
-    assert recovery["generation"] == 2
-    assert recovery["step"] in (2, 3) and recovery["seconds"] < 30
-
-
-@pytest.mark.sampled(3)
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "instant", "rank"),
-    [(layout, instant, rank) for layout in LAYOUTS for instant in IN_A_RECOVERY for rank in range(2)],
+    ("layout", "instant", "rank", "lazy"),
+    [
+        (layout, instant, rank, lazy)
+        for layout, (ranks, *_) in LAYOUTS.items()
+        for instant in IN_A_STEP
+        if "save" not in instant and instant != "in a comparison"
+        for rank in (0, ranks - 1)
+        for lazy in ("false", "true")
+    ],
 )
-def test_a_rank_that_is_lost_during_a_recovery_changes_no_bit_either(tmp_path, unbroken, layout, instant, rank):
-    faults = Fault("in a forward", 1, "SIGKILL"), Fault(instant, rank, "SIGKILL", generation=2, step=0)
-    config, told = broken(tmp_path, layout, *faults)
-    assert [line.rpartition("; ")[2] for line in told] == ["generation 2 goes on", "generation 3 goes on"], told
+def test_no_step_that_was_told_is_done_again_and_none_is_told_twice_or_never(
+    tmp_path, unbroken, layout, instant, rank, lazy
+):
+    ranks, *keys = LAYOUTS[layout]
+    config = tiny_config(tmp_path, *KEYS, *keys, IN_MEMORY, f"elastic.memory_lazy={lazy}")
+    run_kept_alive(config, ranks, Fault(instant, rank, "SIGKILL"))
+    assert told_steps(config) == [1, 2, 3, 4, 5]
     assert_same_run(config, unbroken(layout))
-
-
-IN_MEMORY = "checkpoint.every=0"  # but at the end
 
 
 @pytest.mark.slow
@@ -123,9 +158,9 @@ def test_a_run_without_checkpoints_goes_on_from_memory(tmp_path, unbroken):
 def test_lazy_snapshots_hold_the_step_at_whose_end_they_began(tmp_path, unbroken, layout, instant):
     ranks, *keys = LAYOUTS[layout]
     config = tiny_config(tmp_path, *KEYS, *keys, IN_MEMORY, "elastic.memory_lazy=true")
-    run_kept_alive(config, ranks, Fault(instant, 1, "SIGKILL", step=4))
+    run_kept_alive(config, ranks, Fault(instant, 1, "SIGKILL", step=5))
     [recovery] = lines(config, "recovery")
-    assert recovery["source"] == "memory" and recovery["step"] in ((2,) if instant == "in a forward" else (2, 3))
+    assert recovery["source"] == "memory" and recovery["step"] in ((3,) if instant == "in a forward" else (3, 4))
     assert_same_run(config, unbroken(layout))
 
 
@@ -178,21 +213,9 @@ def test_without_copies_a_node_whose_memory_is_lost_takes_the_snapshots_with_it(
     assert_same_run(config, unbroken("fsdp4"))
 
 
-@pytest.fixture
-def small_memory():
-    """A tmpfs of 64 KiB, in which no snapshot has room."""
-    with tempfile.TemporaryDirectory(prefix="kept-alive-small-") as folder:
-        command = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", folder]
-        if subprocess.run(command, capture_output=True).returncode:
-            pytest.skip("needs the right to mount a tmpfs")
-        try:
-            yield Path(folder)
-        finally:
-            subprocess.run(["umount", "-l", folder], check=True)
-
-
 @pytest.mark.slow
-def test_full_memory_costs_the_snapshots_and_not_the_run(tmp_path, unbroken, small_memory):
+def test_full_memory_costs_the_snapshots_and_not_the_run(tmp_path, unbroken, small_tmpfs):
+    small_memory = small_tmpfs("64k")  # in which no snapshot has room
     config = tiny_config(tmp_path, *KEYS, "parallel.dp=2", f"elastic.memory_folder={small_memory}")
     told = run_kept_alive(config, 2, Fault("in a forward", 1, "SIGKILL"))
     assert len(told) == 1, told

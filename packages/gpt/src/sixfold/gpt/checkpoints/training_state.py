@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 SEEN_S = 90.0
 SEEN_POLL_S = 0.05
 END = "eod"  # key of common data: the id that ends a document, for a resume whose tokenizer has another name
+UNTOLD = "untold"  # key of snapshots: lines of metrics.jsonl that wait until the snapshot is whole
 ORIGIN = "origin"  # key of common data: what convert.py's import said that [model] does not; checkpoints hand it on
 
 
@@ -210,6 +211,11 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
     return progress, common
 
 
+def untold(rank: RankModel, lines: list[dict[str, Any]]) -> dict[str, dist_ckpt.ShardedObject]:
+    """Lines of rank 0 as a part of a snapshot, or of none to load them."""
+    return {UNTOLD: dist_ckpt.ShardedObject(UNTOLD, lines, (1,), (0,), replica_id=rank.mesh.rank)}
+
+
 def load_snapshot(rank: RankModel, tier: MemoryTier) -> tuple[Progress, dict[str, Any]] | None:
     """As `load`, of the newest snapshot in memory; None if there is none. Collective over all ranks.
 
@@ -217,7 +223,7 @@ def load_snapshot(rank: RankModel, tier: MemoryTier) -> tuple[Progress, dict[str
         CorruptError: there were snapshots, and none is whole.
     """
     rank.materialize_state()
-    restored = tier.restore(dict(sharded_state(rank)))
+    restored = tier.restore(sharded_state(rank) | untold(rank, []))
     if restored is None:
         return None
     _set_scalars(rank, restored.state["optimizer"]["scalars"])

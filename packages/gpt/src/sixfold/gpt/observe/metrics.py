@@ -60,6 +60,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "end": ("step", "reason"),
 }
 
+_OF_STEPS = frozenset({"step", "digest", "timeline", "straggler"})  # what `MetricsWriter.holds` holds
+_LAST = frozenset({"nonfinite", "end"})  # nothing waits behind them
+
 
 def _finite(value: Any) -> Any:
     """``value`` with every NaN and infinity replaced by None, at any depth."""
@@ -127,7 +130,36 @@ class LineWriter:
 
 
 class MetricsWriter(LineWriter):
-    """Appends to one metrics.jsonl."""
+    """Appends to one metrics.jsonl.
+
+    [Note: what is told stays] A run that is kept alive may lose its newest step: the snapshot of it was not whole yet.
+    So it tells of a step when its snapshot is. Until then lines of the step wait. They are in the snapshot too, since
+    the process that holds them may be lost as well.
+
+    Attributes:
+        holds: lines of steps wait for `tell`. untold: those that do, by growing step.
+    """
+
+    def __init__(self, path: str | Path, fence: Callable[[], None] | None = None) -> None:
+        super().__init__(path, fence)
+        self.holds = False
+        self.untold: list[dict[str, Any]] = []
+
+    def tell(self, step: float = math.inf) -> None:
+        """Write the lines that wait, of steps up to ``step``.
+
+        Raises:
+            FinalError, TrainError: as ``append``.
+        """
+        while self.untold and self.untold[0]["step"] <= step:
+            self.append(self.untold.pop(0))
+
+    def tell_again(self, records: Sequence[dict[str, Any]]) -> None:
+        """Write the lines that waited in another process, unless it has written them."""
+        written = {_identity(record) for record in read_all(self.path)} if records else set()
+        for record in records:
+            if _identity(record) not in written:
+                self.append(record)
 
     def write(self, kind: str, **fields: Any) -> dict[str, Any]:
         """Append one line.
@@ -136,15 +168,24 @@ class MetricsWriter(LineWriter):
             kind: a key of FIELDS.
             fields: exactly the fields of that kind; numbers may be NaN and become null.
         Returns:
-            The record as it was written.
+            The record.
         Raises:
             FinalError, TrainError: as ``append``.
         """
         wanted = FIELDS[kind]
         assert set(fields) == set(wanted), f"a {kind} line has fields {wanted}, not {tuple(fields)}"
         record = {"kind": kind, "time": time.time()} | {name: _finite(fields[name]) for name in wanted}
+        if self.holds and kind in _OF_STEPS:
+            self.untold.append(record)
+            return record
+        if kind in _LAST:
+            self.tell()
         self.append(record)
         return record
+
+
+def _identity(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    return record["kind"], record.get("step"), record.get("time")
 
 
 def _is_cut(path: Path) -> bool:

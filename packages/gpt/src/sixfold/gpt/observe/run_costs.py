@@ -191,7 +191,9 @@ def _generations(records: Iterable[Record]) -> list[_Generation]:
         elif not found:
             continue
         elif record["kind"] == "step":
-            found[-1].steps.append(record)
+            back = found[-1].recovery  # a step that was not told of before the failure is of the generation before
+            was_before = back is not None and len(found) > 1 and int(record["step"]) <= int(back["step"])
+            found[-2 if was_before else -1].steps.append(record)
         elif record["kind"] == "save":
             found[-1].saves[int(record["step"])] = record
         elif record["kind"] == "recovery":

@@ -15,11 +15,10 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sixfold.dist_ckpt import CorruptError, MemoryTier, StorageError
 from sixfold.gpt.checkpoints import training_state
@@ -55,6 +54,7 @@ class KeptAlive:
     last_step: int = 0  # of the last snapshot, or from which the generation went on
     few: str = ""  # why there are fewer copies on other nodes than wanted
     in_memory: tuple[int, ...] = ()  # steps of whole snapshots when the generation began
+    untold: list[dict[str, Any]] = field(default_factory=list)  # of the generation before: see observe/metrics.py
 
     @classmethod
     def of(cls, generation: Generation, heartbeat: Heartbeat, memory_run: str) -> KeptAlive:
@@ -101,14 +101,15 @@ class KeptAlive:
         """Take state from memory, unless a checkpoint is newer. Collective over all ranks.
 
         Raises:
-            CorruptError: what is in memory is damaged, and there is no checkpoint either.
+            CorruptError: what is in memory is damaged, and there is no checkpoint either. StorageError: likewise, it is
+                so full that nothing can be loaded.
         """
         mesh, on_disk = run.rank.mesh, step_of(start.newest)
         if run.tier is None or step not in self.in_memory:
             return False
         try:
             found = training_state.load_snapshot(run.rank, run.tier)
-        except CorruptError as error:
+        except (CorruptError, StorageError) as error:
             if start.newest is None:
                 raise
             found, why = None, str(error)
@@ -118,6 +119,7 @@ class KeptAlive:
             self._say(mesh, f"{why}; the run goes on from {start.newest}")
             return False
         run.progress, common = found
+        self.untold = common[training_state.UNTOLD]
         all_or_raise(mesh.control, mesh.size, lambda: continue_data(run.train_data, common["data"], run.config))
         run.note("resume", step=run.progress.step, checkpoint="memory", layout=mesh.layout, changed={})
         return True
@@ -125,37 +127,54 @@ class KeptAlive:
     def keep(self, run: Run) -> None:
         """A snapshot of the step that was done, if one is due. Collective over all ranks.
 
-        Where copies are compared it is taken of the first step that was compared since it is due.
-        Memory that is full costs the snapshot, not the run: what was there before stays, and a loss takes more time.
+        Where copies are compared it is taken of the first step that was compared since it is due. Then the step before
+        is told. See [Note: what is told stays] (observe/metrics.py).
         """
         at, every = run.progress, run.config.elastic.memory_every
-        if run.tier is None or at.step // every == self.last_step // every or not run.replicas.is_compared:
+        tier = run.tier
+        if tier is None or at.step // every == self.last_step // every or not run.replicas.is_compared:
             return
         self.last_step = at.step
         with world_collective(f"snapshot of step {at.step}"), run.rank.clock.part("save"):
             state = training_state.whole_state(run.rank, at, run.train_data.state_dict(at.samples), run.versions)
-            try:
-                snapshot = run.tier.save(at.step, state, lazy=run.config.elastic.memory_lazy)
-                run.rank.before_update = snapshot.fence
-            except StorageError as error:  # of this snapshot or the one before; raised on all ranks alike
-                if not self.is_full:
-                    why = str(error).partition("; an older")[0]
-                    run.note("no_snapshot", step=at.step, why=why)
-                    self._say(run.rank.mesh, f"{why}; the run goes on without a snapshot in memory until there is room")
-                self.is_full, self.is_begun = True, False
-            else:  # the one before was whole, if there was one
-                self.is_full, self.is_begun = self.is_full and not self.is_begun, True
-                self._say_uncopied(run)
+            state |= training_state.untold(run.rank, [] if run.metrics is None else [*run.metrics.untold])
 
-    def end(self, run: Run) -> None:
-        """The last snapshot has ended, well or not. Collective over all ranks."""
-        if run.tier is not None:
-            with world_collective("the last snapshot"), suppress(StorageError):
-                run.tier.wait()
+            def begin() -> None:
+                run.rank.before_update = tier.save(at.step, state, lazy=run.config.elastic.memory_lazy).fence
 
-    def _say_uncopied(self, run: Run) -> None:
-        assert run.tier is not None, "a snapshot was taken"
-        why = run.tier.unreplicated
+            self.is_begun = self._has_room(run, begin)
+        self._say_uncopied(run, tier)
+        if run.metrics is not None:
+            run.metrics.tell(at.step - self.is_begun)
+
+    def settle(self, run: Run) -> None:
+        """The last snapshot has ended, well or not, and its step is told. Collective over all ranks."""
+        if run.tier is not None and self.is_begun:
+            with world_collective(f"snapshot of step {self.last_step}"), run.rank.clock.part("save"):
+                self._has_room(run, run.tier.wait)
+            self.is_begun = False
+        if run.metrics is not None:
+            run.metrics.tell()
+
+    def _has_room(self, run: Run, task: Callable[[], object]) -> bool:
+        """Whether ``task`` finds the snapshot before whole, if there was one, and room. Raises on all ranks alike.
+
+        Memory that is full costs the snapshot, not the run: what was there before stays, and a loss takes more time.
+        """
+        try:
+            task()
+        except StorageError as error:
+            if not self.is_full:
+                why = str(error).partition("; an older")[0]
+                run.note("no_snapshot", step=run.progress.step, why=why)
+                self._say(run.rank.mesh, f"{why}; the run goes on without a snapshot in memory until there is room")
+            self.is_full = True
+            return False
+        self.is_full = self.is_full and not self.is_begun
+        return True
+
+    def _say_uncopied(self, run: Run, tier: MemoryTier) -> None:
+        why = tier.unreplicated
         if why is not None and not self.is_lone:
             self._tell_uncopied(run, f"a snapshot lacks a copy on another node: {why}; the run goes on")
         self.is_lone = why is not None
@@ -180,6 +199,11 @@ class KeptAlive:
                 source="memory" if from_memory else "disk" if run.progress.step else "the start",
                 seconds=time.monotonic() - self.generation.lost_at,
             )
+        if run.metrics is not None:
+            run.metrics.tell_again(self.untold)
+            elastic = run.config.elastic
+            each = elastic.memory_every == 1 and elastic.compare_replicas_every <= 1
+            run.metrics.holds = run.tier is not None and each
         if self.few:
             self._tell_uncopied(run, self.few)
 

@@ -177,6 +177,8 @@ class Run:
         """Write a checkpoint of this step: in the background if training goes on and the config says so."""
         self.finish_save()
         self._fence()
+        if self.kept is not None:
+            self.kept.settle(self)
         self.replicas.before_save()
         self._save_began = time.monotonic()
         with world_collective(f"what was in flight at the save of step {self.progress.step}"):
@@ -246,6 +248,8 @@ class Run:
         with world_collective(what):
             found = evaluate(self.rank, batches, lambda: any_rank(self.rank.mesh.control, flag.asked))
         if found is not None:
+            if self.kept is not None:
+                self.kept.settle(self)
             self.note("eval", step=self.progress.step, loss=found[0], tokens=int(found[1]))
         return found is not None
 
@@ -459,7 +463,7 @@ def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
             reason = run.loop(flag)
         run.finish_save()
         if run.kept is not None:
-            run.kept.end(run)
+            run.kept.settle(run)
         run.note("end", step=run.progress.step, reason=reason)
     except BaseException as error:
         if run.kept is not None and not is_final(error):

@@ -129,6 +129,8 @@ def test_a_tier_is_told_once_of_an_optimizer_and_each_snapshot_is_of_its_own_ste
             loaded = {"weight": torch.empty_like(before)}
             assert tier.restore(loaded).step == step
             assert torch.equal(loaded["weight"], before) and not torch.equal(loaded["weight"], model.weight)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
 def test_a_fused_step_before_the_fence_is_named_though_torch_counts_no_change(tmp_path, slow, kind):
     model = torch.nn.Linear(300, 300)

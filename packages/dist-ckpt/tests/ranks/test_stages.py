@@ -1,6 +1,7 @@
 """Plain tensors that not all ranks have, as stages of a pipeline: saved by who has them, loaded by any layout."""
 
 import copy
+from collections import OrderedDict
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ranktest import run_ranks
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import MismatchError, ShardedTensor, ShardingError, optimizers
+from sixfold.dist_ckpt.state import tree
 
 LAYERS = 4
 
@@ -73,6 +75,47 @@ def test_a_tensor_that_one_rank_has_is_saved_once(first, tmp_path):
     states[first]["alone"] = torch.arange(3.0)
     assert run_ranks(save_rank, 2, tmp_path / "c", states) == [None, None]
     assert dist_ckpt.load_plain_tensors(tmp_path / "c")["alone"].tolist() == [0, 1, 2]
+
+
+OF_STAGES = [
+    {"model": {"0.w": torch.zeros(2)}, "rows": [torch.zeros(1)], "first": {"a": torch.ones(1)}},
+    {"model": OrderedDict({"1.w": torch.ones(2)}), "rows": [torch.zeros(1), torch.ones(30_000)]},
+    {"rows": [torch.zeros(1)], "last": [[torch.full((3,), 2.0)]], 7: {"a.b": torch.ones(4)}},
+]
+WHOLE = {
+    "model": {"0.w": torch.zeros(2), "1.w": torch.ones(2)},
+    "rows": [torch.zeros(1), torch.ones(30_000)],
+    "first": {"a": torch.ones(1)},
+    "last": [[torch.full((3,), 2.0)]],
+    7: {"a.b": torch.ones(4)},
+}
+
+
+def save_and_load_in_part(rank, ranks, folder, states):
+    dist_ckpt.save(states[rank], folder)
+    asked = {}, {"model": {}}, {"model": {"0.w": torch.empty(2)}, "rows": []}, states[rank]
+    return [flat(dist_ckpt.load(each, folder)) for each in asked]
+
+
+def flat(state):
+    """Leaves by path, comparable."""
+    return {path: getattr(leaf, "tolist", lambda leaf=leaf: leaf)() for path, leaf in tree.leaves(state)}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (1, 0, 2)])
+def test_what_ranks_have_alone_is_returned_whole_where_it_stood(order, tmp_path):
+    found = run_ranks(save_and_load_in_part, 3, tmp_path / "c", [OF_STAGES[at] for at in order])
+    for loaded in [part for parts in found for part in parts]:
+        assert loaded == flat(WHOLE)
+    assert flat(dist_ckpt.load({}, tmp_path / "c")) == flat(WHOLE)
+    names = {"model.0.w", "model.1.w", "rows.0", "rows.1", "first.a", "last.0.0", "7.a.b"}
+    assert dist_ckpt.load_plain_tensors(tmp_path / "c").keys() == names
+
+
+def test_a_tensor_below_what_is_a_number_on_the_first_rank_is_an_error_on_all(tmp_path):
+    texts = run_ranks(save_rank, 2, tmp_path / "c", [{"model": None}, {"model": {"w": torch.ones(2)}}])
+    assert len(set(texts)) == 1
+    assert "model: rank 0 has a NoneType there, and other ranks have tensors below it" in texts[0]
 
 
 def save_by_copies(rank, ranks, folder):

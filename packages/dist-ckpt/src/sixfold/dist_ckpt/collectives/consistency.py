@@ -34,7 +34,7 @@ from sixfold.dist_ckpt.errors import ShardingError
 from sixfold.dist_ckpt.formats.frame import has_form
 from sixfold.dist_ckpt.formats.integrity import crc32_at
 from sixfold.dist_ckpt.state import plain_types, tree
-from sixfold.dist_ckpt.state.placeholders import Placeholder
+from sixfold.dist_ckpt.state.placeholders import Placeholder, placeholder
 from sixfold.dist_ckpt.state.records import ShardedTensor, ShardId, is_main_replica
 from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_freed
 
@@ -69,10 +69,14 @@ class Place(NamedTuple):
 
 
 class Owners(NamedTuple):
-    """Which rank writes a plain tensor, by ``Place.exact``, and which of them only some ranks have."""
+    """Which rank writes a plain tensor, by ``Place.exact``, and which of them only some ranks have.
+
+    ``not_on_first``: placeholders of those that the first rank has not, in dicts and lists as they stood, by rank.
+    """
 
     by_path: dict[str, int]
     of_some: frozenset[str]
+    not_on_first: tuple[Any, ...] = ()
 
 
 Found = dict[Place, Digest]
@@ -183,7 +187,14 @@ def _within(leaf: Any, name: str, depth: int) -> Iterator[tuple[str, int]]:
         yield from below or [(text, digest_of(value).value)]
 
 
-def check(exchange: Exchange, found: Found, within: Inner) -> Owners | None:
+def shapes(compared: Any) -> Any:
+    """Placeholders of the plain tensors of common data, where they stand."""
+    return tree.mapped(
+        compared, lambda _, leaf: placeholder(leaf) if is_tensor(leaf) else tree.GONE, same=tree.BRANCHES
+    )
+
+
+def check(exchange: Exchange, compared: Any, with_tensors: bool) -> Owners | None:
     """Say what differs, when the summaries of all ranks have shown that something does. Collective.
 
     Returns who writes plain tensors, if not all ranks have the same; else None.
@@ -193,7 +204,9 @@ def check(exchange: Exchange, found: Found, within: Inner) -> Owners | None:
     Raises:
         ShardingError: values differ; see [Note: what may differ]. On every rank.
     """
-    _, (differing, first, owners) = exchange.all_reduce(lambda: (None, (found, within)), _differing)
+    found = digests(compared, with_tensors)
+    mine = found, inner(compared), shapes(compared) if with_tensors else tree.GONE
+    _, (differing, first, owners) = exchange.all_reduce(lambda: (None, mine), _differing)
     if not differing:
         return owners
     if exchange.rank == 0:
@@ -214,9 +227,9 @@ def check(exchange: Exchange, found: Found, within: Inner) -> Owners | None:
     return owners
 
 
-def _differing(reports: list[tuple[Found, Inner]]) -> tuple[list[Place], Found, Owners | None]:
+def _differing(reports: list[tuple[Found, Inner, Any]]) -> tuple[list[Place], Found, Owners | None]:
     """Paths whose leaves are not the same on all ranks, the first rank's digests, and who writes plain tensors."""
-    by_rank, inner_by_rank = [found for found, _ in reports], [within for _, within in reports]
+    by_rank, inner_by_rank = [found for found, _, _ in reports], [within for _, within, _ in reports]
     paths = {path for found in by_rank for path in found}
     differing = sorted(path for path in paths if len({found.get(path) for found in by_rank}) > 1)
     of_some = {path for path in differing if _is_of_some([found.get(path) for found in by_rank])}
@@ -224,7 +237,7 @@ def _differing(reports: list[tuple[Found, Inner]]) -> tuple[list[Place], Found, 
     lost = [path for path in differing if _is_lost([found.get(path) for found in by_rank])]
     if lost:
         raise _lost([f"{path.text}: {_who(path, by_rank)}{_where(path, inner_by_rank)}" for path in lost])
-    return differing, by_rank[0], _owners(by_rank, of_some) if of_some else None
+    return differing, by_rank[0], _owners(by_rank, of_some, [own for *_, own in reports]) if of_some else None
 
 
 def _lost(lines: list[str]) -> ShardingError:
@@ -253,8 +266,13 @@ def check_crcs(names: Iterable[str], by_rank: Sequence[bytes]) -> None:
         raise _lost([f"{place.text}: {_who(place, by_place)}" for place in by_place[0]])
 
 
-def _owners(by_rank: list[Found], of_some: set[Place]) -> Owners:
+def _owners(by_rank: list[Found], of_some: set[Place], shapes_by_rank: Sequence[Any]) -> Owners:
     """Each plain tensor to the rank that has it and got fewest."""
+    lacking = {path.exact for path in of_some - by_rank[0].keys()}
+    kept = [
+        tree.mapped(own, lambda path, leaf: leaf if repr(path) in lacking else tree.GONE, same=tree.BRANCHES)
+        for own in shapes_by_rank
+    ]
     holders = defaultdict[Place, list[int]](list)
     for rank, found in enumerate(by_rank):
         for path, digest in found.items():
@@ -264,7 +282,7 @@ def _owners(by_rank: list[Found], of_some: set[Place]) -> Owners:
     for path in sorted(holders):
         by_path[path.exact] = owner = min(holders[path], key=lambda rank: (counts[rank], rank))
         counts[owner] += 1
-    return Owners(by_path, frozenset(path.exact for path in of_some))
+    return Owners(by_path, frozenset(path.exact for path in of_some), tuple(kept) if lacking else ())
 
 
 def _is_of_some(by_rank: list[Digest | None]) -> bool:

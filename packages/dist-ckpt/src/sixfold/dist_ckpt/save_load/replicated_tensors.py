@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from functools import reduce
 from heapq import heapify, heapreplace
 from typing import Any
 
@@ -84,6 +85,7 @@ def take_out(
                     "another name"
                 )
     if not found:
+        common = _with_others(common, rank, owners)
         return [], common, in_common(common), {}
     left, stays = SMALL_BYTES, set[tree.KeyPath]()
     for path, leaf in sorted(found.items(), key=lambda item: item[1].nbytes):  # stable: as they stand in the state dict
@@ -109,8 +111,14 @@ def take_out(
             return leaf
         return Placeholder(leaf) if path in stays else placeholder(leaf)
 
-    left_out = tree.mapped(common, change, same=tree.BRANCHES)
+    left_out = _with_others(tree.mapped(common, change, same=tree.BRANCHES), rank, owners)
     return own, left_out, in_common(left_out), crcs
+
+
+def _with_others(common: Any, rank: int, owners: Owners | None) -> Any:
+    """Common data of the first rank with placeholders of the tensors that only others have."""
+    more = () if rank or owners is None else owners.not_on_first
+    return reduce(tree.with_more, (one for one in more if one is not tree.GONE), common)
 
 
 def _dealt(sizes: Sequence[int], ranks: int) -> list[int]:

@@ -301,8 +301,7 @@ def agree_on(request: SaveRequest, begins_later: bool = False) -> Agreed:
                 compared = request.compared(parts.common)
                 # A tensor of some ranks is taken out by identity, which a function of the caller's may not keep.
                 is_own = request.engine is not None and request.preprocess_common_before_consistancy_check is None
-                found = consistency.digests(compared, with_tensors=is_own)
-                owners = consistency.check(exchange, found, consistency.inner(compared))
+                owners = consistency.check(exchange, compared, with_tensors=is_own)
             (content, report), ticket = exchange.all_reduce(again, agree)
     except BaseException:
         for save in begun:

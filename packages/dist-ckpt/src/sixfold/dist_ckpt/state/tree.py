@@ -242,6 +242,25 @@ def drop(tree: Any, path: KeyPath) -> None:
         parent[path[-1]] = None
 
 
+def with_more(node: Any, more: Any, path: KeyPath = ()) -> Any:
+    """A node with the leaves of another one, which stand where it has none. A dict of positions adds to a list.
+
+    Raises:
+        ShardingError: it has a leaf where the other one has something below, or no list can hold the positions.
+    """
+    if node is GONE or not more:
+        return more if node is GONE else node
+    found = dict(children(node))
+    if (is_dict(node) and is_dict(more)) or (type(node) is list and is_branch(more)):
+        found |= {name: with_more(found.get(name, GONE), below, (*path, name)) for name, below in children(more)}
+        if is_dict(node) or [*sorted(found)] == [*range(len(found))]:
+            return rebuilt(node, sorted(found.items()) if type(node) is list else found.items())
+    raise ShardingError(
+        f"{path_text(path)}: rank 0 has a {type(node).__name__} there, and other ranks have tensors below it that it "
+        "has not. Give it one form on all ranks; a rank that has nothing there leaves the key out"
+    )
+
+
 def nest(values: Mapping[KeyPath, Any]) -> dict[Any, Any]:
     """Nested dicts with the values at their paths; positions of lists become integer keys."""
     root: dict[Any, Any] = {}

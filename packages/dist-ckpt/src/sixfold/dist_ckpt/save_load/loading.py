@@ -139,6 +139,7 @@ class RankLoad:
     replicated: tuple[tuple[ShardedTensor, torch.Tensor], ...] = ()  # saved whole as common data, each with its part
     tied: in_place.Tied = field(default_factory=in_place.Tied)
     extra: Mapping[tree.KeyPath, ShardedTensor] = field(default_factory=dict)  # see replicated_tensors.not_asked_for
+    attributes: Mapping[tree.KeyPath, Mapping[str, Any]] = field(default_factory=dict)  # of OrderedDicts, as saved
 
 
 def load(asked: LoadRequest, engine: LoadEngine) -> Any:
@@ -322,7 +323,7 @@ class Load:
             if problem := plan.mismatch(record, record.global_shape, part.dtype, policy):
                 unlike.append(problem)
         table, pieces = tabulate(tensors)
-        extra = dict[tree.KeyPath, ShardedTensor]()
+        extra, attributes = dict[tree.KeyPath, ShardedTensor](), tree.attributes_of(common)
         if common:
             small = () if checkpoint.integrity is None else checkpoint.integrity.in_common
             extra = replicated_tensors.not_asked_for(common, own, parts.records, stored, frozenset(small), merges)
@@ -351,6 +352,7 @@ class Load:
             replicated=tuple(replicated),
             tied=tied,
             extra=extra,
+            attributes=attributes,
         )
 
     def _report(self, rank_load: RankLoad, wanted: RankLoad) -> _Report:
@@ -514,6 +516,7 @@ def _assembled(rank_load: RankLoad, values: Values) -> Result:
     result = tree.assemble(common, rank_load.expanded, values)
     if rank_load.merges and result is not tree.GONE:
         factory.fit_modules(result, rank_load.merges, rank_load.expanded)
+    factory.restore_attributes(result, rank_load.attributes, rank_load.merges, rank_load.expanded)
     wanted = [path for path, _ in (*parts.records, *parts.local)]
     found = factory.merge(result, rank_load.merges, [path for path in wanted if path not in values])
     return ({} if result is tree.GONE else result), found

@@ -6,6 +6,7 @@ loaded dict --> merge (this file) --> result, and what Stateful objects get in t
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -265,6 +266,22 @@ def fit_modules(result: Any, merges: Sequence[Merge], expanded: Any) -> None:
         for name in asked.keys() - found.keys():
             if isinstance(asked[name], torch.Tensor):
                 found[name] = asked[name].detach()
+
+
+def restore_attributes(
+    result: Any, saved: Mapping[tree.KeyPath, Mapping[str, Any]], merges: Sequence[Merge], expanded: Any
+) -> None:
+    """Give OrderedDicts of the result what those of the checkpoint held: a module migrates from the versions of then.
+
+    Versions stand under names of modules, which wrappers of now or then may have changed.
+    """
+    modules = {path: asked for path, asked, _ in _of_modules(merges, expanded, result)}
+    for path, attributes in saved.items():
+        if type(found := tree.get(result, path)) is OrderedDict:
+            own = getattr(modules.get(path), module_names.VERSIONS, {})
+            vars(found).update(attributes)
+            if own and isinstance(then := attributes.get(module_names.VERSIONS), dict):
+                setattr(found, module_names.VERSIONS, module_names.versions_of_then(own, then))
 
 
 def _of_modules(

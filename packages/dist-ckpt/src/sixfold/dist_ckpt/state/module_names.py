@@ -18,6 +18,7 @@ import torch
 from sixfold.dist_ckpt.state import tree
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+VERSIONS = "_metadata"  # torch's attribute of a module's state dict
 _SOLE_CHILDREN = WRAPPERS - {"module"}  # a user's module may have a child called "module", and no other one
 
 
@@ -62,6 +63,12 @@ def unwrapped(key: str) -> str:
 def renamed(state: Any, names: Mapping[str, str]) -> Any:
     """A copy of a module's state dict with other names."""
     return tree.rebuilt(state, [(names.get(name, name), part) for name, part in state.items()]) if names else state
+
+
+def versions_of_then(own: Mapping[str, Any], then: Mapping[str, Any]) -> dict[str, Any]:
+    """For each module what was saved of its versions, also under other wrappers; of a new one its own."""
+    plain = {unwrapped(name): version for name, version in then.items()}
+    return {name: then.get(name, plain.get(unwrapped(name), version)) for name, version in own.items()}
 
 
 def _plain(module: torch.nn.Module, name: str) -> str:

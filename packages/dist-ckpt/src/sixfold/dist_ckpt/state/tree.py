@@ -228,6 +228,15 @@ def get(tree: Any, path: KeyPath) -> Any:
     return tree
 
 
+def attributes_of(node: Any, path: KeyPath = ()) -> dict[KeyPath, dict[str, Any]]:
+    """What OrderedDicts hold besides their items, by their places: versions of modules."""
+    found = {path: vars(node)} if type(node) is OrderedDict and vars(node) else {}
+    for name, child in children(node):
+        if is_branch(child):
+            found |= attributes_of(child, (*path, name))
+    return found
+
+
 def put(tree: Any, path: KeyPath, value: Any) -> None:
     """Replace the node at ``path``, which exists."""
     get(tree, path[:-1])[path[-1]] = value

@@ -306,11 +306,14 @@ def test_a_signal_stops_and_saves_also_while_ranks_are_being_replaced_and_nothin
 
 
 @pytest.mark.slow
-def test_members_end_with_a_killed_supervisor(tmp_path):
+def test_members_end_with_a_killed_supervisor_and_so_do_workers_that_are_stopped(tmp_path):
     overrides = ("train.steps=100000", "parallel.dp=2", "elastic.spares=2")
     config = tiny_config(tmp_path, *KEYS, *overrides)
     process = command(tmp_path, *overrides)
     wait_for_steps(config, 1)
+    for rank in pids(config)[0]:
+        for worker in Path(f"/proc/{rank}/task/{rank}/children").read_text().split():
+            os.kill(int(worker), signal.SIGSTOP)
     assert len(left_behind(process.pid)) >= 5  # itself, the server, two ranks, a spare at least
     process.kill()
     process.communicate(timeout=30)

@@ -165,6 +165,10 @@ def test_random_losses_at_random_instants_change_no_bit(tmp_path, seed):
         for _ in range(6):
             time.sleep(chance.random() * 4)
             strike(nodes, chance)
+        deadline = time.monotonic() + 120
+        while lines(nodes.config, "start")[-1]["world"] < 2:
+            assert time.monotonic() < deadline, f"two of three nodes have come back\n{nodes.told()}"
+            time.sleep(0.1)
         nodes.wait_for_step(max(one["step"] for one in lines(nodes.config, "step")) + 5)
         nodes.stop()
 

@@ -43,7 +43,7 @@ class Generation:
         lost: what ended the generation before; empty for the first one.
         lost_at: when that was seen, on the clock ``time.monotonic`` of this machine.
         stop: the run was asked to stop meanwhile.
-        nodes: by rank. wanted: ranks that the run is to have, if there are as many processes.
+        nodes: by rank. present: all that were there. wanted: ranks that the run is to have, if there are processes.
         term: of the leader that formed it; None where there is one node.
     """
 
@@ -56,6 +56,7 @@ class Generation:
     lost_at: float = 0.0
     stop: bool = False
     nodes: tuple[int, ...] = ()
+    present: tuple[int, ...] = ()
     wanted: int = 0
     term: Term | None = None
 

@@ -80,6 +80,11 @@ class Heartbeat:
         self._step, self._begun, self._began_at, self._longest_s, self._first = 0, 0, 0.0, 0.0, True
         self._write(0.0)
 
+    @property
+    def longest_s(self) -> float:
+        """Seconds of the longest step of this process."""
+        return self._longest_s
+
     def generation(self) -> None:
         """A generation begins: its first step may take any time."""
         self._first, self.is_over = True, False

@@ -124,6 +124,8 @@ class Leader:
             self.meetings.close(form.generation - 1)  # also where nobody had to be told
             self._say(form)
         self._size, store = len(form.members), self.meetings.open(form.generation)
+        if self.term is not None:
+            self.term.check()  # once more: that may have taken long
         for rank, member in enumerate(form.members):
             generation = Generation(
                 number=form.generation,
@@ -135,6 +137,7 @@ class Leader:
                 lost_at=form.lost_at,
                 stop=form.stop,
                 nodes=form.nodes,
+                present=tuple(self.nodes),
                 wanted=form.wanted,
                 term=self.term,
             )

@@ -11,7 +11,8 @@ imported stay.
 
 gloo does not wake every send of a connection that is shut. A main thread that has computed nothing for ``STUCK_S``
 since then waits for what cannot come: the process ends, and another takes its place. If it waits for another thread of
-its own, as for one that writes a snapshot, it has ``OWN_S``.
+its own, as for one that writes a snapshot, it has ``OWN_S``. One that asks again and again whether something has come
+computes a little, and has ``DROP_S`` beyond the time of its longest steps.
 
 [Note: a failed rank waits] It keeps its connections until it is told what comes: peers would otherwise report those.
 """
@@ -34,18 +35,21 @@ from typing import Any
 
 from sixfold.gpt.elastic.generation import STUCK, Done, Failed, Generation, Leave, Over, Ready
 from sixfold.gpt.elastic.heartbeat import GenerationOverError, Heartbeat
+from sixfold.gpt.elastic.lifeline import Lifeline
 from sixfold.gpt.errors import FinalError, ReplicasDifferError
 from sixfold.gpt.launch.spawn import failure_of, name_in_warnings, prepare_process
 
 CUT_POLL_S = 0.1
 STUCK_S = 1.0
 OWN_S = 5.0
+DROP_S = 10.0
 Prepare = Callable[..., None]  # prepare(*args), in a process that may be a rank later
 Target = Callable[..., int]  # target(generation, heartbeat, *args): the run's exit status
 
 
 def member_main(
     channel: Connection,
+    lifeline: Connection,
     member: int,
     slots: Path,
     target: Target,
@@ -58,12 +62,12 @@ def member_main(
     if prepare is not None:
         prepare(*args)  # there is no other thread yet
     gc.freeze()  # what was imported is in no cycle with a generation, and is not looked through when one is dropped
-    _Member(channel, Heartbeat(slots, member)).serve(target, args)
+    _Member(channel, Lifeline(lifeline), Heartbeat(slots, member)).serve(target, args)
 
 
 class _Member:
-    def __init__(self, channel: Connection, heartbeat: Heartbeat) -> None:
-        self._channel, self._heartbeat = channel, heartbeat
+    def __init__(self, channel: Connection, lifeline: Lifeline, heartbeat: Heartbeat) -> None:
+        self._channel, self._lifeline, self._heartbeat = channel, lifeline, heartbeat
         self._generations: queue.SimpleQueue[Generation | Leave] = queue.SimpleQueue()
         self._over = 0.0  # the newest generation that has ended
         self._leaves = False
@@ -78,6 +82,7 @@ class _Member:
 
     def _serve_one(self, generation: Generation, target: Target, args: tuple[Any, ...]) -> None:
         name_in_warnings(generation.rank)
+        self._lifeline.tie_children()
         with self._changed:
             self._sockets = set(_connections().values())
             self._heartbeat.generation()
@@ -131,6 +136,7 @@ class _Member:
             self._over, self._heartbeat.is_over = number, True
             self._changed.notify_all()
         worked, since = 0, time.monotonic()
+        began = since
         while True:
             with self._changed:
                 if self._sockets is None:
@@ -142,6 +148,8 @@ class _Member:
             if worked != (worked := _main_thread_ticks()):
                 since = time.monotonic()
             elif time.monotonic() - since > (OWN_S if _waits_for_own_thread() else STUCK_S):
+                os._exit(STUCK)
+            if time.monotonic() - began > DROP_S + 2 * self._heartbeat.longest_s:
                 os._exit(STUCK)
 
 

@@ -44,6 +44,7 @@ from sixfold.gpt.elastic.terms import FOLDER, DeposedError, Term, Terms
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.files.run_dir import check_free
 from sixfold.gpt.launch.interfaces import interface_of
+from sixfold.gpt.launch.rendezvous import NODE_HOST
 from sixfold.gpt.launch.spawn import Failure, RankError, StopRequests, stop_requests, warm_up
 from sixfold.gpt.launch.stop_signals import STOPPED
 
@@ -360,7 +361,7 @@ class _Supervisor:
     # ---- in the lead
 
     def _gather(self, now: float) -> None:
-        """Wait for the others: at a start for all; in a run for those that were in the newest generation."""
+        """Wait for the others: at a start for all; in a run for those that were there in the newest generation."""
         assert self._term is not None, "it was taken"
         self._term.check()
         self.processes.events(now)  # dropped: what is held is looked at below
@@ -378,7 +379,7 @@ class _Supervisor:
             return
         wanted = set(range(len(self.addresses)))
         if known:
-            wanted = {*max(known, key=lambda one: one.number).nodes} - {self._before}
+            wanted = {*max(known, key=lambda one: one.number).present} - {self._before}
         missing, limit = sorted(wanted - held.keys()), self.hung_after_s if known else self.wait_s
         names = ", ".join(f"node {node} at {_name(self.addresses[node])}" for node in missing)
         if missing and now - self._since > TELL_S and not self._told:
@@ -533,6 +534,7 @@ def keep_alive_on(
         ConfigError: what `listening` and `Terms.key` say.
         RankError: the run was given up, on all nodes; or this node was started otherwise than the one that leads.
     """
+    os.environ[NODE_HOST] = addresses[me][0]
     if name := interface_of(addresses[me][0]):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # else a store that is closed prints pages in each survivor

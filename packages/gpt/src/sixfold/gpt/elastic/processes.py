@@ -63,6 +63,9 @@ class Processes:
     local: bool = True  # all ranks are on this machine
     by_member: dict[int, _Process] = field(default_factory=dict)  # those that live
 
+    def __post_init__(self) -> None:
+        self._lifeline, self._end = multiprocessing.Pipe(duplex=False)
+
     def handles(self) -> list[Any]:
         """What to wait for."""
         return [handle for one in self._living() for handle in (one.channel, one.process.sentinel)]
@@ -112,6 +115,8 @@ class Processes:
         for one in self._living():
             one.process.join(END_S)
             one.channel.close()
+        self._lifeline.close()
+        self._end.close()
 
     def _living(self) -> list[_Process]:
         return list(self.by_member.values())
@@ -153,7 +158,7 @@ class Processes:
         context = multiprocessing.get_context("forkserver")
         here, there = context.Pipe()
         self.slots.clear(member)
-        job = (there, member, self.slots.path, self.target, self.args, self.prepare, self.local)
+        job = (there, self._lifeline, member, self.slots.path, self.target, self.args, self.prepare, self.local)
         process = context.Process(target=member_main, args=job, name=f"sixfold member {member}")
         process.start()
         there.close()

@@ -39,6 +39,7 @@ TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 PYTORCHJOB = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
 MPIRUN = (("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"), ("PMI_SIZE", "PMI_RANK"))  # Open MPI; MPICH and Intel MPI
+NODE_HOST = "SIXFOLD_NODE_HOST"  # set by elastic/nodes.py: how other nodes reach this one
 OWN = ("SIXFOLD_RANK", "SIXFOLD_RANKS", "SIXFOLD_STORE")  # set by spawn.py in the ranks that it starts
 
 # A rank that leaves first closes what others still read; the host of the store waits this long for all to be done.
@@ -112,6 +113,11 @@ def detect(environ: Mapping[str, str]) -> Rendezvous | None:
     if "RANK" in environ and _optional(environ, "WORLD_SIZE", 1) > 1:
         return _pytorchjob(environ)
     return None
+
+
+def node_host(environ: Mapping[str, str]) -> str | None:
+    """How ranks of other nodes reach this one; None where all ranks are here, or another launcher has started them."""
+    return environ.get(NODE_HOST)
 
 
 def _pytorchjob(environ: Mapping[str, str]) -> Rendezvous:

@@ -11,6 +11,7 @@ copies, and the run goes on. It says so where copies can be expected: on several
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import time
@@ -27,6 +28,7 @@ from sixfold.gpt.data.token_stream import continue_data
 from sixfold.gpt.elastic.generation import Generation
 from sixfold.gpt.elastic.heartbeat import LATE, Heartbeat
 from sixfold.gpt.elastic.memory_folder import PREFIX
+from sixfold.gpt.launch.rendezvous import node_host
 from sixfold.gpt.launch.stop_signals import StopFlag
 from sixfold.gpt.parallel.agreement import all_or_raise, gather_objects, world_collective
 from sixfold.gpt.parallel.mesh import RankMesh
@@ -218,14 +220,15 @@ def tier_of(config: TrainConfig, memory_run: str) -> MemoryTier:
     """Where the snapshots of this process lie; it outlives generations, and so does its worker."""
     elastic = config.elastic  # a worker that is stopped is given up as a late step is, and not at the run's deadline
     timeout_s = min(config.run.timeout_seconds, LATE * elastic.hung_after_seconds)
-    return _tier(elastic.memory_folder, memory_run, timeout_s)
+    return _tier(elastic.memory_folder, memory_run, timeout_s, node_host(os.environ))
 
 
 @cache
-def _tier(folder: str, run: str, timeout_s: float) -> MemoryTier:
+def _tier(folder: str, run: str, timeout_s: float, address: str | None) -> MemoryTier:
     """Below the folder of this supervisor, which has its process number. See [Note: nodes and copies]."""
     domain = f"{socket.gethostname()}-{run.rpartition('-')[2]}"
-    return MemoryTier(Path(folder) / f"{PREFIX}{run}", "gpt", domain=domain, replicas=0, timeout_s=timeout_s)
+    place = Path(folder) / f"{PREFIX}{run}"
+    return MemoryTier(place, "gpt", domain=domain, replicas=0, timeout_s=timeout_s, address=address)
 
 
 @cache

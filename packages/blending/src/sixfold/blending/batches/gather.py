@@ -128,7 +128,10 @@ def _ids(part: Part, ranges: I64) -> npt.NDArray[Any]:
 
 
 def _ask(part: Part, ranges: I64) -> npt.NDArray[Any]:
-    """The same through ``get``, one range at a time."""
+    """The same through ``get``, one range at a time, all of which the source may fetch at once."""
+    prefetch = getattr(part.source, "prefetch", None)
+    if prefetch is not None and part.first_token(ranges[:0, SEQUENCE]) is not None:
+        prefetch(ranges[:, BEGIN], ranges[:, LENGTH])
     ids = np.empty(int(ranges[:, LENGTH].sum()), dtype=part.source.dtype)
     end = 0
     for sequence, offset, length in ranges[:, [SEQUENCE, OFFSET, LENGTH]].tolist():
@@ -175,3 +178,18 @@ def _refuse_ids_beyond(dtype: np.dtype[Any], ids: npt.NDArray[Any], label: str) 
     if outside.size:
         remedy = "set token_dtype" if whole else "ids are whole numbers, write them as such"
         raise BlendingError(f"{label} has the id {ids[outside[0]]} of {ids.dtype}; {dtype} does not hold it: {remedy}")
+
+
+def counted_labels(
+    parts: Sequence[Part], masked: Sequence[int], ranges: I64, shape: tuple[int, int]
+) -> npt.NDArray[np.bool_]:
+    """``shape`` bools: whether a label counts in the loss, by the masks of the sources ``masked``."""
+    counted = np.ones(shape, dtype=np.bool_)
+    flat = counted.reshape(-1)
+    wanted = ranges[np.isin(ranges[:, SOURCE], masked) & (ranges[:, LABELS] > 0)]
+    columns = (SOURCE, SEQUENCE, OFFSET, LENGTH, ROW, COLUMN, LABELS)
+    for source, sequence, offset, length, row, column, labels in wanted[:, columns].tolist():
+        mask = parts[source].source.loss_mask(sequence, offset, length)
+        begin = row * shape[1] + column + length - labels - 1
+        flat[begin : begin + labels] = mask[length - labels :]
+    return counted

@@ -35,6 +35,7 @@ class TokenRows:
     labels: npt.NDArray[Any]
     begins: npt.NDArray[np.bool_]
     pad: int
+    counted: npt.NDArray[np.bool_] | None = None  # which labels count, where a source has a mask
 
 
 def pad_token(tokenizer: Any, allow_ambiguous: bool) -> int:
@@ -116,6 +117,8 @@ class SampleLayout:
                 self.eod or 0, self.pad, self._flags, shape[0], rows.tokens, rows.labels, rows.begins, loss_mask,
                 positions, _NONE if numbers is None else numbers,
             )  # fmt: skip
+        if rows.counted is not None:
+            loss_mask *= rows.counted
         if self.packs and positions.reshape(-1)[np.flatnonzero(rows.begins)].any():
             _restart_at(rows.begins, positions)  # documents do not end with the eod, where positions restart already
         self._refuse_ids_beyond(rows)

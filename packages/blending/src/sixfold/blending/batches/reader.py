@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sixfold.blending.batches.gather import gather, open_map
+from sixfold.blending.batches.gather import counted_labels, gather, open_map
 from sixfold.blending.batches.gpt_arrays import TokenRows
 from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import ListSource
@@ -71,11 +71,14 @@ class BatchReader:
         self._parts = [dataset.part for dataset in datasets]
         none: tuple[object | None, ...] = (None,) * (len(datasets) + pads)
         self._handles = _Handles(none, none)
+        self._masked: list[int] | None = None  # the parts whose source has a loss mask, once that was asked
         self._room = 64  # ranges; it grows with what batches need
 
-    def read(self, source_B: I64, sample_B: I64, rows: TokenRows) -> None:
+    def read(self, source_B: I64, sample_B: I64, rows: TokenRows) -> TokenRows:
         """Fill row b with sample ``sample_B[b]`` of dataset ``source_B[b]``, and mark where documents begin.
 
+        Returns:
+            the rows, and which labels count.
         Raises:
             The source's own error, or BlendingError: its data is damaged, or ids do not fit the rows.
         """
@@ -85,8 +88,7 @@ class BatchReader:
             padding = ListSource([[rows.pad] * (rows.tokens.shape[1] + 1)])  # packed rows have one length
             self._parts = [*self._parts, Part(padding, range(1))]
         if native is None:
-            self._gather((), self._by_numpy(source_B, sample_B), sample_B, rows)
-            return
+            return self._gather((), self._by_numpy(source_B, sample_B), sample_B, rows)
         handles = self._handles
         if not self._pads:  # there is no kernel for packed rows
             ranges, handles = self._searched(native, handles, source_B, sample_B, rows.tokens.shape[1])
@@ -95,7 +97,7 @@ class BatchReader:
             for source in [*_sources(source_B), *range(len(self._datasets), len(self._parts))]:
                 handles = self._with_map(native, handles, source)
         self._handles = handles
-        self._gather(handles.maps, ranges, sample_B, rows, handles.unmapped)
+        return self._gather(handles.maps, ranges, sample_B, rows, handles.unmapped)
 
     def _gather(
         self,
@@ -104,18 +106,28 @@ class BatchReader:
         sample_B: I64,
         rows: TokenRows,
         unmapped: frozenset[int] = frozenset(),
-    ) -> None:
+    ) -> TokenRows:
         """Read what is not dropped. What is has no id, and is no part of the document before it."""
         if not self._drops:
             gather(self._parts, maps, ranges, rows, unmapped)
-            return
+            return self._counted(ranges, rows)
         dropped = np.zeros(len(ranges), dtype=np.bool_)
         for drop in self._drops:
             mine = (ranges[:, SOURCE] == drop.source) & (sample_B[ranges[:, ROW]] >= drop.first)
             dropped |= mine & np.isin(ranges[:, SEQUENCE], drop.sequences)
-        gather(self._parts, maps, np.ascontiguousarray(ranges[~dropped]), rows, unmapped)
+        kept = np.ascontiguousarray(ranges[~dropped])
+        gather(self._parts, maps, kept, rows, unmapped)
         holes = ranges[dropped & (ranges[:, SHOWN] > 0)]
         rows.begins[holes[:, ROW], holes[:, COLUMN]] = True
+        return self._counted(kept, rows)
+
+    def _counted(self, ranges: I64, rows: TokenRows) -> TokenRows:
+        """The rows, and which labels count where a source has a mask."""
+        if self._masked is None:
+            self._masked = [n for n, part in enumerate(self._parts) if getattr(part.source, "mask", None) is not None]
+        if not self._masked:
+            return rows
+        return replace(rows, counted=counted_labels(self._parts, self._masked, ranges, rows.labels.shape))
 
     def _searched(
         self, native: Kernels, handles: _Handles, source_B: I64, sample_B: I64, sequence_length: int

@@ -32,7 +32,7 @@ from sixfold.blending.dataset.checkpoint_state import (
     stream_state,
 )
 from sixfold.blending.dataset.epoch_limit import ENDLESS, EpochLimit, samples_within, tokens_given
-from sixfold.blending.dataset.provenance import TokenRange, Why
+from sixfold.blending.dataset.provenance import TokenRange, Why, positions_that_read
 from sixfold.blending.dataset.stream import Samples, one_sequence_length
 from sixfold.blending.documents.idx_bin import open_prefix
 from sixfold.blending.documents.part import Part
@@ -275,13 +275,24 @@ class MegatronDataset(Samples):
         if sample_B.size:
             self.watch_epochs(int(sample_B.max()) + 1)
         rows = self.new_rows(sample_B.size, one_sequence_length(sample_B, self.order), out)
-        self._reader.read(np.zeros(sample_B.size, dtype=np.int64), sample_B, rows)
+        rows = self._reader.read(np.zeros(sample_B.size, dtype=np.int64), sample_B, rows)
         return self.make_batch(rows, out)
 
     def why(self, n: int) -> Why:
         """Where the tokens of sample ``n`` come from."""
         checked_positions([n], self._end)
         return Why(int(n), 0, self.name, int(n), self.token_ranges(int(n)), self.epochs_after(int(n)))
+
+    def find_line(self, file: str, line: int, end: int) -> list[int]:
+        """The samples below ``end`` that read the document of ``line`` of ``file``, if the pair has provenance.
+
+        Raises:
+            BlendingError: the pair does not know that file.
+        Cost: a search of every sample below ``end``; no id is read.
+        """
+        last = whole_number("end", end, 0)
+        checked_positions([last - 1] if last else [], self._end)
+        return positions_that_read([self], file, line, last, lambda position_B: (np.zeros_like(position_B), position_B))
 
     @property
     def deals(self) -> bool:
@@ -320,9 +331,11 @@ class MegatronDataset(Samples):
         """The ranges of a sample's tokens, in order, without padding; those of sequences ``dropped`` say so."""
         ranges = self.order.ranges_of(sample)
         first = self.part.first_token(ranges.sequence)
-        prefix = getattr(self.indexed_dataset, "path_prefix", None)
-        itemsize = np.dtype(self.indexed_dataset.dtype).itemsize
-        boundaries = several_sequences(self.indexed_dataset)
+        source = self.part.source  # of a view its pair
+        prefix = getattr(source, "path_prefix", None)
+        provenance = getattr(source, "provenance", None)
+        itemsize = np.dtype(source.dtype).itemsize
+        boundaries = several_sequences(source)
         document_R = ranges.sequence
         if boundaries is not None:
             document_R = np.searchsorted(boundaries, ranges.sequence, side="right") - 1
@@ -342,6 +355,7 @@ class MegatronDataset(Samples):
                     byte_end=None if begin is None else begin + length * itemsize,
                     sequence=int(ranges.sequence[number]) if boundaries is not None else None,
                     dropped=dropped is not None and bool(np.isin(ranges.sequence[number], dropped)),
+                    origin=None if provenance is None else provenance.of(int(document_R[number])),
                 )
             )
         return tuple(found)

@@ -34,7 +34,7 @@ from sixfold.blending.dataset.checkpoint_state import (
     stream_state,
 )
 from sixfold.blending.dataset.epoch_limit import ENDLESS, EpochLimit
-from sixfold.blending.dataset.provenance import Why
+from sixfold.blending.dataset.provenance import Why, positions_that_read
 from sixfold.blending.dataset.stream import Samples, one_sequence_length
 from sixfold.blending.documents.source import AbsentSource
 from sixfold.blending.errors import BlendingError
@@ -196,7 +196,7 @@ class BlendedDataset(Samples):
         width = one_sequence_length(position_B, self.schedule)
         dataset_B, sample_B = self.schedule.locate(position_B)
         rows = self.datasets[0].new_rows(position_B.size, width, out)
-        self._reader.read(dataset_B, sample_B, rows)
+        rows = self._reader.read(dataset_B, sample_B, rows)
         batch = self.datasets[0].make_batch(rows, out)
         batch["dataset_id"] = output_array(out, "dataset_id", dataset_B.shape, dataset_B.dtype)
         batch["dataset_id"][...] = dataset_B
@@ -242,6 +242,17 @@ class BlendedDataset(Samples):
         ranges = self.datasets[dataset].token_ranges(sample, np.concatenate(some) if some else None)
         epochs = self.datasets[dataset].epochs_after(sample)
         return Why(int(n), dataset, self.names[dataset], sample, ranges, epochs)
+
+    def find_line(self, file: str, line: int, end: int) -> list[int]:
+        """The positions below ``end`` that read the document of ``line`` of ``file``, if a pair has provenance.
+
+        Raises:
+            BlendingError: no pair knows that file.
+        Cost: a search of every position below ``end``; no id is read.
+        """
+        last = whole_number("end", end, 0)
+        checked_positions([last - 1] if last else [], self.schedule.end)
+        return positions_that_read(self.datasets, file, line, last, self.schedule.locate, self._drops)
 
     def epochs(self, n: int) -> F64:
         """How often the first ``n`` positions read each dataset's tokens, (D,)."""
@@ -314,7 +325,7 @@ def _refuse_one_file_twice(datasets: Sequence[MegatronDataset], *, as_peer: bool
     """BlendingError for two datasets with sequences of one file in common, under any names; the peer's order warns."""
     found: dict[tuple[int, int], list[MegatronDataset]] = {}
     for dataset in datasets:
-        prefix = getattr(dataset.indexed_dataset, "path_prefix", None)
+        prefix = getattr(dataset.part.source, "path_prefix", None)  # of a view its pair
         with suppress(OSError, TypeError):
             status = os.stat(f"{prefix}.idx")
             found.setdefault((status.st_dev, status.st_ino), []).append(dataset)

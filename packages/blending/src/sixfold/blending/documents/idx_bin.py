@@ -1,5 +1,6 @@
 """Opening path prefixes (this file): the only place that knows who reads ``.idx`` and ``.bin``."""
 
+import os
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -8,7 +9,9 @@ from sixfold.blending.errors import BlendingError
 
 
 def pair_of(prefix: str) -> list[str]:
-    """The files of a prefix."""
+    """The files of a prefix: those of a pair, or a view of one."""
+    if os.path.exists(f"{prefix}.view") and not os.path.lexists(f"{prefix}.idx"):
+        return [f"{prefix}.view"]
     return [f"{prefix}.idx", f"{prefix}.bin"]
 
 

@@ -48,6 +48,10 @@ class Part:
             first, last = self._ends()
             if not 0 <= first <= last < held:
                 raise BlendingError(f"{self.label}: sequences {first}..{last} are asked of the {held} it has")
+        kept: I64 | None = getattr(source, "kept_sequences", None)
+        if kept is not None:  # a view, whose sequences have gaps between them: some sequences of its pair
+            self.indices = _as_range(kept[np.asarray(self.indices, dtype=np.int64)], held, self.label)
+            self._see(getattr(source, "base"))  # noqa: B009 - of sources that have it
         if self._contiguous is not None:
             low, high = self._contiguous
             self.tokens: int = (self._pointer(high) - self._pointer(low)) // self._itemsize if high > low else 0

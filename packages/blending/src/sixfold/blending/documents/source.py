@@ -18,7 +18,8 @@ class DocumentSource(Protocol):
     """Token sequences by number; ``sixfold.indexed_data.IndexedDataset`` is one.
 
     Used if present: ``sequence_pointers`` (byte where each sequence begins), ``tokens`` (all ids,
-    flat, or None), ``path_prefix`` (for messages and ``why``).
+    flat, or None), ``path_prefix`` (for messages and ``why``), ``loss_mask`` with ``mask`` (which tokens count),
+    ``prefetch`` (ranges of the flat ids that are read next), ``provenance`` (files and lines, for ``why``).
     """
 
     @property

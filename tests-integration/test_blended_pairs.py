@@ -1,0 +1,147 @@
+"""What lies beside a pair, in batches: loss masks, views, provenance, and pairs behind a URL."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from blending_helpers import config
+from range_server_helpers import RangeServer
+
+from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder, BlendingError, GPTDataset
+from sixfold.blending.numbers import kernels
+from sixfold.indexed_data import IndexedDataset, IndexedDatasetBuilder, build, filter_pair
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(params=["compiled", "numpy"])
+def each_kernel(request, monkeypatch):
+    monkeypatch.setattr(kernels._forced, "numpy", request.param == "numpy")
+    return request.param
+
+
+def write(prefix, first, documents=60):
+    """A pair of ids from ``first`` on, each once, of which those that three divides do not count."""
+    rng, at = np.random.default_rng(first), first
+    with IndexedDatasetBuilder(f"{prefix}.bin", np.int32) as builder:
+        for _ in range(documents):
+            ids = np.arange(at, at := at + int(rng.integers(1, 40)))
+            builder.add_document(ids, loss_mask=ids % 3 != 0)
+    return at
+
+
+def built(*prefixes, **fields):
+    made = config(blend=([str(prefix) for prefix in prefixes], [1.0] * len(prefixes)), split="1,0,0", **fields)
+    return BlendedMegatronDatasetBuilder(GPTDataset, [200, None, None], lambda: True, made).build()[0]
+
+
+@pytest.mark.parametrize("fields", [{}, {"order": "megatron"}, {"packing": "best_fit"}], ids=str)
+def test_a_label_counts_as_the_mask_of_its_pair_says(folder, each_kernel, fields):
+    end = write("a", 1)
+    write("b", end)
+    data = built("a", "b", **fields)
+    batch = data.get_batch(range(40))
+    real = batch["labels"] != 0
+    assert real.any()
+    assert (batch["loss_mask"][real] == (batch["labels"][real] % 3 != 0)).all()
+    assert set(batch["loss_mask"][real].tolist()) == {0.0, 1.0}
+
+
+def test_a_pair_without_a_mask_counts_whole_beside_one_that_has_one(folder, each_kernel):
+    end = write("a", 1)
+    with IndexedDatasetBuilder("plain.bin", np.int32) as builder:
+        builder.add_document(np.arange(end, end + 900))
+    batch = built("a", "plain").get_batch(range(40))
+    of_plain = batch["labels"] >= end
+    assert of_plain.any()
+    assert (batch["loss_mask"][of_plain] == 1).all()
+    masked = (batch["labels"] > 0) & ~of_plain
+    assert (batch["loss_mask"][masked] == (batch["labels"][masked] % 3 != 0)).all()
+
+
+@pytest.mark.parametrize("fields", [{}, {"order": "megatron"}, {"packing": "best_fit"}], ids=str)
+def test_batches_of_a_view_have_the_kept_documents_and_no_others(folder, each_kernel, fields):
+    write("a", 1)
+    Path("drop.txt").write_text("\n".join(map(str, range(0, 60, 3))))
+    filter_pair("a", "view", lists=["drop.txt"])
+    dropped = {int(i) for n in range(0, 60, 3) for i in IndexedDataset("a")[n]}
+    kept = {int(i) for ids in IndexedDataset("view") for i in ids}
+    batch = built("view", **fields).get_batch(range(200))
+    seen = set(batch["tokens"].ravel().tolist()) - {0}
+    assert not seen & dropped
+    assert len(seen & kept) > 0.9 * len(kept)
+    real = batch["labels"] != 0
+    assert (batch["loss_mask"][real] == (batch["labels"][real] % 3 != 0)).all()
+
+
+def test_why_ends_at_the_line_of_the_source(folder):
+    for name in ("x", "y"):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {i}" * 9}) + "\n\n" for i in range(30)))
+    build(["x.jsonl", "y.jsonl"], "a", provenance=True)
+    Path("drop.txt").write_text("0\n7\n")
+    filter_pair("a", "view", lists=["drop.txt"])
+    for prefix in ("a", "view"):
+        data = built(prefix)
+        for position in range(20):
+            for piece in data.why(position).ranges:
+                name, line = piece.origin
+                text = json.loads(Path(name).read_text().splitlines()[line - 1])["text"]
+                ids = IndexedDataset("a").get(piece.document, piece.offset, piece.length).tolist()
+                assert bytes(i for i in ids if i < 256).decode() in text
+                assert str(piece).endswith(f"from {name}:{line}")
+
+
+@pytest.mark.parametrize("failing", [0.0, 0.05])
+def test_a_pair_behind_a_url_gives_the_batches_of_the_local_one(folder, failing):
+    write("a", 1)
+    local = built("a")
+    files = {f"a{end}": Path(f"a{end}").read_bytes() for end in (".bin", ".idx", ".mask")}
+    with RangeServer(files, failing=failing) as server:
+        remote = built(f"{server.url}/a")
+        for begin in range(0, 80, 8):
+            ours, theirs = local.get_batch(range(begin, begin + 8)), remote.get_batch(range(begin, begin + 8))
+            for name in ("tokens", "labels", "loss_mask", "position_ids"):
+                assert np.array_equal(ours[name], theirs[name])
+
+
+@pytest.mark.parametrize("fields", [{}, {"order": "megatron"}, {"packing": "best_fit"}], ids=str)
+def test_find_has_every_position_that_read_a_line_and_no_other(folder, fields):
+    """The oracle asks ``why`` of every position."""
+    for name in ("x", "y"):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps({"text": f"{name} {i}" * 5}) + "\n" for i in range(20)))
+        build([f"{name}.jsonl"], name, provenance=True)
+    write("plain", 1)
+    Path("drop.txt").write_text("3\n")
+    filter_pair("x", "view", lists=["drop.txt"])
+    data = built("view", "plain", "y", **fields)
+    origins = [{piece.origin for piece in data.why(position).ranges} for position in range(150)]
+    found = 0
+    for name in ("x", "y"):
+        for line in (1, 4, 9, 20):
+            expected = [position for position, each in enumerate(origins) if (f"{name}.jsonl", line) in each]
+            assert data.find_line(f"{name}.jsonl", line, 150) == expected
+            found += len(expected)
+    assert found > 12
+    assert data.find_line("x.jsonl", 4, 150) == []  # the view left it out
+    with pytest.raises(BlendingError, match=r"no dataset is known to come from 'z\.jsonl'"):
+        data.find_line("z.jsonl", 1, 10)
+    alone = built("y", **fields)
+    assert alone.find_line("y.jsonl", 2, 60) == [
+        n for n in range(60) if ("y.jsonl", 2) in {piece.origin for piece in alone.why(n).ranges}
+    ]
+
+
+def test_find_line_has_no_position_from_which_on_the_document_is_dropped(folder):
+    Path("y.jsonl").write_text("".join(json.dumps({"text": f"y {i}" * 5}) + "\n" for i in range(20)))
+    build(["y.jsonl"], "y", provenance=True)
+    write("plain", 1)
+    line = ("y.jsonl", 2)
+    before = built("y", "plain").find_line(*line, 200)
+    data = built("y", "plain", changes=[BlendChange(at=100, drop={"y": [1]})])
+    assert data.find_line(*line, 200) == [n for n in before if n < 100]
+    assert len(before) > len(data.find_line(*line, 200)) > 0

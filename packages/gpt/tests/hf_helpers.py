@@ -17,6 +17,28 @@ LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
 }  # fmt: skip
+LINEAR = {"rope_type": "linear", "factor": 3.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "beta_fast": 8.0}
+BY_LAYER = {
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 5e5, **YARN},
+        "sliding_attention": {"rope_theta": 5e5, "rope_type": "default"},
+    }
+}  # fmt: skip
+CAPS = {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "_attn_implementation": "eager"}
+LOCAL = {
+    "rope_parameters": {
+        "full_attention": {"rope_theta": 1e5, **LINEAR},
+        "sliding_attention": {"rope_theta": 100.0, "rope_type": "default"},
+    }
+}
+GEMMA3 = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "query_pre_attn_scalar": 12}
+LATENTS = {"q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4, "v_head_dim": 8}
+MSCALES = {"mscale": 1.5, "mscale_all_dim": 0.8}
+ROUTED = {
+    "num_hidden_layers": 3, "first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "moe_intermediate_size": 12, "n_shared_experts": 2, "num_key_value_heads": 4,
+}  # fmt: skip
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 8}),
@@ -27,6 +49,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {"head_dim": 12, "rope_parameters": {"rope_theta": 1e6, "rope_type": "default"}}),
     "qwen3_moe": ("qwen3_moe", {"num_hidden_layers": 3, "mlp_only_layers": [0], "norm_topk_prob": True, **EXPERTS}),
     "qwen2_moe": ("qwen2_moe", {"shared_expert_intermediate_size": 24, "router_aux_loss_coef": 0.01, **EXPERTS}),
+    "mistral": ("mistral", {"sliding_window": 7, "head_dim": 12}),
+    "mistral_plain": ("mistral", {"sliding_window": None, "rope_parameters": {"rope_theta": 1e6, **LINEAR}}),
+    "mixtral": ("mixtral", {"sliding_window": 5, "num_local_experts": 5, "num_experts_per_tok": 2}),
+    "olmo2": ("olmo2", {"rms_norm_eps": 1e-3}),
+    "olmo3": ("olmo3", {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], **BY_LAYER}),
+    "gemma2": ("gemma2", {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 7, **CAPS}),
+    "gemma3_text": ("gemma3_text", {"num_hidden_layers": 3, "head_dim": 12, "sliding_window": 7, **LOCAL, **GEMMA3}),
+    "deepseek_v3": ("deepseek_v3", {"rope_parameters": {"rope_theta": 1e4, **YARN, **MSCALES}, **LATENTS, **ROUTED}),
+    "deepseek_v3_plain_queries": ("deepseek_v3", {**LATENTS, **ROUTED, "q_lora_rank": None, "rope_interleave": False}),
+    "llama_yarn": ("llama", {"rope_parameters": {"rope_theta": 1e4, **YARN}}),
     "qwen3_tied_scaling": ("qwen3", {"head_dim": 6, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
 }
 
@@ -45,7 +77,11 @@ def peer(case: str, **sizes: int) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             drawn = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(drawn * 0.1 if parameter.dim() > 1 else 1.0 + 0.2 * drawn)
+            norm = (0.0 if "gemma" in kind else 1.0) + 0.2 * drawn
+            parameter.copy_(drawn * 0.1 if parameter.dim() > 1 else norm)
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
     return model.eval()
 
 

@@ -27,8 +27,13 @@ def boundaries(b: int, s: int, inner: list[int]) -> Tensor:
     return torch.tensor(sorted({*range(0, b * s + 1, s), *inner}), dtype=torch.int32)
 
 
-def naive_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Document by document, head by head, in float64. Arguments as the back ends take them."""
+def naive_attention(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, window: int = 0, cap: float = 0.0
+) -> Tensor:
+    """Document by document, head by head, in float64. Arguments as the back ends take them.
+
+    cap: soft cap of scores; 0: none. window: how many keys a query sees, its own among them; 0: all before it.
+    """
     b, s, heads, d = q.shape
     flat_q, flat_k, flat_v = (t.double().flatten(0, 1) for t in (q, k, v))
     repeats = heads // k.shape[2]
@@ -36,7 +41,10 @@ def naive_attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tens
     for begin, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
         for h in range(heads):
             scores = flat_q[begin:end, h] @ flat_k[begin:end, h // repeats].T / math.sqrt(d)
+            scores = cap * torch.tanh(scores / cap) if cap else scores
             hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+            if window:
+                hidden |= torch.ones_like(hidden).tril(-window)
             weights = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
             out[begin:end, h] = weights @ flat_v[begin:end, h // repeats]
     return out.view(b, s, heads, d)

@@ -24,6 +24,23 @@ tie_embeddings = true
 qk_norm = false
 qkv_bias = false
 init_std = 0.02
+sliding_window = 0
+layer_types = []
+rope_local_base_freq = 0.0
+qk_norm_over = "head"
+norm_position = "pre"
+zero_centered_norm = false
+hidden_act = "silu"
+scale_embeddings = false
+query_pre_attn_scalar = 0.0
+attn_logit_softcapping = 0.0
+final_logit_softcapping = 0.0
+q_lora_rank = 0
+kv_lora_rank = 0
+qk_nope_head_dim = 0
+qk_rope_head_dim = 0
+v_head_dim = 0
+rope_interleave = false
 num_experts = 0
 experts_per_token = 2
 router_aux_loss = 0.01
@@ -32,6 +49,12 @@ shared_ffn_hidden_size = 0
 shared_expert_gate = false
 norm_topk_prob = true
 dense_layers = 0
+scoring_func = "softmax"
+n_group = 1
+topk_group = 1
+routed_scaling_factor = 1.0
+expert_bias = false
+expert_bias_update_rate = 0.001
 num_query_groups = 4
 head_dim = 16
 
@@ -288,7 +311,14 @@ def test_a_configuration_is_read_without_importing_torch(tmp_path):
         ("model.hidden_size=66", "model.hidden_size is 66 and model.num_attention_heads 4"),
         ("model.num_query_groups=3", "groups divide heads: 2 works"),
         ("model.head_dim=15", "model.head_dim is 15; rotary positions need it even: 16 works"),
-        ("model.rope_scaling={rope_type='yarn'}", "rope_type = \"llama3\""),
+        ("model.rope_scaling={rope_type='dynamic'}", "rope_type = \"llama3\" with factor, high_freq_factor"),
+        ("model.rope_scaling={rope_type='yarn', factor=8}", "missing: ['original_max_position_embeddings']"),
+        ("model.rope_scaling={rope_type='linear', factor=2, beta_fast=1}", "not keys of linear: ['beta_fast']"),
+        ("model.rope_scaling={rope_type='linear', factor=true}", "model.rope_scaling.factor is True; it is a number"),
+        ("model.layer_types=['full_attention']", "model.layer_types has 1 entries and model.num_layers is"),
+        ("model.rope_local_base_freq=5", "model.rope_local_base_freq is 5.0 and model.sliding_window 0"),
+        ("model.qk_norm_over=projection", "model.qk_norm_over is 'projection' and model.qk_norm false"),
+        ("model.layer_types=['local']", "it is one of full_attention, sliding_attention"),
         ("model.rope_scaling={rope_type='llama3', factor=8}", "missing: ['high_freq_factor'"),
         ("run.dir=", "run.dir is empty"),
         ("train.steps", "'train.steps' is not section.key=value"),

@@ -10,7 +10,7 @@ from hf_helpers import CASES, LLAMA3, edit_json, peer, write_folder
 
 from sixfold.gpt import GPTConfig
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.huggingface.config import ARCHITECTURES, FIXED, NEUTRAL, fixed_keys, known_keys, read, write
+from sixfold.gpt.huggingface.config import ARCHITECTURES, FIXED, fixed_keys, known_keys, neutral_keys, read, write
 
 transformers = pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
 
@@ -29,16 +29,17 @@ OTHER = {
 
 
 def base(kind, **fields):
-    return {"architectures": [KINDS[kind].name], "model_type": kind, **SMALL, **copy.deepcopy(fields)}
+    sizes = SMALL | ({"num_key_value_heads": 4, "first_k_dense_replace": 1} if kind == "deepseek_v3" else {})
+    return {"architectures": [KINDS[kind].name], "model_type": kind, **sizes, **copy.deepcopy(fields)}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_key_that_transformers_has_is_judged(kind):
     theirs = transformers.AutoConfig.for_model(kind).to_dict()
-    known, fixed = known_keys(KINDS[kind]), fixed_keys(KINDS[kind])
-    assert not theirs.keys() - known - NEUTRAL - fixed.keys()
-    assert {key: theirs[key] for key in fixed if key in theirs} == {k: v for k, v in fixed.items() if k in theirs}
-    assert not (NEUTRAL - {"initializer_range"}) & known and not NEUTRAL & fixed.keys() and not known & fixed.keys()
+    known, fixed, neutral = (judged(KINDS[kind]) for judged in (known_keys, fixed_keys, neutral_keys))
+    assert not theirs.keys() - known - neutral - fixed.keys()
+    assert all(theirs[key] in (value, None) for key, value in fixed.items() if key in theirs)
+    assert not (neutral - {"initializer_range"}) & known and not neutral & fixed.keys() and not known & fixed.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -49,17 +50,37 @@ def test_a_key_that_is_left_out_has_the_default_of_transformers(kind):
         theirs.num_hidden_layers, theirs.hidden_size, theirs.intermediate_size, theirs.vocab_size
     )  # fmt: skip
     assert (ours.num_attention_heads, ours.num_query_groups) == (theirs.num_attention_heads, theirs.num_key_value_heads)
-    assert ours.head_dim == getattr(theirs, "head_dim", theirs.hidden_size // theirs.num_attention_heads)
+    head_dim = getattr(theirs, "qk_head_dim", None) or getattr(theirs, "head_dim", None)
+    assert ours.head_dim == (head_dim or theirs.hidden_size // theirs.num_attention_heads)
     assert (ours.norm_eps, ours.tie_embeddings) == (theirs.rms_norm_eps, theirs.tie_word_embeddings)
-    assert (ours.init_std, ours.rope_theta) == (theirs.initializer_range, theirs.rope_parameters["rope_theta"])
-    if KINDS[kind].experts:
+    rope = theirs.rope_parameters
+    assert ours.init_std == theirs.initializer_range
+    assert ours.rope_theta == (rope["full_attention"] if KINDS[kind].local_rope else rope)["rope_theta"]
+    if KINDS[kind].local_rope:
+        assert (ours.rope_local_base_freq or ours.rope_theta) == rope["sliding_attention"]["rope_theta"]
+    if KINDS[kind].by_layer:
+        assert list(ours.layer_types) == theirs.layer_types
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        assert getattr(ours, key) == (getattr(theirs, key, None) or 0)
+    assert (ours.query_pre_attn_scalar or ours.head_dim) == getattr(theirs, "query_pre_attn_scalar", ours.head_dim)
+    if kind == "deepseek_v3":
+        named = ("q_lora_rank", "kv_lora_rank", "v_head_dim", "rope_interleave", "n_group", "topk_group")
+        assert all(getattr(ours, key) == getattr(theirs, key) for key in (*named, "routed_scaling_factor"))
+        assert (ours.qk_nope_head_dim, ours.qk_rope_head_dim) == (theirs.qk_nope_head_dim, theirs.qk_rope_head_dim)
+        assert ours.shared_ffn_hidden_size == theirs.n_shared_experts * theirs.moe_intermediate_size
+        assert (ours.num_experts, ours.dense_layers) == (theirs.n_routed_experts, theirs.first_k_dense_replace)
+        assert (ours.experts_per_token, ours.norm_topk_prob) == (theirs.num_experts_per_tok, theirs.norm_topk_prob)
+    elif KINDS[kind].experts:
         assert (ours.num_experts, ours.experts_per_token, ours.moe_ffn_hidden_size, ours.norm_topk_prob) == (
-            theirs.num_experts, theirs.num_experts_per_tok, theirs.moe_intermediate_size, theirs.norm_topk_prob
+            theirs.num_experts, theirs.num_experts_per_tok,
+            getattr(theirs, "moe_intermediate_size", theirs.intermediate_size), getattr(theirs, "norm_topk_prob", True),
         )  # fmt: skip
         assert ours.shared_ffn_hidden_size == getattr(theirs, "shared_expert_intermediate_size", 0)
-        assert (theirs.decoder_sparse_step, theirs.mlp_only_layers, ours.dense_layers) == (1, [], 0)
+        assert (getattr(theirs, "decoder_sparse_step", 1), getattr(theirs, "mlp_only_layers", [])) == (1, [])
+        assert ours.dense_layers == 0
         of_theirs = theirs.num_experts_per_tok / theirs.num_hidden_layers
         assert ours.router_aux_loss == pytest.approx(theirs.router_aux_loss_coef * of_theirs, rel=1e-12)
+    assert ours.sliding_window == ((getattr(theirs, "sliding_window", 0) or 0) if "qwen" not in kind else 0)
     longest = read({"model_type": kind, "rope_scaling": {k: v for k, v in LLAMA3.items() if "original" not in k}})
     assert longest.rope_scaling["original_max_position_embeddings"] == theirs.max_position_embeddings
 
@@ -69,7 +90,7 @@ def test_keys_called_neutral_leave_the_logits_of_transformers_alone(kind, tmp_pa
     model = write_folder(tmp_path, kind)
     config = tmp_path / "config.json"
     plain = json.loads(config.read_text())
-    for key in NEUTRAL & plain.keys() - {"model_type", "dtype", "transformers_version"}:
+    for key in neutral_keys(KINDS[kind]) & plain.keys() - {"model_type", "dtype", "transformers_version"}:
         old = plain[key]
         edit_json(config, lambda raw, key=key, old=old: raw.update({key: 3 if old is None else (not old) if
                                                                     isinstance(old, bool) else old * 2}))  # fmt: skip
@@ -87,7 +108,7 @@ def test_every_key_that_may_not_change_is_refused_at_once(kind):
     for key in (*FIXED, "embedding_multiplier", "quantization_config", "auto_map"):
         assert f"{key} is " in str(error.value)
     assert OTHER.keys() == FIXED.keys() and "\n" not in str(error.value)
-    assert read(base(kind, final_logit_softcapping=None)) == read(base(kind)), "null switches nothing on"
+    assert read(base(kind, logit_scale=None)) == read(base(kind)), "null switches nothing on"
 
 
 @pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
@@ -104,8 +125,11 @@ def test_both_spellings_of_rope_are_read(spelling):
 
 
 ROPES = {
-    "linear": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling has rope_type 'linear'"),
-    "yarn": ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters has rope_type 'yarn'"),
+    "dynamic": ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_scaling has rope_type 'dynamic'"),
+    "longrope": ({"rope_parameters": {"rope_type": "longrope"}}, "one of 'default', 'llama3', 'linear', 'yarn'"),
+    "linear": ({"rope_scaling": {"type": "linear"}}, "rope_scaling.factor is None; it is a number > 0"),
+    "yarn": ({"rope_scaling": {"type": "yarn", "factor": 2.0, "truncate": 1}}, "truncate is 1; it is true or false"),
+    "yarn's": ({"rope_scaling": {"type": "yarn", "factor": 2.0, "long_factor": []}}, "rope_scaling.long_factor is []"),
     "both": ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_type": "dynamic"}}, "'dynamic'"),
     "two": ({"rope_scaling": {"type": "llama3", "rope_type": "default"}}, "'default' and 'llama3'"),
     "theta": ({"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}}, "which differ"),
@@ -129,10 +153,47 @@ def test_rope_that_is_not_understood_is_refused(case):
     assert says in str(error.value)
 
 
+LOCAL = {"sliding_attention": {"rope_theta": 9.0}, "full_attention": {"rope_theta": 5.0}}
+
+
+def test_positions_of_sliding_layers_are_read_apart_and_what_they_cannot_be_is_refused():
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 3}
+    found = read(base("olmo3", **kinds, rope_parameters=LOCAL))
+    assert (found.rope_theta, found.rope_local_base_freq, found.layer_types) == (5.0, 9.0, tuple(kinds["layer_types"]))
+    alike = {layer: {"rope_theta": 5.0, "rope_type": "linear", "factor": 2.0} for layer in LOCAL}
+    found = read(base("olmo3", **kinds, rope_parameters=alike))
+    assert (found.rope_local_base_freq, found.rope_scaling["factor"]) == (0.0, 2.0)
+    assert (
+        read(base("olmo3", rope_parameters=LOCAL, **kinds | {"layer_types": ["full_attention"] * 2})).layer_types == ()
+    )
+    for fields, says in (
+        ({"rope_theta": 7.0}, "rope_theta is 7.0 without rope_parameters, which transformers 4 and 5 read otherwise"),
+        ({"rope_parameters": {"rope_theta": 7.0}}, "it is a table with a table for each of"),
+        (
+            {"rope_parameters": alike | {"full_attention": {"rope_theta": 5.0}}},
+            "it is of type default, or as of full_attention",
+        ),
+        ({"rope_parameters": LOCAL | {"sliding_attention": {"rope_type": "su"}}}, "rope_parameters has rope_type 'su'"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0, "truncate": False}}},
+            "truncate of rope_parameters is False; transformers takes it for True",
+        ),
+        ({"layer_types": ["sliding_attention"]}, "it is sliding_attention or full_attention for each of 2 layers"),
+        ({"sliding_window": None, "layer_types": ["sliding_attention"] * 2}, "sliding_window is None"),
+    ):
+        with pytest.raises(ConfigError, match=r"^config\.json: ") as error:
+            read(base("olmo3", **kinds | fields))
+        assert says in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"architectures": ["MistralForCausalLM"], "model_type": "mistral"}, "'MistralForCausalLM'"),
+        ({"architectures": ["FalconForCausalLM"], "model_type": "falcon"}, "'FalconForCausalLM'"),
+        (
+            {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "layer_types": ["full_attention"] * 2},
+            "layer_types has ['full_attention']; it is sliding_attention for each of 2 layers",
+        ),
         ({"architectures": ["LlamaForCausalLM", "Other"]}, "'Other'"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "'LlamaForSequenceClassification'"),
         ({"architectures": None, "model_type": "gpt2"}, "model_type is 'gpt2'"),
@@ -194,6 +255,24 @@ PUBLISHED = {
          "transformers_version": "4.51.0", "use_cache": True, "use_sliding_window": False, "vocab_size": 151936},
         596_049_920,
     ),
+    "mistral 7B v0.1": (
+        {"architectures": ["MistralForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu",
+         "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "max_position_embeddings": 32768,
+         "model_type": "mistral", "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8,
+         "rms_norm_eps": 1e-05, "rope_theta": 10000.0, "sliding_window": 4096, "tie_word_embeddings": False,
+         "torch_dtype": "bfloat16", "transformers_version": "4.34.0.dev0", "use_cache": True, "vocab_size": 32000},
+        7_241_732_096,
+    ),
+    "mixtral 8x7B v0.1": (
+        {"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+         "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+         "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32,
+         "num_experts_per_tok": 2, "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8,
+         "output_router_logits": False, "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02,
+         "sliding_window": None, "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+         "transformers_version": "4.36.0.dev0", "use_cache": True, "vocab_size": 32000},
+        46_702_792_704,
+    ),
     "smollm2 135M": (
         {"architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0,
          "eos_token_id": 0, "hidden_act": "silu", "hidden_size": 576, "initializer_range": 0.041666666666666664,
@@ -250,11 +329,16 @@ def test_the_first_layers_may_have_no_experts_however_it_is_said():
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"qk_norm": True, "shared_ffn_hidden_size": 8}, {"qkv_bias": True, "shared_ffn_hidden_size": 8}]
+    "fields",
+    [
+        {"dense_layers": 1},
+        {"qk_norm": True, "shared_ffn_hidden_size": 8},
+        {"qkv_bias": True, "shared_ffn_hidden_size": 8},
+    ],
 )
 def test_experts_that_no_architecture_has_are_not_written(fields):
     config = GPTConfig(
         num_layers=2, hidden_size=32, num_attention_heads=4, ffn_hidden_size=48, vocab_size=100, num_experts=4, **fields
     )
-    with pytest.raises(ConfigError, match="For other models sixfold-ckpt convert"):
+    with pytest.raises(ConfigError, match="sixfold-ckpt convert writes the tensors of other models"):
         write(config, max_positions=8, dtype="float32", tokens={})

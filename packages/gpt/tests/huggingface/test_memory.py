@@ -33,8 +33,8 @@ def test_neither_door_holds_a_copy_of_the_model(tmp_path, monkeypatch):
     (source / "config.json").write_text(json.dumps(raw))
     files, index = {}, {}
     for number, (name, shape) in enumerate(convert.canonical_shapes(CONFIG).items()):
-        files.setdefault(f"part-{number % 3}.safetensors", {})[convert.hf_name(name)] = torch.rand(shape)
-        index[convert.hf_name(name)] = f"part-{number % 3}.safetensors"
+        files.setdefault(f"part-{number % 3}.safetensors", {})[convert.hf_name(name, {})] = torch.rand(shape)
+        index[convert.hf_name(name, {})] = f"part-{number % 3}.safetensors"
         size += 4 * torch.Size(shape).numel()
     for file, tensors in files.items():
         safetensors.save_file(tensors, source / file)

@@ -1,5 +1,7 @@
 """Attention back ends against a naive loop over documents and heads."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from model_helpers import boundaries, naive_attention, small
@@ -44,6 +46,63 @@ def test_a_back_end_equals_the_naive_loop_forward_and_backward(backend, groups, 
     found = torch.autograd.grad(out, (q, k, v), upstream)
     for gradient, reference in zip(found, torch.autograd.grad(expected, (q, k, v), upstream.double()), strict=True):
         torch.testing.assert_close(gradient, reference, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", CPU_BACKENDS)
+@pytest.mark.parametrize("window", [1, 7, 150, 1000])
+@pytest.mark.parametrize(("s", "inner"), [(40, []), (QUERY_BLOCK + 9, [QUERY_BLOCK, 200])])
+def test_a_window_equals_the_naive_loop_forward_and_backward(backend, window, s, inner):
+    config, cu = small(sliding_window=window), boundaries(2, s, inner)
+    q, k, v = projections(2, s, 4, 2, config.head_dim)
+    out = rows_of(config, 2, s, cu, backend).attend(q, k, v)
+    expected = naive_attention(q, k, v, cu, window=window)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad(out, (q, k, v), upstream)
+    for gradient, reference in zip(found, torch.autograd.grad(expected, (q, k, v), upstream.double()), strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("backend", ["blocks", "math"])
+@pytest.mark.parametrize("window", [0, 7])
+@pytest.mark.parametrize(("s", "inner"), [(40, [1, 17, 39, 41, 79]), (QUERY_BLOCK + 9, [])])
+def test_soft_caps_equal_the_naive_loop_forward_and_backward(backend, window, s, inner):
+    config, cu = small(attn_logit_softcapping=0.7, sliding_window=window), boundaries(2, s, inner)
+    q, k, v = projections(2, s, 4, 2, config.head_dim)
+    out = rows_of(config, 2, s, cu, backend).attend(q, k, v)
+    expected = naive_attention(q, k, v, cu, window=window, cap=0.7)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    found = torch.autograd.grad(out, (q, k, v), upstream)
+    for gradient, reference in zip(found, torch.autograd.grad(expected, (q, k, v), upstream.double()), strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=0, atol=2e-5)
+
+
+def test_soft_caps_are_not_given_to_kernels_that_do_not_have_them():
+    capped = small(attn_logit_softcapping=0.7)
+    for backend in ("sdpa", "varlen"):
+        with pytest.raises(AssertionError, match=r"no soft cap of 0\.7"):
+            rows_of(capped, 1, 8, None, backend)
+    layout = Documents(
+        b=1, s=4096, heads=4, key_heads=4, dtype=torch.bfloat16, device=torch.device("cuda"), cu_seqlens=None,
+        first=None, cap=0.7,
+    )  # fmt: skip
+    assert choose_backend(layout) == "math" == choose_backend(replace(layout, device=torch.device("cpu")))
+
+
+def test_layers_of_both_types_have_rows_of_their_own_and_a_stage_only_those_it_needs():
+    config = small(sliding_window=3, layer_types=("sliding_attention", "full_attention", "sliding_attention"))
+    hidden = torch.zeros(1, 20, 32)
+    rows = plan_rows(config, hidden, position_ids=None, cu_seqlens=None)
+    q, k, v = projections(1, 20, 4, 2, config.head_dim)
+    for slides, window in ((True, 3), (False, 0)):
+        out = rows.of(sliding=slides).attend(q, k, v)
+        expected = naive_attention(q, k, v, boundaries(1, 20, []), window=window)
+        torch.testing.assert_close(out.double(), expected, rtol=0, atol=3e-6)
+    alone = plan_rows(config, hidden, position_ids=None, cu_seqlens=None, layers=[0, 2])
+    assert alone.sliding is None and torch.equal(
+        alone.of(sliding=True).attend(q, k, v), rows.of(sliding=True).attend(q, k, v)
+    )
 
 
 @pytest.mark.parametrize("backend", CPU_BACKENDS)
@@ -112,11 +171,13 @@ def test_the_back_end_follows_device_dtype_and_length(device, dtype, s, document
         b=1, s=s, heads=4, key_heads=4, dtype=dtype, device=torch.device(device), cu_seqlens=None, first=first
     )
     assert choose_backend(layout) == backend
+    if device == "cuda":  # no mask of a row's square
+        assert choose_backend(replace(layout, window=8)) == ("sdpa" if dtype == torch.float32 else "varlen")
 
 
-@pytest.mark.parametrize("groups_itself", [True, False])
+@pytest.mark.parametrize(("groups_itself", "window"), [(True, 0), (False, 0), (True, 5)])
 @pytest.mark.slow
-def test_cudas_kernel_is_given_each_key_head_once_where_it_groups_queries(monkeypatch, groups_itself):
+def test_cudas_kernel_is_given_each_key_head_once_where_it_groups_queries(monkeypatch, groups_itself, window):
     seen = {}
 
     def grouping(q, k, v, cu_q, cu_k, max_q, max_k, *, window_size, enable_gqa=False):
@@ -128,6 +189,6 @@ def test_cudas_kernel_is_given_each_key_head_once_where_it_groups_queries(monkey
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", grouping if groups_itself else plain)
     q, k, v = projections(2, 8, 4, 2, 8)
-    out = rows_of(small(num_query_groups=2), 2, 8, boundaries(2, 8, [3]), "varlen").attend(q, k, v)
+    out = rows_of(small(sliding_window=window), 2, 8, boundaries(2, 8, [3]), "varlen").attend(q, k, v)
     assert out.shape == q.shape
-    assert seen == {"keys": 2 if groups_itself else 4, "enable_gqa": groups_itself, "window": (-1, 0)}
+    assert seen == {"keys": 2 if groups_itself else 4, "enable_gqa": groups_itself, "window": (window - 1, 0)}

@@ -172,7 +172,7 @@ def test_cudas_kernels_are_handed_what_their_schemas_say(monkeypatch, kernel):
     monkeypatch.setattr(
         partial_attention,
         "kernel_of",
-        lambda device, dtype, d, seen: "efficient" if seen == "masked" else kernel if seen == "full" else "flash",
+        lambda device, dtype, d, seen, cap: "efficient" if seen == "masked" else kernel if seen == "full" else "flash",
     )
     for inner in PACKED:
         cu = boundaries(2, ROW, inner)

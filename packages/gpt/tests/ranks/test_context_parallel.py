@@ -19,6 +19,7 @@ from sixfold.gpt.parallel.axes import Axes, Axis
 
 ROW = 32
 WAYS = [("all_gather", "blocks"), ("all_gather", "sdpa"), ("p2p", "blocks")]
+WINDOWS = (0, 2, 6, 13)
 PACKED = {
     "rows": [],
     "across borders": [5, 7, 20, 33, 40, 62],
@@ -40,8 +41,9 @@ def projections(groups):
 def attended(rank, ranks, cases):
     """The rank's outputs and gradients of q, k, v of each case."""
     found = []
-    for comm, backend, groups, inner in cases:
-        config, cu = small(num_query_groups=groups), boundaries(2, ROW, PACKED[inner])
+    for comm, backend, groups, inner, window, cap in cases:
+        config = small(num_query_groups=groups, sliding_window=window, attn_logit_softcapping=cap)
+        cu = boundaries(2, ROW, PACKED[inner])
         q, k, v, g = (cut(t, rank, ranks) for t in projections(groups))
         hidden = torch.zeros(2, ROW // ranks, 32)
         rows = plan_rows(
@@ -57,13 +59,21 @@ def attended(rank, ranks, cases):
 @pytest.mark.slow
 def test_attention_over_ranks_equals_one_process_forward_and_backward(request, ranks):
     shares = (4, 2, 1) if request.config.getoption("--context-matrix") else (2,)  # key heads
-    cases = [(*way, groups, inner) for way in WAYS for groups in shares for inner in PACKED]
+    cases = [
+        (*way, groups, inner, window, 0.0)
+        for way in WAYS
+        for groups in shares
+        for inner in PACKED
+        for window in WINDOWS
+    ]
+    ways = [way for way in WAYS if "sdpa" not in way]
+    cases += [(*way, 2, inner, window, 0.7) for way in ways for inner in ("rows", "short") for window in (0, 6)]
     by_rank = ranktest.run_ranks(attended, ranks, cases)
     for case, parts in zip(cases, zip(*by_rank, strict=True), strict=True):
         found = [put_back(list(each)) for each in zip(*parts, strict=True)]
         q, k, v, g = projections(case[2])
         leaves = [t.double().requires_grad_() for t in (q, k, v)]
-        out = naive_attention(*leaves, boundaries(2, ROW, PACKED[case[3]]))
+        out = naive_attention(*leaves, boundaries(2, ROW, PACKED[case[3]]), window=case[4], cap=case[5])
         expected = [out.detach(), *torch.autograd.grad(out, leaves, g.double())]
         for one, other in zip(found, expected, strict=True):
             assert (one - other).norm() < 1e-6 * other.norm(), case

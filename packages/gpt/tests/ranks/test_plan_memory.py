@@ -27,6 +27,37 @@ WIDE = (
     "train.micro_batch_size=2",
     "run.device=cpu",
 )
+OLMO = ("model.qk_norm=true", "model.qk_norm_over=projection", "model.norm_position=post")
+LONG = ("data.seq_length=520", "train.micro_batch_size=1", "model.num_layers=2")
+FULL_AND_SLIDING = ["full_attention", "sliding_attention"]
+LATENTS = (
+    "model.num_query_groups=4",
+    "model.q_lora_rank=48",
+    "model.kv_lora_rank=40",
+    "model.qk_nope_head_dim=24",
+    "model.qk_rope_head_dim=8",
+    "model.v_head_dim=16",
+)
+ROUTED = (
+    "model.num_experts=4",
+    "model.router_aux_loss=0",
+    "model.scoring_func=sigmoid",
+    "model.expert_bias=true",
+    "model.n_group=2",
+    "model.shared_ffn_hidden_size=64",
+    "model.routed_scaling_factor=2.5",
+)
+GEMMA = (
+    "model.norm_position=both",
+    "model.zero_centered_norm=true",
+    "model.hidden_act=gelu_pytorch_tanh",
+    "model.scale_embeddings=true",
+    "model.query_pre_attn_scalar=5",
+    "model.attn_logit_softcapping=2.0",
+    "model.final_logit_softcapping=3.0",
+    "model.sliding_window=50",
+    f"model.layer_types={2 * FULL_AND_SLIDING}",
+)
 ONE = {
     "bf16": (),
     "fp32": ("train.precision=fp32",),
@@ -38,7 +69,21 @@ ONE = {
     "long rows": ("data.seq_length=520", "train.micro_batch_size=1", "model.num_layers=2"),
     "long plain rows": ("data.seq_length=520", "data.document_mask=false", "model.num_query_groups=4"),
     "rank order": ("fsdp.grad_sum=rank_order", "fsdp.reduce_buffers=3", "fsdp.gathered_bytes=all"),
-}
+    "olmo": OLMO,
+    "norms before and behind": ("model.norm_position=both", "train.recompute=selective"),
+    "two tables": (
+        "model.sliding_window=50", f"model.layer_types={2 * FULL_AND_SLIDING}", "model.rope_local_base_freq=9",
+    ),
+    "gemma": GEMMA,
+    "latents": LATENTS,
+    "latents, long rows": (*LONG, *LATENTS, "model.q_lora_rank=0", "data.document_mask=false"),
+    "sigmoid experts": (*LATENTS, *ROUTED),
+    "gemma, long rows": (*LONG, *GEMMA, "model.layer_types=[]"),
+    "windows": ("model.sliding_window=50",),
+    "long plain rows, windows": (
+        *LONG, "data.document_mask=false", "model.sliding_window=50", f"model.layer_types={FULL_AND_SLIDING}",
+    ),
+}  # fmt: skip
 SHARED = ("model.shared_ffn_hidden_size=64", "model.shared_expert_gate=true")
 TWO = {
     f"{sharding} {precision}": (f"parallel.sharding={sharding}", f"train.precision={precision}")
@@ -65,6 +110,20 @@ TWO = {
     "tp, every rank the whole sequence": ("parallel.tp=2", "parallel.sequence=false", "train.recompute=selective"),
     "tp full": ("parallel.tp=2", "train.recompute=full", "train.precision=fp32", "model.tie_embeddings=false"),
     "tp qwen": ("parallel.tp=2", "model.qkv_bias=true", "model.qk_norm=true", "parallel.sharding=no_shard"),
+    "tp olmo": ("parallel.tp=2", *OLMO),
+    "tp olmo full": ("parallel.tp=2", "train.recompute=full", "parallel.sequence=false", *OLMO),
+    "tp norms before and behind": ("parallel.tp=2", "train.recompute=selective", "model.norm_position=both"),
+    "experts tp olmo full": (
+        "parallel.tp=2", "train.recompute=full", "parallel.sequence=false", "model.num_experts=4", *SHARED, *OLMO,
+    ),
+    "tp latents": ("parallel.tp=2", *LATENTS),
+    "tp latents full": ("parallel.tp=2", "train.recompute=full", *LATENTS, "model.q_lora_rank=0"),
+    "tp latents, every rank the whole sequence": ("parallel.tp=2", "parallel.sequence=false", *LATENTS),
+    "cp latents": ("parallel.cp=2", "parallel.cp_comm_type=p2p", *LATENTS),
+    "ep sigmoid experts": ("parallel.ep=2", *ROUTED),
+    "muon latents": ("optimizer.name=muon", *LATENTS),
+    "tp gemma": ("parallel.tp=2", *GEMMA),
+    "ring gemma": ("parallel.cp=2", "parallel.cp_comm_type=p2p", *GEMMA),
     "tp long rows": ("parallel.tp=2", "data.seq_length=520", "model.num_layers=2", "train.micro_batch_size=1"),
     "cp": ("parallel.cp=2",),
     "cp plain rows": ("parallel.cp=2", "data.document_mask=false", "train.recompute=selective"),
@@ -73,6 +132,8 @@ TWO = {
     "cp long plain rows": ("parallel.cp=2", "data.seq_length=520", "data.document_mask=false", "model.num_layers=2"),
     "ring": ("parallel.cp=2", "parallel.cp_comm_type=p2p"),
     "ring plain rows": ("parallel.cp=2", "parallel.cp_comm_type=p2p", "data.document_mask=false"),
+    "ring of windows": ("parallel.cp=2", "parallel.cp_comm_type=p2p", "model.sliding_window=50"),
+    "cp of windows": (*LONG, "parallel.cp=2", "data.document_mask=false", "model.sliding_window=50"),
     "ring full": ("parallel.cp=2", "parallel.cp_comm_type=p2p", "train.recompute=full", "train.precision=fp32"),
     "experts": ("model.num_experts=4", "parallel.sharding=optim"),
     "experts fp8": ("model.num_experts=4", "train.precision=fp8", "parallel.tp=2", *SHARED),
@@ -121,7 +182,7 @@ KNOWN = {1: ONE, 2: TWO, 4: FOUR}
 CASES = [(ranks, case) for ranks, known in KNOWN.items() for case in known]
 SAMPLE = {
     (1, "selective"), (1, "long rows"), (2, "optim bf16"), (2, "optim_grads_params fp32"), (2, "pp uneven full"),
-    (2, "fp8"), (2, "ring"), (2, "experts tp, every rank the whole sequence"),
+    (2, "fp8"), (2, "ring"), (1, "long plain rows, windows"), (2, "experts tp, every rank the whole sequence"),
 }  # fmt: skip
 
 

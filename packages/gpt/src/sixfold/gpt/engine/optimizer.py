@@ -16,7 +16,7 @@ from torch import nn
 from sixfold.gpt.config.train_config import OptimizerConfig
 
 # What Muon orthogonalises. Tables, norms, biases, experts and their router are AdamW's.
-_MATRIX = re.compile(r"layers\.\d+\.(attention\.(q|k|v|out)|ffn\.(gate|up|down))\.weight")
+_MATRIX = re.compile(r"layers\.\d+\.(attention\.(q|k|v|out|q_a|q_b|kv_a|kv_b)|ffn\.(gate|up|down))\.weight")
 # What fp8 quantises: these, and experts. Tables, norms, biases and routers stay bfloat16.
 _EXPERTS = re.compile(r"layers\.\d+\.ffn\.(experts|shared)\.(gate|up|down)\.weight")
 

@@ -27,6 +27,7 @@ from sixfold.fsdp import FullyShardedDataParallel
 from sixfold.gpt.data.exact_losses import from_grids, on_grids, sum_on_grids
 from sixfold.gpt.data.loss_by_dataset import mean_by_dataset, sums_by_dataset
 from sixfold.gpt.data.token_stream import Microbatch
+from sixfold.gpt.engine.expert_bias import balance_experts
 from sixfold.gpt.engine.nonfinite import Place, nonfinite_gradient
 from sixfold.gpt.engine.rank_model import TIED, RankModel, canonical
 from sixfold.gpt.engine.weight_versions import VersionedModel, run_batch
@@ -296,6 +297,7 @@ def train_step(
         rank.model.scale_gradients(float(coefficient.clamp(max=1.0)))
     if rank.before_update is not None:
         rank.before_update()
+    balance_experts(rank, agreed.loads)
     rank.optimizer.step()
     rank.copy_table()
     rank.model.zero_grad()

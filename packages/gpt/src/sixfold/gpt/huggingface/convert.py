@@ -40,7 +40,7 @@ from sixfold.gpt.checkpoints.trained_model import (
     saved_tokenizer,
 )  # fmt: skip
 from sixfold.gpt.checkpoints.training_state import ORIGIN, find
-from sixfold.gpt.config.model_config import EXPERT_KEYS
+from sixfold.gpt.config.model_config import EXPERT_KEYS, IDLE_AT_DEFAULT
 from sixfold.gpt.config.rules import refuse_path
 from sixfold.gpt.config.table import keys_of
 from sixfold.gpt.config.toml import write_tables
@@ -50,6 +50,7 @@ from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.files.atomic_folder import new_folder, refuse_taken
 from sixfold.gpt.huggingface import config as hf_config
 from sixfold.gpt.huggingface.tensor_names import Piece, hf_name, pieces
+from sixfold.gpt.parallel.weight_sharding import is_expert
 
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 * 10**9
@@ -61,6 +62,7 @@ CARRIED = (
     "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 _QWEN2 = "Qwen2Tokenizer"
+MODEL_TYPE = "model_type"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
@@ -77,9 +79,8 @@ def import_model(hf_dir: str | Path, run_dir: str | Path) -> Path:
     Returns:
         The checkpoint's folder.
     Raises:
-        ConfigError: what is not Llama, Qwen2, Qwen3 or one of the two's mixtures of experts, or computes what they do
-            not; tensors that are missing, unknown, mis-shaped or there twice; ``run_dir`` is not empty; the extra
-            ``hf`` is not installed.
+        ConfigError: what is none of ARCHITECTURES, or computes what they do not; tensors that are missing, unknown,
+            mis-shaped or there twice; ``run_dir`` is not empty; the extra ``hf`` is not installed.
         CheckpointError: the checkpoint cannot be written.
     """
     refuse_path("HF_DIR", str(hf_dir))
@@ -90,15 +91,18 @@ def import_model(hf_dir: str | Path, run_dir: str | Path) -> Path:
     config = hf_config.read(raw)
     with ExitStack() as stack:
         found = _open_files(library, source, stack)
-        tensors = _matched(source, config, found)
+        kind = hf_config.kind_of(raw)
+        tensors = _matched(source, config, found, kind.tensors)
         text = write_tables({"model": {key: getattr(config, key) for key in _written_keys(config)}})
         origin = {key: raw[key] for key in _TOKENS if raw.get(key) is not None}
-        origin["max_position_embeddings"] = hf_config.longest(raw)
+        origin |= {"max_position_embeddings": hf_config.longest(raw), MODEL_TYPE: kind.model_type}
         common = {"step": 0, "samples": 0, "tokens": 0, "config": text, IMPORTED: origin, ORIGIN: origin}
         with new_folder(target, "a run folder") as draft:
             (draft / "config.toml").write_text(text, encoding="utf-8")
             _carry(source, draft)
-            state = common | {f"model.{name}": _records(name, tensors[name], config) for name in tensors}
+            state = common | {
+                f"model.{name}": _records(name, tensors[name], config, by_expert=is_expert(name)) for name in tensors
+            }
             dist_ckpt.save(state, retention.step_path(draft / "checkpoints", 0), group=None)
     return retention.step_path(target / "checkpoints", 0)
 
@@ -106,7 +110,9 @@ def import_model(hf_dir: str | Path, run_dir: str | Path) -> Path:
 def _written_keys(config: GPTConfig) -> list[str]:
     """Keys of [model] that an import decides: those that are not left at a default of no effect."""
     idle = () if config.num_experts else ("num_experts", *EXPERT_KEYS)
-    return [key for key in keys_of(type(config)) if key not in idle]
+    kind = type(config)
+    named = (key for key in keys_of(kind) if key not in idle)
+    return [key for key in named if key not in IDLE_AT_DEFAULT or getattr(config, key) != getattr(kind, key)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,13 +131,15 @@ class _Found:
         return tensor
 
 
-def _records(name: str, found: Sequence[_Found], config: GPTConfig) -> list[dist_ckpt.ShardedTensor]:
+def _records(
+    name: str, found: Sequence[_Found], config: GPTConfig, *, by_expert: bool
+) -> list[dist_ckpt.ShardedTensor]:
     """The whole tensor as rows of the padded one, and its padding; see [Note: vocabulary padding].
 
     Of experts each one's matrix is a record.
     """
     key, tensor = f"model.{name}", found[0].tensor()
-    if pieces(name, (1,))[0].expert is not None:
+    if by_expert:
         shape = (len(found), *tensor.shape)
         return [
             dist_ckpt.ShardedTensor(
@@ -215,13 +223,15 @@ def _files_of(source: Path, problems: list[str]) -> tuple[list[str], dict[str, l
     raise ConfigError(f"{source} holds neither model.safetensors nor {INDEX}{remedy}")
 
 
-def _matched(source: Path, config: GPTConfig, found: dict[str, list[_Found]]) -> dict[str, list[_Found]]:
+def _matched(
+    source: Path, config: GPTConfig, found: dict[str, list[_Found]], tensors: Mapping[str, str]
+) -> dict[str, list[_Found]]:
     """Canonical name -> its pieces, for each tensor that the model has.
 
     Raises:
         ConfigError: one that lists all that is missing, unknown, there twice, of another shape or no float.
     """
-    ours = {name: pieces(name, shape) for name, shape in canonical_shapes(config).items()}
+    ours = {name: pieces(name, shape, tensors) for name, shape in canonical_shapes(config).items()}
     wanted = {piece.name: piece for some in ours.values() for piece in some}
     problems = [f"{name} is missing" for name in wanted if name not in found]
     for name, places in found.items():
@@ -240,7 +250,7 @@ def _matched(source: Path, config: GPTConfig, found: dict[str, list[_Found]]) ->
     for name, some in ours.items():
         dtypes = sorted({found[piece.name][0].dtype for piece in some if piece.name in found})
         if len(dtypes) > 1:
-            problems.append(f"{hf_name(name)} is of dtypes {' and '.join(dtypes)}; all experts' are one")
+            problems.append(f"{hf_name(name, tensors)} is of dtypes {' and '.join(dtypes)}; all experts' are one")
     if problems:
         raise ConfigError(f"{source}: {'; '.join(problems)}")
     return {name: [found[piece.name][0] for piece in some] for name, some in ours.items()}
@@ -293,10 +303,10 @@ def export_model(
         raise ConfigError(f"max_shard_bytes is {max_shard_bytes}; it is >= 1")
     folder = find(path, step)
     config = saved_model(folder)
-    hf_config.architecture_of(config)
+    kind = hf_config.architecture_of(config, _model_type(folder))
     check_tensors(folder, config)
     stored, names = dist_ckpt.load_tensors_metadata(folder), canonical_shapes(config)
-    ours = {piece.name: (name, piece) for name, shape in names.items() for piece in pieces(name, shape)}
+    ours = {piece.name: (name, piece) for name, shape in names.items() for piece in pieces(name, shape, kind.tensors)}
     records = {
         key: _record(key, piece.shape, DTYPES[dtype] if dtype else stored[f"model.{name}"].dtype)
         for key, (name, piece) in ours.items()
@@ -370,7 +380,7 @@ def _converted(
 
 def _write_beside(draft: Path, folder: Path, config: GPTConfig, dtype: str) -> None:
     """config.json, and what the run knows of its tokenizer: files of an import, else the tokenizer.json it names."""
-    common = saved_common(folder)
+    common, model_type = saved_common(folder), _model_type(folder)
     tokens = {key: value for key, value in common.get(ORIGIN, {}).items() if key in _TOKENS}
     tokenizer = None if IMPORTED in common else _own_tokenizer(folder)
     ends = tokens.get("eos_token_id", [])
@@ -381,12 +391,19 @@ def _write_beside(draft: Path, folder: Path, config: GPTConfig, dtype: str) -> N
         tokens = {"eos_token_id": tokenizer.eod} if tokenizer.eod < config.vocab_size else {}
     if isinstance(tokenizer, FileTokenizer):
         _copy_tokenizer(tokenizer, draft)
-        if hf_config.architecture_of(config).model_type == "qwen2":
+        if hf_config.architecture_of(config, model_type).model_type == "qwen2":
             _tell_of_qwen2(draft)
-    written = hf_config.write(config, max_positions=longest_row(folder), dtype=dtype, tokens=tokens)
+    written = hf_config.write(
+        config, max_positions=longest_row(folder), dtype=dtype, tokens=tokens, model_type=model_type
+    )
     _write_json(draft / "config.json", written)
     if tokens and not (draft / "generation_config.json").exists():
         _write_json(draft / "generation_config.json", tokens)
+
+
+def _model_type(folder: Path) -> str:
+    """Of the architecture that an import was written as; "" of another run, and of old imports."""
+    return str(saved_common(folder).get(ORIGIN, {}).get(MODEL_TYPE, ""))
 
 
 def _copy_tokenizer(tokenizer: FileTokenizer, draft: Path) -> None:

@@ -1,6 +1,6 @@
-"""Keys of experts in config.json of Hugging Face's Qwen2-MoE and Qwen3-MoE <--> [model].
+"""Keys of experts in config.json as Qwen2-MoE and Qwen3-MoE have them <--> [model], and the balance of all.
 
-    config.json --> read (this file) --> config.py          config.py --> write (this file) --> config.json
+    config.json --> read (this file) --> architectures/     architectures/ --> write (this file) --> config.json
 
 [Note: the balance of transformers] In the loss of router_aux_loss_coef the shares of tokens sum to num_experts_per_tok,
 not to 1. It is a mean over the layers with experts, not their sum. So a coefficient of 1 there is
@@ -15,37 +15,34 @@ from collections.abc import Mapping
 from typing import Any
 
 from sixfold.gpt.config.train_config import GPTConfig
-from sixfold.gpt.errors import ConfigError
 
 # Of transformers' Qwen3MoeConfig; the other class has some of its own.
 DEFAULTS: Mapping[str, Any] = {
     "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": False,
     "router_aux_loss_coef": 0.001, "decoder_sparse_step": 1,
 }  # fmt: skip
+BALANCE = "router_aux_loss_coef"
 _SHARED = "shared_expert_intermediate_size"
-_KEYS = frozenset((*DEFAULTS, "num_local_experts", "mlp_only_layers", "output_router_logits"))
+KEYS = frozenset((*DEFAULTS, "num_local_experts", "mlp_only_layers", "output_router_logits"))
 
 
-def keys(*, shared: bool) -> frozenset[str]:
-    """Keys of config.json that are of experts."""
-    return _KEYS | {_SHARED} if shared else _KEYS
+def read(raw: Mapping[str, Any], values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
+    """Fields of [model] that say what the experts are; what is wrong goes to ``problems``.
 
-
-def read(raw: Mapping[str, Any], defaults: Mapping[str, Any], layers: int, problems: list[str]) -> dict[str, Any]:
-    """Fields of [model] that say what the experts are; what is wrong goes to ``problems``."""
+    Args:
+        values: ``raw``, with the defaults of keys that are not there.
+    """
     found: dict[str, Any] = {}
     counts = [raw[key] for key in ("num_experts", "num_local_experts") if raw.get(key) is not None]
     if len(counts) == 2 and counts[0] != counts[1]:
         problems.append(f"num_experts is {counts[0]!r} and num_local_experts {counts[1]!r}, which is the same")
-    values = {**defaults, **{key: value for key, value in raw.items() if value is not None}}
-    values["num_experts"] = counts[0] if counts else defaults["num_experts"]
+    values = {**values, "num_experts": counts[0] if counts else values["num_experts"]}
     sizes = {
         "num_experts": "num_experts", "experts_per_token": "num_experts_per_tok",
         "moe_ffn_hidden_size": "moe_intermediate_size",
     }  # fmt: skip
-    if _SHARED in defaults:
+    if _SHARED in values:
         sizes["shared_ffn_hidden_size"] = _SHARED
-        found["shared_expert_gate"] = True
     for ours, theirs in sizes.items():
         value = values[theirs]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -55,14 +52,24 @@ def read(raw: Mapping[str, Any], defaults: Mapping[str, Any], layers: int, probl
     found["norm_topk_prob"] = values["norm_topk_prob"]
     if not isinstance(found["norm_topk_prob"], bool):
         problems.append(f"norm_topk_prob is {found['norm_topk_prob']!r}; it is true or false")
+    layers = values["num_hidden_layers"]
     found["dense_layers"] = _dense_layers(values, layers, problems)
-    weight = values["router_aux_loss_coef"]
+    sparse = max(layers - found["dense_layers"], 1)
+    return found | {"router_aux_loss": balance_of(values, found["experts_per_token"], sparse, problems)}
+
+
+def balance_of(values: Mapping[str, Any], experts_per_token: int, sparse: int, problems: list[str]) -> float:
+    """model.router_aux_loss of a model with ``sparse`` layers of experts. [Note: the balance of transformers]"""
+    weight = values[BALANCE]
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
         problems.append(f"router_aux_loss_coef is {weight!r}; it is a finite number >= 0")
         weight = 0
-    sparse = max(layers - found["dense_layers"], 1)
-    found["router_aux_loss"] = _short(weight * found["experts_per_token"] / sparse)
-    return found
+    return _short(weight * experts_per_token / sparse)
+
+
+def written_balance(config: GPTConfig) -> float:
+    """router_aux_loss_coef of a model."""
+    return _short(config.router_aux_loss * len(config.expert_layers) / config.experts_per_token)
 
 
 def _dense_layers(values: Mapping[str, Any], layers: int, problems: list[str]) -> int:
@@ -81,7 +88,7 @@ def _dense_layers(values: Mapping[str, Any], layers: int, problems: list[str]) -
     return len(dense)
 
 
-def write(config: GPTConfig, transformers: str) -> dict[str, Any]:
+def write(config: GPTConfig) -> dict[str, Any]:
     """Keys of config.json that say what the experts are."""
     written = {
         "num_experts": config.num_experts,
@@ -91,25 +98,9 @@ def write(config: GPTConfig, transformers: str) -> dict[str, Any]:
         "decoder_sparse_step": 1,
         "mlp_only_layers": list(range(config.dense_layers)),
         "output_router_logits": False,
-        "router_aux_loss_coef": _short(config.router_aux_loss * len(config.expert_layers) / config.experts_per_token),
+        BALANCE: written_balance(config),
     }
     return written | ({_SHARED: config.shared_ffn_hidden_size} if config.shared_ffn_hidden_size else {})
-
-
-def check(config: GPTConfig) -> None:
-    """Refuse experts that neither of the two architectures has.
-
-    Raises:
-        ConfigError: naming the keys.
-    """
-    shared = config.shared_ffn_hidden_size > 0
-    if config.qk_norm == config.qkv_bias or shared != config.qkv_bias or config.shared_expert_gate != shared:
-        raise ConfigError(
-            f"model.qk_norm is {config.qk_norm}, model.qkv_bias {config.qkv_bias}, model.shared_ffn_hidden_size "
-            f"{config.shared_ffn_hidden_size} and model.shared_expert_gate {config.shared_expert_gate}. With experts "
-            "Qwen3-MoE has only the first, and Qwen2-MoE the other three. model.qk_norm = true alone is a Qwen3-MoE. "
-            "For other models sixfold-ckpt convert writes the tensors alone"
-        )
 
 
 def _short(value: float) -> float:

@@ -8,6 +8,7 @@ expert has its own.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 _OUTSIDE = {"embedding": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}
@@ -36,18 +37,24 @@ class Piece:
     expert: int | None = None
 
 
-def hf_name(name: str) -> str:
-    """layers.3.attention.q.weight -> model.layers.3.self_attn.q_proj.weight; ``{}`` stands for an expert's number."""
+def hf_name(name: str, names: Mapping[str, str]) -> str:
+    """layers.3.attention.q.weight -> model.layers.3.self_attn.q_proj.weight; ``{}`` stands for an expert's number.
+
+    Args:
+        names: of an architecture, where they are not Llama's.
+    """
     head, _, leaf = name.rpartition(".")
     if head in _OUTSIDE:
         return f"{_OUTSIDE[head]}.{leaf}"
     _, layer, part = head.split(".", 2)
-    return f"model.layers.{layer}.{_INSIDE[part]}.{leaf}"
+    if whole := names.get(f"{part}.{leaf}"):
+        return f"model.layers.{layer}.{whole}"
+    return f"model.layers.{layer}.{names.get(part) or _INSIDE[part]}.{leaf}"
 
 
-def pieces(name: str, shape: tuple[int, ...]) -> list[Piece]:
+def pieces(name: str, shape: tuple[int, ...], names: Mapping[str, str]) -> list[Piece]:
     """The tensors that hold canonical tensor ``name`` of ``shape``, in the order of its leading axis."""
-    theirs = hf_name(name)
+    theirs = hf_name(name, names)
     if "{}" not in theirs:
         return [Piece(theirs, shape)]
     return [Piece(theirs.format(expert), shape[1:], expert) for expert in range(shape[0])]

@@ -13,6 +13,12 @@ h // (heads / key heads)). Scores are scaled by 1 / sqrt(head_dim).
   bfloat16; the price is memory quadratic in the row, hence the limit.
 - ``sdpa``: torch's scaled_dot_product_attention, with a mask where a row holds several documents.
 - ``varlen``: CUDA in half precision: torch's variable-length kernel on the flattened micro-batch; no mask exists.
+- ``math``: with soft caps of scores, which torch's kernels do not have, where ``blocks`` is not taken. It keeps nothing
+  quadratic, and computes scores once more in backward.
+
+[Note: windows] In a sliding layer a query sees the keys from its place less the window on. A mask is made of the
+earliest key that a query sees: where its document starts, or where its window does. varlen's kernel has a window. A
+window as long as the row is none. Layers of both types in one model share two ``Rows``.
 
 A context-parallel rank has the queries of two chunks of each row, and each back end takes the keys of whole rows.
 ``blocks`` and ``sdpa`` know where in its row a query lies. ``varlen`` gets the keys of one segment after the other.
@@ -20,8 +26,8 @@ A context-parallel rank has the queries of two chunks of each row, and each back
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -31,10 +37,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sixfold.gpt.config.train_config import GPTConfig
-from sixfold.gpt.model.rope import inverse_frequencies, tables
+from sixfold.gpt.model.rope import inverse_frequencies, magnitude, tables
 from sixfold.gpt.parallel.axes import ALONE, Axes
 from sixfold.gpt.parallel.context_parallel import RingPlan, gathered_keys, ring
 from sixfold.gpt.parallel.head_groups import by_group, repeated, split_heads
+from sixfold.gpt.parallel.partial_attention import Sight, whole
 from sixfold.gpt.parallel.sequence_parts import (
     WHOLE_ROWS,
     DocumentsHere,
@@ -42,6 +49,7 @@ from sixfold.gpt.parallel.sequence_parts import (
     Span,
     documents_here,
     key_blocks,
+    masked,
 )
 
 QUERY_BLOCK = 128
@@ -58,12 +66,18 @@ class Rows:
         cos, sin: rope tables, (b or 1, s, 1, head_dim).
         attend: q, k, v -> (b, s, heads, head_dim).
         recompute: "none", or what a layer computes again in backward: "selective" (attention) or "full".
+        sliding: the same of sliding layers, where there are others too.
     """
 
     cos: Tensor
     sin: Tensor
     attend: Attend
     recompute: str = "none"
+    sliding: "Rows | None" = None
+
+    def of(self, *, sliding: bool) -> "Rows":
+        """What a layer that slides, or does not, needs to know."""
+        return self.sliding if sliding and self.sliding is not None else self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +87,8 @@ class Documents:
     Attributes:
         first: (b, s), where in its row a token's document starts; None: a row is one document.
         here: segments of documents, where there are several ranks and several documents.
+        window: keys that a query sees, its own among them; 0: all of its document. [Note: windows]
+        cap: soft cap of scores; 0: none.
     """
 
     b: int
@@ -85,6 +101,8 @@ class Documents:
     first: Tensor | None
     part: SequencePart = WHOLE_ROWS
     here: DocumentsHere[Tensor] | None = None
+    window: int = 0
+    cap: float = 0.0
 
     @property
     def row(self) -> int:
@@ -108,12 +126,20 @@ class Documents:
         index = self.places.unsqueeze(0)
         return index if self.first is None else index - self.first
 
+    @property
+    def earliest(self) -> Tensor | None:
+        """(b or 1, s): where in its row the first key lies that a token sees; None: at the row's start."""
+        if not self.window:
+            return self.first
+        begins = (self.places - (self.window - 1)).clamp_(min=0).unsqueeze(0)
+        return begins if self.first is None else torch.maximum(self.first, begins)
+
     def additive_mask(self) -> Tensor:
         """(b or 1, s, row) of ``dtype``: 0 where a query (row) sees a key (column), -inf elsewhere."""
-        index = torch.arange(self.row, device=self.device)
+        index, earliest = torch.arange(self.row, device=self.device), self.earliest
         seen = (index <= self.places.unsqueeze(1)).unsqueeze(0)
-        if self.first is not None:
-            seen = seen & (index >= self.first.unsqueeze(-1))
+        if earliest is not None:
+            seen = seen & (index >= earliest.unsqueeze(-1))
         mask = torch.zeros(seen.shape, dtype=self.dtype, device=self.device)
         return mask.masked_fill_(~seen, -math.inf)
 
@@ -127,6 +153,7 @@ def plan_rows(
     recompute: str = "none",
     backend: str | None = None,
     axes: Axes = ALONE,
+    layers: Iterable[int] | None = None,
 ) -> Rows:
     """Work out once what all layers share.
 
@@ -141,15 +168,22 @@ def plan_rows(
             account: the ring has its own kernels.
         axes: a tensor-parallel rank attends with its own heads, to whole rows; a context-parallel rank with its own
             queries, to the keys of all.
+        layers: that it is for; None: all of ``config``.
     """
     documents = _documents(config, x, cu_seqlens, axes)
     positions = documents.positions if position_ids is None else position_ids
-    cos, sin = tables(positions, inverse_frequencies(config, x.device), x.dtype)
-    if axes.cp.size == 1:
-        attend = BACKENDS[backend or choose_backend(documents)](documents)
-    else:
-        attend = _over_ranks(documents, axes, backend or choose_backend(documents))
-    return Rows(cos=cos, sin=sin, attend=attend, recompute=recompute)
+    made: list[Rows] = []
+    for slides in sorted({config.slides(layer) for layer in (range(config.num_layers) if layers is None else layers)}):
+        here = documents
+        if slides and config.sliding_window < documents.row:
+            here = replace(documents, window=config.sliding_window)
+        if not made or config.rope_local_base_freq:
+            frequencies = inverse_frequencies(config, x.device, sliding=slides)
+            cos, sin = tables(positions, frequencies, x.dtype, magnitude(config, sliding=slides))
+        chosen = backend or choose_backend(here)
+        attend = BACKENDS[chosen](here) if axes.cp.size == 1 else _over_ranks(here, axes, chosen)
+        made.append(Rows(cos=cos, sin=sin, attend=attend, recompute=recompute))
+    return made[0] if len(made) == 1 else replace(made[0], sliding=made[1])
 
 
 def _documents(
@@ -180,17 +214,19 @@ def _documents(
         first=first,
         part=part,
         here=here,
+        cap=config.attn_logit_softcapping,
     )
 
 
 def _over_ranks(documents: Documents, axes: Axes, backend: str) -> Attend:
     """Attention of this rank's queries to the keys of all ranks."""
     if axes.cp_comm_type == "p2p":
-        first = torch.zeros(1, documents.s, dtype=torch.int64, device=documents.device)
-        blocks = key_blocks(documents.part, documents.row)
-        if documents.here is not None:
-            first, blocks = documents.here.first, documents.here.blocks
-        plan = RingPlan(axes.cp, blocks, first, documents.places)
+        earliest, blocks = documents.earliest, key_blocks(documents.part, documents.row, window=documents.window)
+        if earliest is None:
+            earliest = torch.zeros(1, documents.s, dtype=torch.int64, device=documents.device)
+        if documents.here is not None:  # on the host only the blocks are known, of documents or of windows
+            blocks = documents.here.blocks if not documents.window else masked(blocks)
+        plan = RingPlan(axes.cp, blocks, earliest, documents.places, documents.cap)
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return ring(q, k, v, plan)
@@ -210,10 +246,14 @@ def _over_ranks(documents: Documents, axes: Axes, backend: str) -> Attend:
 
 def choose_backend(documents: Documents) -> str:
     """The fastest correct entry of BACKENDS; see [Note: back ends]."""
+    if documents.device.type == "cpu" and documents.row <= BLOCKS_LONGEST:
+        return "blocks"
+    if documents.cap:
+        return "math"
     if documents.device.type == "cpu":
-        return "blocks" if documents.row <= BLOCKS_LONGEST else "sdpa"
+        return "sdpa"
     half = documents.dtype in (torch.bfloat16, torch.float16)
-    return "varlen" if documents.first is not None and half else "sdpa"
+    return "varlen" if half and (documents.first is not None or documents.window) else "sdpa"
 
 
 def _document_starts(cu_seqlens: Tensor, b: int, s: int) -> Tensor:
@@ -227,9 +267,11 @@ def _document_starts(cu_seqlens: Tensor, b: int, s: int) -> Tensor:
 
 
 def _sdpa(documents: Documents) -> Attend:
-    if documents.device.type == "cuda" and documents.first is None and documents.part.size > 1:
+    assert not documents.cap, f"sdpa has no soft cap of {documents.cap}"
+    plain = documents.first is None and not documents.window
+    if documents.device.type == "cuda" and plain and documents.part.size > 1:
         return _sdpa_by_chunk(documents)
-    causal = documents.first is None and documents.part.size == 1
+    causal = plain and documents.part.size == 1
     mask = None if causal else documents.additive_mask().unsqueeze(1)
     # Of torch's kernels only CUDA's flash attention, in half precision and without a mask, groups queries itself.
     grouped = _groups_itself(documents) and causal
@@ -271,10 +313,12 @@ def _groups_itself(documents: Documents) -> bool:
 def _varlen(documents: Documents) -> Attend:
     from torch.nn.attention.varlen import varlen_attn
 
+    assert not documents.cap, f"varlen has no soft cap of {documents.cap}"
     b, s = documents.b, documents.s
     grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
     repeats = 1 if grouped else documents.heads // documents.key_heads
     index, queries, keys, longest = _segments(documents)
+    window = (documents.window - 1, 0)  # (-1, 0): no window
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (t.flatten(0, 1) for t in (q, k, v))
@@ -282,7 +326,7 @@ def _varlen(documents: Documents) -> Attend:
             k, v = k.index_select(0, index), v.index_select(0, index)  # its gradient adds without a sort
         k, v = repeated(k.unsqueeze(0), repeats)[0], repeated(v.unsqueeze(0), repeats)[0]
         # Causal is counted from the last key of a segment backwards, so its queries may be fewer than its keys.
-        out = varlen_attn(q, k, v, queries, keys, *longest, window_size=(-1, 0), **grouped)
+        out = varlen_attn(q, k, v, queries, keys, *longest, window_size=window, **grouped)
         assert isinstance(out, Tensor), f"varlen_attn gave {type(out).__name__}"
         return out.view(b, s, *out.shape[1:])
 
@@ -320,7 +364,7 @@ def _blocks(documents: Documents) -> Attend:
             masks.append(part.reshape(b * groups, repeats * (end - begin), keys))
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = _Blocks.apply(q, k, v, bounds, *masks)  # type: ignore[no-untyped-call]
+        out: Tensor = _Blocks.apply(q, k, v, bounds, documents.cap, *masks)  # type: ignore[no-untyped-call]
         return out
 
     return attend
@@ -337,7 +381,7 @@ class _Blocks(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, *masks: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, bounds: Bounds, cap: float, *masks: Tensor) -> Tensor:
         b, _, _, d = q.shape
         groups = k.shape[2]
         scale = 1.0 / math.sqrt(d)
@@ -347,11 +391,14 @@ class _Blocks(torch.autograd.Function):
         probabilities = []
         for mask, (begin, end, seen) in zip(masks, bounds, strict=True):
             block = queries[..., begin:end, :].reshape(b * groups, -1, d)
-            scores = torch.baddbmm(mask, block, keys[:, :seen].transpose(1, 2), alpha=scale)
+            if cap:
+                scores = _tanh(block, keys[:, :seen], scale / cap).mul_(cap).add_(mask)
+            else:
+                scores = torch.baddbmm(mask, block, keys[:, :seen].transpose(1, 2), alpha=scale)
             probability = torch.softmax(scores, -1)
             probabilities.append(probability)
             outs[..., begin:end, :] = torch.bmm(probability, values[:, :seen]).view(b, groups, -1, end - begin, d)
-        ctx.bounds = bounds
+        ctx.bounds, ctx.cap = bounds, cap
         ctx.save_for_backward(q, keys, values, *probabilities)
         return out
 
@@ -375,12 +422,31 @@ class _Blocks(torch.autograd.Function):
             grad_v[:, :seen].baddbmm_(probability.transpose(1, 2), g, beta=beta)
             inner = torch.bmm(g, values[:, :seen].transpose(1, 2))
             inner = torch._softmax_backward_data(inner, probability, -1, inner.dtype)
+            if ctx.cap:  # the slope of the cap
+                inner = inner * _tanh(block, keys[:, :seen], scale / ctx.cap).square_().neg_().add_(1)
             grad_k[:, :seen].baddbmm_(inner.transpose(1, 2), block, beta=beta, alpha=scale)
             part = torch.baddbmm(block, inner, keys[:, :seen], beta=0, alpha=scale)
             grads[..., begin:end, :] = part.view(b, groups, -1, end - begin, d)
             beta = 1
         back = (t.view(b, groups, -1, d).transpose(1, 2) for t in (grad_k, grad_v))
-        return (grad_q, *back, None, *(None for _ in probabilities))
+        return (grad_q, *back, None, None, *(None for _ in probabilities))
+
+
+def _tanh(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
+    """Of scaled products of batches of queries and keys."""
+    return torch.bmm(queries, keys.transpose(1, 2)).mul_(scale).tanh_()
+
+
+def _math(documents: Documents) -> Attend:
+    earliest = documents.earliest
+    if earliest is None:
+        earliest = torch.zeros(1, documents.s, dtype=torch.int64, device=documents.device)
+    sight = Sight("masked", earliest, documents.places, 0, documents.cap)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return whole(q, k, v, sight)
+
+    return attend
 
 
 def _bounds(spans: tuple[Span, ...]) -> Bounds:
@@ -393,4 +459,9 @@ def _bounds(spans: tuple[Span, ...]) -> Bounds:
     return tuple(found)
 
 
-BACKENDS: Mapping[str, Callable[[Documents], Attend]] = {"blocks": _blocks, "sdpa": _sdpa, "varlen": _varlen}
+BACKENDS: Mapping[str, Callable[[Documents], Attend]] = {
+    "blocks": _blocks,
+    "sdpa": _sdpa,
+    "varlen": _varlen,
+    "math": _math,
+}

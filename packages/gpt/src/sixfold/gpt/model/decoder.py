@@ -9,6 +9,7 @@ sixfold.fsdp gathers. Over tensor-parallel ranks its modules are those of the ra
 hidden states between them are (b, s / tp, hidden), logits are (b, s, padded vocabulary / tp).
 """
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,10 +21,13 @@ from sixfold.gpt.config.train_config import GPTConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model.attention import Rows, plan_rows
 from sixfold.gpt.model.initial_weights import initializer
+from sixfold.gpt.model.latent_attention import LatentAttention
 from sixfold.gpt.model.loss import PLAIN, token_losses
 from sixfold.gpt.model.moe import MixtureOfExperts
-from sixfold.gpt.model.norm import RMSNorm
-from sixfold.gpt.model.rope import rotate
+from sixfold.gpt.model.norm import norm_of
+from sixfold.gpt.model.projection_norm import ProjectionNorm
+from sixfold.gpt.model.rope import rotate, score_factor
+from sixfold.gpt.model.softcap import softcapped
 from sixfold.gpt.parallel.axes import ALONE, Axes
 from sixfold.gpt.parallel.tensor_parallel import check_length, columns, embedded, joined, whole_rows
 from sixfold.gpt.parallel.weight_sharding import Cuts
@@ -43,32 +47,40 @@ class Attention(nn.Module):
     A tensor-parallel rank has neighbouring heads and the key heads that they read.
     """
 
-    def __init__(self, config: GPTConfig, axes: Axes = ALONE) -> None:
+    def __init__(self, config: GPTConfig, axes: Axes = ALONE, number: int = 0) -> None:
         super().__init__()
-        self.head_dim, self.axes = config.head_dim, axes
+        self.head_dim, self.axes, self.slides = config.head_dim, axes, config.slides(number)
+        self.scale = score_factor(config)
         queries = config.num_attention_heads // axes.tp.size * config.head_dim
         keys = config.num_query_groups // axes.tp.size * config.head_dim
         self.q = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias, device="meta")
         self.k = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias, device="meta")
         self.v = nn.Linear(config.hidden_size, keys, bias=config.qkv_bias, device="meta")
         self.out = nn.Linear(queries, config.hidden_size, bias=False, device="meta")
-        if config.qk_norm:
-            self.q_norm = RMSNorm(config.head_dim, config.norm_eps, device="meta")
-            self.k_norm = RMSNorm(config.head_dim, config.norm_eps, device="meta")
-        self.qk_norm = config.qk_norm
+        self.normed = config.qk_norm_over if config.qk_norm else ""
+        if self.normed == "head":
+            self.q_norm, self.k_norm = norm_of(config, config.head_dim), norm_of(config, config.head_dim)
+        elif self.normed:
+            self.q_norm = ProjectionNorm(queries * axes.tp.size, config.norm_eps, axes.tp, device="meta")
+            self.k_norm = ProjectionNorm(keys * axes.tp.size, config.norm_eps, axes.tp, device="meta")
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """Hidden states as between blocks -> the same."""
         projected = columns(x, (self.q, self.k, self.v), self.axes, recomputed=rows.recompute != "none")
+        if self.normed == "projection":
+            projected = [self.q_norm(projected[0]), self.k_norm(projected[1]), projected[2]]
         q, k, v = (one.unflatten(-1, (-1, self.head_dim)) for one in projected)  # type: ignore[no-untyped-call]
-        if self.qk_norm:
+        if self.normed == "head":
             q, k = self.q_norm(q), self.k_norm(k)
+        rows = rows.of(sliding=self.slides)
         q, k = rotate(q, rows.cos, rows.sin), rotate(k, rows.cos, rows.sin)
+        if self.scale != 1:
+            q = q * self.scale
         return joined(self.out(rows.attend(q, k, v).flatten(2)), self.axes)
 
 
 class FeedForward(nn.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x)).
+    """SwiGLU: down(silu(gate(x)) * up(x)); with gelu in place of silu GeGLU.
 
     Args:
         width: of the whole of it, of which a tensor-parallel rank has its part; None is ``config.ffn_hidden_size``.
@@ -76,7 +88,7 @@ class FeedForward(nn.Module):
 
     def __init__(self, config: GPTConfig, axes: Axes = ALONE, *, width: int | None = None) -> None:
         super().__init__()
-        self.axes = axes
+        self.axes, self.gelu = axes, config.hidden_act != "silu"
         mine = (config.ffn_hidden_size if width is None else width) // axes.tp.size
         self.gate = nn.Linear(config.hidden_size, mine, bias=False, device="meta")
         self.up = nn.Linear(config.hidden_size, mine, bias=False, device="meta")
@@ -85,7 +97,8 @@ class FeedForward(nn.Module):
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """Hidden states as between blocks -> the same."""
         gate, up = columns(x, (self.gate, self.up), self.axes, recomputed=rows.recompute == "full")
-        return joined(self.down(F.silu(gate) * up), self.axes)
+        gate = F.gelu(gate, approximate="tanh") if self.gelu else F.silu(gate)
+        return joined(self.down(gate * up), self.axes)
 
 
 class Block(nn.Module):
@@ -93,15 +106,19 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, axes: Axes = ALONE, number: int = 0) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
-        self.attention = Attention(config, axes)
-        self.ffn_norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
+        before, behind = config.norm_position != "post", config.norm_position != "pre"
+        self.attention_norm = norm_of(config, config.hidden_size) if before else None
+        attention = LatentAttention if config.kv_lora_rank else Attention
+        self.attention: nn.Module = attention(config, axes, number)
+        self.attention_post_norm = norm_of(config, config.hidden_size) if behind else None
+        self.ffn_norm = norm_of(config, config.hidden_size) if before else None
         if config.has_experts(number):
             width = config.shared_ffn_hidden_size
             shared = FeedForward(config, axes, width=width) if width else None
             self.ffn: nn.Module = MixtureOfExperts(config, axes, number=number, shared=shared)
         else:
             self.ffn = FeedForward(config, axes)
+        self.ffn_post_norm = norm_of(config, config.hidden_size) if behind else None
 
     def compile_layer(self, backend: str = "inductor") -> None:
         """Run the layer compiled from now on.
@@ -127,12 +144,17 @@ class Block(nn.Module):
             x = x + _again(self._attend, x, rows)
         else:
             x = x + self._attend(x, rows)
-        fed: Tensor = x + self.ffn(self.ffn_norm(x), rows)
-        return fed
+        return x + self._feed(x, rows)
 
     def _attend(self, x: Tensor, rows: Rows) -> Tensor:
-        attended: Tensor = self.attention(self.attention_norm(x), rows)
-        return attended
+        attended = self.attention(x if self.attention_norm is None else self.attention_norm(x), rows)
+        out: Tensor = attended if self.attention_post_norm is None else self.attention_post_norm(attended)
+        return out
+
+    def _feed(self, x: Tensor, rows: Rows) -> Tensor:
+        fed = self.ffn(x if self.ffn_norm is None else self.ffn_norm(x), rows)
+        out: Tensor = fed if self.ffn_post_norm is None else self.ffn_post_norm(fed)
+        return out
 
 
 class TiedHead(nn.Module):
@@ -195,7 +217,7 @@ class GPTModel(nn.Module):
             self.embedding: nn.Module = nn.Embedding(self.vocab_rows, config.hidden_size, device="meta")
         self.layers = nn.ModuleDict({str(number): Block(config, axes, number) for number in held})
         if post_process:
-            self.norm = RMSNorm(config.hidden_size, config.norm_eps, device="meta")
+            self.norm = norm_of(config, config.hidden_size)
             if not config.tie_embeddings:
                 self.head = nn.Linear(config.hidden_size, self.vocab_rows, bias=False, device="meta")
             elif not pre_process:
@@ -234,6 +256,8 @@ class GPTModel(nn.Module):
         if self.pre_process:
             check_length(x.shape[1], self.axes)
             x = embedded(x, self.embedding, self.vocab_rows, self.axes)
+            if self.config.scale_embeddings:  # as transformers: the root is rounded to the weights' dtype
+                x = x * float(torch.tensor(math.sqrt(self.config.hidden_size), dtype=x.dtype))
         if self.layers:
             rows = plan_rows(
                 self.config,
@@ -242,12 +266,15 @@ class GPTModel(nn.Module):
                 cu_seqlens=cu_seqlens,
                 recompute=self.recompute,
                 axes=self.axes,
+                layers=map(int, self.layers),
             )
             for layer in self.layers.values():
                 x = layer(x, rows)
         if not self.post_process:
             return x
         (logits,) = columns(self.norm(x), (self._project,), self.axes, once=True)
+        if self.config.final_logit_softcapping:
+            logits = softcapped(logits, self.config.final_logit_softcapping)
         if labels is None:
             return whole_rows(logits, self.axes.tp)[..., : self.config.vocab_size]
         return token_losses(logits, labels, loss_mask, self.config.vocab_size, self.axes.tp, self.loss_terms)

@@ -78,7 +78,7 @@ def initializer(config: GPTConfig, seed: int, cuts: Cuts = WHOLE) -> Callable[[s
         are materialised, of any dtype and device. It is what ``FullyShardedDataParallel(init_fn=...)`` takes.
 
     Normal of ``init_std``; ``attention.out`` and ``ffn.down`` of init_std / sqrt(2 * num_layers);
-    norms 1, biases 0, rows of vocabulary padding 0.
+    norms 1 (those that add 1 to their weight 0), biases 0, rows of vocabulary padding 0.
     """
 
     def fill(name: str, module: nn.Module) -> None:
@@ -104,7 +104,7 @@ def fill_elements(
     if name.endswith(".bias"):
         out.zero_()
     elif len(shape) < 2:
-        out.fill_(1.0)
+        out.fill_(0.0 if config.zero_centered_norm else 1.0)
     else:
         _draw(config, seed, name, shape, start, out, cut)
 

@@ -15,10 +15,15 @@ transformers they sum to experts_per_token). P_e is the mean of its probability.
 the ranks of cp and tp. f_e has no gradient, so each probability's gradient is router_aux_loss * experts * f_e. The
 backward of the probabilities adds it. So it never travels between stages, and no reported loss has it. All gradients
 are divided by the number of targets, which makes it a mean like the loss.
+
+[Note: bias] With ``expert_bias`` no loss balances. The bias is added to scores where experts are chosen, and not where
+their results are weighed. Its gradient is 0. After each step engine/expert_bias.py lowers it for experts that got more
+than an equal share of the step's tokens, and raises it for the others (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,6 +59,15 @@ class Weight(nn.Module):
         self.weight = nn.Parameter(torch.empty(*shape, device="meta"))
 
 
+class Router(Weight):
+    """Scores of experts are ``weight`` times a token; ``bias`` has a part in the choice alone. [Note: bias]"""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config.num_experts, config.hidden_size)
+        if config.expert_bias:
+            self.bias = nn.Parameter(torch.empty(config.num_experts, device="meta"))
+
+
 class Experts(nn.Module):
     """Weights of this rank's experts, a leading axis of experts each; of their ffn columns it has tp's part."""
 
@@ -78,7 +92,7 @@ class MixtureOfExperts(nn.Module):
     ) -> None:
         super().__init__()
         self.config, self.axes, self.number = config, axes, number
-        self.router = Weight(config.num_experts, config.hidden_size)
+        self.router = Router(config)
         self.experts = Experts(config, axes)
         self.shared = shared
         if config.shared_expert_gate:
@@ -93,19 +107,36 @@ class MixtureOfExperts(nn.Module):
     def routed(self, tokens: Tensor) -> Tensor:
         """(tokens, hidden) of this rank -> what their experts make of them."""
         config = self.config
-        probabilities = torch.softmax(_Logits.apply(tokens, self.router.weight), -1)  # type: ignore[no-untyped-call]
-        choices = top(probabilities.detach(), config.experts_per_token)
+        logits = _Logits.apply(tokens, self.router.weight)  # type: ignore[no-untyped-call]
+        probabilities = logits.sigmoid() if config.scoring_func == "sigmoid" else torch.softmax(logits, -1)
+        choices = self._choices(probabilities.detach())
         order = TokenOrder.of(choices, config.num_experts)
         balance = self._balance(order.counts) if probabilities.requires_grad else None
         weights: Tensor = _Chosen.apply(probabilities, choices, order.counts, balance, self.load)  # type: ignore[no-untyped-call]
+        if config.expert_bias:
+            weights = _Unlearned.apply(weights, self.router.bias)  # type: ignore[no-untyped-call]
         if config.norm_topk_prob:
             weights = weights / weights.sum(-1, keepdim=True)
+        if config.routed_scaling_factor != 1:
+            weights = weights * config.routed_scaling_factor
         route = Route.of(order.counts, self.axes)
         rows = exchange_rows(permute(tokens, order), route, outward=True)
         experts = self.experts
         segments = Segments(route.ends, route.known)
         rows = feed_forward(rows, experts.gate.weight, experts.up.weight, experts.down.weight, segments)
         return combine(exchange_rows(rows, route, outward=False), weights, order)
+
+    def _choices(self, scores: Tensor) -> Tensor:
+        """(tokens, experts) -> (tokens, k): the experts of each token, out of its best groups."""
+        config = self.config
+        if config.expert_bias:
+            scores = scores + self.router.bias.detach().float()
+        if config.n_group > 1:
+            groups = scores.unflatten(-1, (config.n_group, -1))  # type: ignore[no-untyped-call]
+            best = top(groups.topk(2, -1).values.sum(-1), config.topk_group)
+            taken = torch.zeros(groups.shape[:2], dtype=torch.bool, device=scores.device).scatter_(1, best, True)
+            scores = groups.masked_fill(~taken.unsqueeze(-1), -math.inf).flatten(1)
+        return top(scores, config.experts_per_token)
 
     def _balance(self, counts: Tensor) -> Tensor | None:
         """The gradient that the load-balancing loss adds to each expert's probability. [Note: balance]"""
@@ -179,6 +210,21 @@ def extremes(loads: list[float], config: GPTConfig) -> dict[int, tuple[float, fl
         if equal := sum(of_layer) / config.num_experts:
             found[layer] = (min(of_layer) / equal, max(of_layer) / equal)
     return found
+
+
+class _Unlearned(torch.autograd.Function):
+    """Weights as they are; the gradient of the bias is 0 and there, so that every rank reduces the same tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, bias: Tensor) -> Tensor:
+        ctx.bias = bias.shape, bias.dtype
+        return weights.view_as(weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype = ctx.bias
+        return gradients[0], gradients[0].new_zeros(shape, dtype=dtype)
 
 
 class _Logits(torch.autograd.Function):

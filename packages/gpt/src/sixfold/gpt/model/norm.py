@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from sixfold.gpt.config.train_config import GPTConfig
+
 
 class RMSNorm(nn.Module):
     """Normalise the last axis, of ``size`` elements; one weight per element, initially 1."""
@@ -25,12 +27,47 @@ class RMSNorm(nn.Module):
         return normed
 
 
+class ZeroCenteredNorm(RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, initially 0, in float32: a small weight would be lost beside the 1."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = _ZeroCentered.apply(x, self.weight, self.eps)  # type: ignore[no-untyped-call]
+        return normed
+
+
+def norm_of(config: GPTConfig, size: int) -> RMSNorm:
+    """A norm over ``size`` elements as ``config`` has them; without values."""
+    kind = ZeroCenteredNorm if config.zero_centered_norm else RMSNorm
+    return kind(size, config.norm_eps, device="meta")
+
+
+class _ZeroCentered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
+        scale = mean_square.add_(eps).rsqrt_()
+        unit = x.float() * scale
+        ctx.save_for_backward(unit.to(x.dtype), scale, weight)
+        out: Tensor = (unit * (1 + weight.float())).to(x.dtype)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        unit, scale, weight = ctx.saved_tensors
+        size, g, by = unit.shape[-1], gradients[0].float(), 1 + weight.float()
+        by_weight = (g * unit).reshape(-1, size)
+        along = torch.mv(by_weight, by).div_(size).view(scale.shape)
+        inner = (g * by).addcmul_(unit.float(), along, value=-1)
+        return inner.mul_(scale).to(unit.dtype), by_weight.sum(0).to(weight.dtype), None
+
+
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         mean_square = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32).square_().div_(x.shape[-1])
         scale = mean_square.add_(eps).rsqrt_()
-        unit = _scaled(x, scale)
+        unit = scaled(x, scale)
         ctx.save_for_backward(unit, scale, weight)
         out: Tensor = unit * weight
         return out
@@ -45,9 +82,9 @@ class _RMSNorm(torch.autograd.Function):
         # d unit -> d x removes the part along unit: (g w - unit <g w, unit> / size) * scale.
         along = torch.mv(by_weight, weight).div_(size).view(scale.shape)
         inner = (g * weight).addcmul_(unit, along, value=-1)
-        return _scaled(inner, scale), by_weight.sum(0), None
+        return scaled(inner, scale), by_weight.sum(0), None
 
 
-def _scaled(x: Tensor, scale: Tensor) -> Tensor:
+def scaled(x: Tensor, scale: Tensor) -> Tensor:
     """``x * scale`` in float32, as ``x``'s dtype. Two operators of one dtype each cost a third of a mixed one."""
     return x * scale if x.dtype == torch.float32 else x.float().mul_(scale).to(x.dtype)

@@ -51,13 +51,14 @@ class RingPlan:
     """What a rank computes in the ring.
 
     Attributes:
-        blocks: by rank of ``axis``, of which queries see something. first: (b, s). places: (s,); see ``Sight``.
+        blocks: by rank of ``axis``, of which queries see something. first: (b, s). places: (s,), cap; see ``Sight``.
     """
 
     axis: Axis
     blocks: tuple[tuple[KeyBlock, ...], ...]
     first: Tensor
     places: Tensor
+    cap: float = 0.0
 
     def source(self, step: int) -> int:
         """Whose keys are here in a step."""
@@ -66,7 +67,7 @@ class RingPlan:
     def sight(self, block: KeyBlock) -> Sight:
         """What the queries of ``block`` see."""
         begin, end = block.queries
-        return Sight(block.seen, self.first[:, begin:end], self.places[begin:end], block.first_key)
+        return Sight(block.seen, self.first[:, begin:end], self.places[begin:end], block.first_key, self.cap)
 
 
 def ring(q: Tensor, k: Tensor, v: Tensor, plan: RingPlan) -> Tensor:

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from sixfold.gpt.parallel.head_groups import by_group, repeated, split_heads
 from sixfold.gpt.parallel.sequence_parts import MaskKind
@@ -41,12 +43,14 @@ class Sight:
     Attributes:
         first: (b, m), where in its row the document of each query starts, ``places`` (m,) where it lies itself and
             ``first_key`` where the first key does: of account in "masked" alone.
+        cap: soft cap of scores, which ``math`` has alone; 0: none.
     """
 
     seen: MaskKind
     first: Tensor
     places: Tensor
     first_key: int
+    cap: float = 0.0
 
     def mask(self, begin: int, end: int, n: int) -> Tensor | None:
         """(b or 1, end - begin, n): True where a query sees a key; None: everywhere."""
@@ -60,9 +64,9 @@ class Sight:
         return before & (index >= self.first[:, begin:end].unsqueeze(-1))
 
 
-def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int, seen: MaskKind) -> str:
+def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int, seen: MaskKind, cap: float = 0.0) -> str:
     """ "math", "flash" or "efficient"; see [Note: kernels]."""
-    if device.type != "cuda" or head_dim % 8:
+    if device.type != "cuda" or head_dim % 8 or cap:
         return "math"
     half = dtype in (torch.bfloat16, torch.float16)
     return "flash" if half and seen != "masked" and head_dim <= _FLASH_WIDEST else "efficient"
@@ -70,7 +74,7 @@ def kernel_of(device: torch.device, dtype: torch.dtype, head_dim: int, seen: Mas
 
 def partial(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
     """(b, m, heads, d) of the dtype of q, and its log-sum-exp (b, heads, m) in float32."""
-    kernel = kernel_of(q.device, q.dtype, q.shape[-1], sight.seen)
+    kernel = kernel_of(q.device, q.dtype, q.shape[-1], sight.seen, sight.cap)
     return {"math": math_forward, "flash": flash_forward, "efficient": efficient_forward}[kernel](q, k, v, sight)
 
 
@@ -80,10 +84,32 @@ def gradients(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tens
     Args:
         g: gradient of ``out``, the result joined over all blocks. lse: (b, heads, m) float32, joined likewise.
     """
-    kernel = kernel_of(q.device, q.dtype, q.shape[-1], sight.seen)
+    kernel = kernel_of(q.device, q.dtype, q.shape[-1], sight.seen, sight.cap)
     return {"math": math_backward, "flash": flash_backward, "efficient": efficient_backward}[kernel](
         g, q, k, v, out, lse, sight
     )
+
+
+def whole(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+    """Attention to all keys at once by ``math``, (b, m, heads, d)."""
+    out: Tensor = _Whole.apply(q, k, v, sight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Whole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
+        out, lse = math_forward(q, k, v, sight)
+        ctx.sight = sight
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_q, grad_k, grad_v = math_backward(gradients[0], q, k, v, out, lse, ctx.sight)
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), None
 
 
 def math_forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
@@ -96,7 +122,7 @@ def math_forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor,
     outs = split_heads(out, groups)
     for begin in range(0, m, ROWS):
         end = min(begin + ROWS, m)
-        scores = _scores(queries[..., begin:end, :], keys, sight.mask(begin, end, n))
+        scores = _scores(queries[..., begin:end, :], keys, sight.mask(begin, end, n), sight.cap)
         lse[..., begin:end] = scores.logsumexp(-1)
         probabilities = scores.sub_(lse[..., begin:end, None]).exp_().to(q.dtype)
         outs[..., begin:end, :] = torch.bmm(probabilities.view(b * groups, -1, n), values).view(
@@ -118,12 +144,16 @@ def math_backward(g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: 
     for begin in range(0, m, ROWS):
         end = min(begin + ROWS, m)
         block, up = queries[..., begin:end, :], upstream[..., begin:end, :]
-        probabilities = _scores(block, keys, sight.mask(begin, end, n)).sub_(lse[..., begin:end, None]).exp_()
+        scores = _scores(block, keys, sight.mask(begin, end, n), sight.cap)
+        # The slope of the cap; 0 where nothing is seen, whose score is beyond the cap.
+        slope = scores.div(sight.cap).clamp_(min=-1).square_().neg_().add_(1) if sight.cap else None
+        probabilities = scores.sub_(lse[..., begin:end, None]).exp_()
         shared = (up.float() * outs[..., begin:end, :].float()).sum(-1, keepdim=True)
         flat, flat_up = (t.reshape(b * groups, -1, d) for t in (block, up))
         grad_v += torch.bmm(probabilities.to(q.dtype).view(b * groups, -1, n).transpose(1, 2), flat_up)
         inner = torch.bmm(flat_up, values.transpose(1, 2)).view(probabilities.shape)
-        inner = ((inner - shared) * probabilities * _scale(d)).to(q.dtype).view(b * groups, -1, n)
+        inner = (inner - shared) * probabilities * _scale(d)
+        inner = (inner if slope is None else inner.mul_(slope)).to(q.dtype).view(b * groups, -1, n)
         grad_k += torch.bmm(inner.transpose(1, 2), flat)
         grads[..., begin:end, :] = torch.bmm(inner, keys).view(b, groups, -1, end - begin, d)
     back_k, back_v = (t.view(b, groups, n, d).transpose(1, 2) for t in (grad_k, grad_v))
@@ -210,10 +240,12 @@ def bias_of(q: Tensor, k: Tensor, sight: Sight) -> Tensor | None:
     return bias.expand(b, heads, m, n)
 
 
-def _scores(block: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+def _scores(block: Tensor, keys: Tensor, mask: Tensor | None, cap: float) -> Tensor:
     """(b, groups, repeats, rows, d) by (b * groups, n, d) -> (b, groups, repeats, rows, n) in float32."""
     b, groups, repeats, rows, d = block.shape
     flat = torch.bmm(block.reshape(b * groups, -1, d), keys.transpose(1, 2)).float().mul_(_scale(d))
+    if cap:
+        flat = flat.div_(cap).tanh_().mul_(cap)
     scores = flat.view(b, groups, repeats, rows, -1)
     return scores if mask is None else scores.masked_fill_(~mask[:, None, None], NOT_SEEN)
 

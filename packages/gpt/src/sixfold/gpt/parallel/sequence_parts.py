@@ -10,7 +10,7 @@ is worked out on the host, and the device is never asked.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -126,16 +126,28 @@ def documents_here(cu_seqlens: npt.NDArray[Any], rows: int, part: SequencePart) 
     )
 
 
-def key_blocks(part: SequencePart, row: int, first: npt.NDArray[Any] | None = None) -> tuple[tuple[KeyBlock, ...], ...]:
+def key_blocks(
+    part: SequencePart, row: int, first: npt.NDArray[Any] | None = None, *, window: int = 0
+) -> tuple[tuple[KeyBlock, ...], ...]:
     """By rank of the group: the blocks of its keys of which queries of ``part`` see something.
 
     Args:
         first: (b, s), where in its row the document of each query starts; None: a row is one document.
+        window: keys that a query sees, its own among them, in rows of one document; 0: all before it.
     """
     ranks = range(part.size)
+    if window:
+        assert first is None, "blocks of windows are those of rows of one document"
+        places = np.concatenate([np.arange(begin, end) for begin, end in part.spans(row)])
+        first = np.maximum(places - (window - 1), 0)[None]
     if first is None or not first.any():
         return tuple(_blocks_by_rows(part, source, row) for source in ranks)
     return tuple(_blocks_by_documents(part, source, row, first) for source in ranks)
+
+
+def masked(blocks: tuple[tuple[KeyBlock, ...], ...]) -> tuple[tuple[KeyBlock, ...], ...]:
+    """The same blocks, of which each query is told what it sees."""
+    return tuple(tuple(replace(block, seen="masked") for block in some) for some in blocks)
 
 
 def _document_starts(cu_seqlens: npt.NDArray[Any], rows: int, row: int) -> npt.NDArray[np.int64]:

@@ -22,7 +22,8 @@ UNCUT: Cut = MappingProxyType({})
 _TP: tuple[tuple[str, int], ...] = (
     ("experts.gate.weight", 1), ("experts.up.weight", 1), ("experts.down.weight", 2),
     ("q.weight", 0), ("k.weight", 0), ("v.weight", 0), ("q.bias", 0), ("k.bias", 0), ("v.bias", 0),
-    ("attention.out.weight", 1), ("gate.weight", 0), ("up.weight", 0), ("down.weight", 1),
+    ("attention.out.weight", 1), ("q_b.weight", 0), ("kv_b.weight", 0), ("gate.weight", 0), ("up.weight", 0),
+    ("down.weight", 1),
     ("embedding.weight", 0), ("head.weight", 0),
 )  # fmt: skip
 
@@ -60,7 +61,7 @@ def is_expert(name: str) -> bool:
 
 
 def replicated(name: str) -> bool:
-    """Every tensor-parallel rank has the whole of it: norms, the router, a shared expert's gate."""
+    """Every tensor-parallel rank has the whole of it: norms, the router, a shared expert's gate, what makes latents."""
     return _tp_dimension(name) is None
 
 
@@ -68,7 +69,7 @@ def summed_over_tp(name: str, *, sequence: bool) -> bool:
     """Whether tensor-parallel ranks each have a part of the gradient of ``name``, of which every rank has a copy.
 
     Norms of queries and keys see the rank's heads, the router and a shared expert's gate the rank's tokens, and with
-    sequence parallelism every norm does. Without it all ranks have computed the same whole gradient of other norms.
+    sequence parallelism every norm does, and what makes latents. Without it all ranks have the same whole gradients.
     """
     if not replicated(name):
         return False

@@ -96,13 +96,23 @@ class Shape:
         return self.cp > 1 and not self.ring
 
 
-def attention_backend(config: TrainConfig, shape: Shape, device: str) -> str:
+def windowed(config: TrainConfig, shape: Shape, layer: int) -> bool:
+    """A window of ``layer`` is shorter than the row."""
+    return config.model.seen_keys(layer, shape.s) < shape.s
+
+
+def attention_backend(config: TrainConfig, shape: Shape, device: str, layer: int) -> str:
     """As attention.py chooses it."""
     if shape.ring:
         return "ring"
+    if device == "cpu" and config.data.seq_length <= BLOCKS_LONGEST:
+        return "blocks"
+    if config.model.attn_logit_softcapping:
+        return "math"
     if device == "cpu":
-        return "blocks" if config.data.seq_length <= BLOCKS_LONGEST else "sdpa"
-    return "varlen" if config.data.document_mask and config.train.precision != "fp32" else "sdpa"
+        return "sdpa"
+    parts = config.data.document_mask or windowed(config, shape, layer)
+    return "varlen" if parts and config.train.precision != "fp32" else "sdpa"
 
 
 def norm_bytes(shape: Shape) -> int:
@@ -110,31 +120,56 @@ def norm_bytes(shape: Shape) -> int:
     return (shape.t * shape.h * shape.item + 4 * shape.t) // shape.between
 
 
-def attention_bytes(config: TrainConfig, shape: Shape, device: str) -> int:
+def post_norm_bytes(config: TrainConfig, shape: Shape) -> int:
+    """Of a second norm of a layer's part. If the only norm is behind it, what it reads is kept in the other's place."""
+    return norm_bytes(shape) if config.model.norm_position == "both" else 0
+
+
+def attention_bytes(config: TrainConfig, shape: Shape, device: str, layer: int) -> int:
     """Of attention and its norm: norm, its output, what the back end saves, what the output matrix reads."""
     item, t = shape.item, shape.t
-    found = norm_bytes(shape) + shape.hidden_bytes
+    found = post_norm_bytes(config, shape) + norm_bytes(shape) + shape.hidden_bytes
     if config.model.qk_norm:
-        found += t * (shape.q + shape.k) * item + 4 * t * (shape.heads + shape.heads // shape.repeats)
-    return found + 2 * t * shape.q * item + _core_bytes(config, shape, device)  # queries, and attention's result
+        whole = config.model.qk_norm_over == "projection"
+        scales = 2 if whole else shape.heads + shape.heads // shape.repeats
+        found += t * (shape.q + shape.k) * item + 4 * t * scales
+    found += t * shape.q * item + _core_bytes(config, shape, device, layer)  # queries first
+    if not config.model.kv_lora_rank:
+        return found + t * shape.q * item  # attention's result
+    # Of values that were padded the back end keeps the whole result, but for blocks, and the output matrix what is cut.
+    padded = 0 if attention_backend(config, shape, device, layer) == "blocks" else t * shape.q * item
+    return found + padded + t * shape.heads * config.model.v_head_dim * item + _latent_bytes(config, shape)
 
 
-def _core_bytes(config: TrainConfig, shape: Shape, device: str) -> int:
+def _latent_bytes(config: TrainConfig, shape: Shape) -> int:
+    """Latents, behind their norms and, over tp, as they were gathered: the matrices read parts of that."""
+    model = config.model
+    normed = model.q_lora_rank + model.kv_lora_rank
+    norms = shape.t * (normed * shape.item + 4 * (1 + (model.q_lora_rank > 0))) // shape.between
+    together = shape.t * (normed + model.qk_rope_head_dim) * shape.item
+    return norms + together + (together // shape.between if shape.between > 1 else 0)
+
+
+def _core_bytes(config: TrainConfig, shape: Shape, device: str, layer: int) -> int:
     """Keys, values and what else the back end saves beside queries and result."""
-    backend, item = attention_backend(config, shape, device), shape.item
+    backend, item = attention_backend(config, shape, device, layer), shape.item
     normaliser = 4 * shape.t * shape.heads
     if backend == "ring":
         return 2 * shape.t * shape.k * item + normaliser
     keys = shape.b * shape.s if shape.gathers_keys else shape.t
     if backend == "blocks":
         return 2 * keys * shape.k * item + probabilities(shape) * item
+    if backend == "math":
+        return normaliser + 2 * keys * shape.k * item
     # Keys are repeated where the kernel groups no queries itself.
     groups = shape.repeats == 1 or (device != "cpu" and config.train.precision != "fp32")
     found = normaliser
     if shape.gathers_keys and device != "cpu":
         if backend == "varlen":  # one segment after the other: at most the keys up to the ends of both chunks
             keys += keys // (2 * shape.cp)
-        elif not config.data.document_mask:  # the results of two chunks, and both together
+        elif not config.data.document_mask and not windowed(
+            config, shape, layer
+        ):  # the results of two chunks, and both together
             found += shape.t * shape.q * item
     return found + 2 * keys * (shape.k if groups else shape.q) * item
 
@@ -180,7 +215,8 @@ def expert_bytes(config: TrainConfig, shape: Shape) -> int:
 
 def second_part_bytes(config: TrainConfig, shape: Shape, layer: int) -> int:
     """Of a layer behind attention."""
-    return expert_bytes(config, shape) if config.model.has_experts(layer) else feed_forward_bytes(shape)
+    second = expert_bytes(config, shape) if config.model.has_experts(layer) else feed_forward_bytes(shape)
+    return second + post_norm_bytes(config, shape)
 
 
 def index_bytes(config: TrainConfig, shape: Shape, layers: Sequence[int]) -> int:
@@ -198,17 +234,23 @@ def layer_bytes(config: TrainConfig, shape: Shape, device: str, layer: int) -> i
     if recompute == "full":
         return shape.hidden_bytes
     second = second_part_bytes(config, shape, layer)
-    return second + (shape.hidden_bytes if recompute == "selective" else attention_bytes(config, shape, device))
+    return second + (shape.hidden_bytes if recompute == "selective" else attention_bytes(config, shape, device, layer))
 
 
-def shared_bytes(config: TrainConfig, shape: Shape, device: str) -> int:
-    """What all layers of a stage share: tables of the rotary positions, and a mask where the back end takes one."""
+def shared_bytes(config: TrainConfig, shape: Shape, device: str, layers: Sequence[int]) -> int:
+    """What layers of a stage share: tables of the rotary positions, and a mask where the back end takes one.
+
+    Layers that slide and others have a mask each.
+    """
     rows = shape.b if config.data.document_mask else 1
     length = shape.t // shape.b
-    found = 2 * rows * length * shape.head_dim * shape.item
+    kinds = {config.model.slides(layer): layer for layer in layers}
+    tables = len(kinds) if config.model.rope_local_base_freq else 1
+    found = 2 * tables * rows * length * config.model.rotated * shape.item
     masked = config.data.document_mask or (shape.cp > 1 and device == "cpu")
-    if attention_backend(config, shape, device) == "sdpa" and masked:
-        found += rows * length * shape.s * shape.item
+    for layer in kinds.values():
+        if attention_backend(config, shape, device, layer) == "sdpa" and (masked or windowed(config, shape, layer)):
+            found += rows * length * shape.s * shape.item
     return found
 
 
@@ -227,7 +269,7 @@ def stage_bytes(
     """What one forward of a stage saves, parameters apart, the loss included."""
     found = sum(layer_bytes(config, shape, device, layer) for layer in layers)
     if layers and config.train.recompute == "none":
-        found += shared_bytes(config, shape, device)
+        found += shared_bytes(config, shape, device, layers)
     tokens = shape.t * (8 + (shape.tp > 1))  # and which of them are in this rank's rows
     return found + (tokens if first else 0) + (head_bytes(shape) if last else 0)
 
@@ -248,8 +290,8 @@ def backward_bytes(
     for layer in layers:
         again = {
             "none": 0,
-            "selective": attention_bytes(config, shape, device),
-            "full": attention_bytes(config, shape, device) + second_part_bytes(config, shape, layer),
+            "selective": attention_bytes(config, shape, device, layer),
+            "full": attention_bytes(config, shape, device, layer) + second_part_bytes(config, shape, layer),
         }[config.train.recompute]
         inside = again + max(_attention_gradients(shape), _second_gradients(config, shape, layer))
         worst = max(worst, inside + weights)

@@ -7,7 +7,7 @@ all-reduce twice that; of an all-to-all all rows but its own part.
 
 [Note: what backward repeats] What tensor parallelism gathered is gathered again in backward. Where a part is
 recomputed, that recomputation gathers it. It ends before the last collective of the part, because nothing saved lies
-behind it. Where backwards are split and the part is recomputed, W gathers it too.
+behind it, if no norm does. Where backwards are split and the part is recomputed, W gathers it too.
 """
 
 from __future__ import annotations
@@ -63,10 +63,16 @@ def layer_sent(
 
 def _attention(config: TrainConfig, shape: Shape, parallel: ParallelConfig) -> tuple[SentBytes, SentBytes]:
     recomputed = config.train.recompute != "none"
-    ahead, back = _part(shape, parallel, recomputed=recomputed, to_its_end=config.train.recompute == "full")
+    to_its_end = config.train.recompute == "full" or config.model.norm_position != "pre"
+    ahead, back = _part(shape, parallel, recomputed=recomputed, to_its_end=to_its_end)
+    if config.model.kv_lora_rank:
+        ahead, back = _latent_part(config, shape, parallel, recomputed=recomputed, to_its_end=to_its_end)
     # Keys and values of all ranks, and their gradients; a ring passes both on in backward, gradients in float32.
     whole = 2 * shape.b * shape.s * shape.k * shape.item
     keys = whole * (parallel.cp - 1) / parallel.cp
+    if config.model.qk_norm_over == "projection":  # of queries and of keys a number of each token, all-reduced
+        once = 2 * (parallel.tp - 1) / parallel.tp * 2 * 4 * shape.t
+        ahead, back = ahead + once, back + once * (2 if recomputed else 1)
     gradients = keys + whole * 4 / shape.item if shape.ring else keys
     return SentBytes(tp=ahead, cp=keys), SentBytes(tp=back, cp=gradients + (keys if recomputed else 0))
 
@@ -74,9 +80,9 @@ def _attention(config: TrainConfig, shape: Shape, parallel: ParallelConfig) -> t
 def _feed_forward(
     config: TrainConfig, shape: Shape, parallel: ParallelConfig, *, experts: bool
 ) -> tuple[SentBytes, SentBytes]:
-    recomputed = config.train.recompute == "full"
+    recomputed, behind = config.train.recompute == "full", config.model.norm_position != "pre"
     if not experts:
-        ahead, back = _part(shape, parallel, recomputed=recomputed, to_its_end=False)
+        ahead, back = _part(shape, parallel, recomputed=recomputed, to_its_end=behind)
         return SentBytes(tp=ahead), SentBytes(tp=back)
     others = 1 - 1 / (parallel.ep * parallel.tp)
     rows = 2 * shape.rows * shape.h * shape.item * others  # to the experts and back
@@ -85,7 +91,7 @@ def _feed_forward(
         ahead, back = _part(shape, parallel, recomputed=recomputed, to_its_end=recomputed)
     if not parallel.sequence:  # shares of the same tokens: results are gathered, and gradients of what was cut
         once = (parallel.tp - 1) / parallel.tp * shape.t * shape.h * shape.item
-        ahead, back = ahead + once, back + once * (2 if shape.shared_f else 1)
+        ahead, back = ahead + once, back + once * (1 + (shape.shared_f > 0) + (recomputed and behind))
     return SentBytes(tp=ahead, ep=rows), SentBytes(tp=back, ep=rows * (2 if recomputed else 1))
 
 
@@ -95,6 +101,21 @@ def _part(shape: Shape, parallel: ParallelConfig, *, recomputed: bool, to_its_en
     if parallel.sequence:  # gathered before and scattered behind, and the same of gradients; what was gathered again
         return 2 * once, (3 + (recomputed and to_its_end) + (recomputed and parallel.entry.split)) * once
     return 2 * once, (2 + 2 * (recomputed and to_its_end)) * once
+
+
+def _latent_part(
+    config: TrainConfig, shape: Shape, parallel: ParallelConfig, *, recomputed: bool, to_its_end: bool
+) -> tuple[float, float]:
+    """``_part`` of latent attention: latents are gathered in place of hidden states, and kept. Without a latent of
+    queries hidden states travel for these."""
+    model = config.model
+    share = (parallel.tp - 1) / parallel.tp * shape.t * shape.item
+    once, latents = share * shape.h, share * (model.q_lora_rank + model.kv_lora_rank + model.qk_rope_head_dim)
+    queries = 0.0 if model.q_lora_rank else once
+    if not parallel.sequence:
+        return 2 * once, 2 * (latents + queries) + 2 * once * (recomputed and to_its_end)
+    back = once + latents + 2 * queries + latents * recomputed + once * (recomputed and to_its_end)
+    return once + latents + queries, back + queries * (recomputed and parallel.entry.split)
 
 
 def ends_sent(shape: Shape, parallel: ParallelConfig, *, first: bool, last: bool) -> tuple[SentBytes, SentBytes]:

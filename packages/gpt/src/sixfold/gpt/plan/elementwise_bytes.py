@@ -81,7 +81,7 @@ def elementwise_bytes(
 
 
 def _layer(config: TrainConfig, shape: Shape, device: str, passes: _Passes, *, experts: bool) -> ElementwiseBytes:
-    first, second = _attention(config, shape, device, passes), _second(shape, passes, experts=experts)
+    first, second = _attention(config, shape, device, passes), _second(config, shape, passes, experts=experts)
     again = {"none": 0.0, "selective": first.forward, "full": first.forward + second.forward}[config.train.recompute]
     return first + second + ElementwiseBytes(forward=0.0, backward=again)
 
@@ -89,28 +89,30 @@ def _layer(config: TrainConfig, shape: Shape, device: str, passes: _Passes, *, e
 def _attention(config: TrainConfig, shape: Shape, device: str, passes: _Passes) -> ElementwiseBytes:
     """A norm, rotary positions, a residual; and probabilities where the back end writes them."""
     hidden = shape.t * shape.h * shape.item / shape.between
+    between = config.model.layer_norms / 2  # norms of hidden states, of this half of a layer
     heads = shape.t * (shape.q + shape.k) * shape.item
-    written = probabilities(shape) * shape.item if attention_backend(config, shape, device) == "blocks" else 0
+    written = probabilities(shape) * shape.item if attention_backend(config, shape, device, 0) == "blocks" else 0
     norms = 2.0 if config.model.qk_norm else 0.0
     return ElementwiseBytes(
-        forward=(passes.norm[0] + passes.residual[0]) * hidden
+        forward=(between * passes.norm[0] + passes.residual[0]) * hidden
         + (passes.rotary[0] + norms / 2 * passes.norm[0]) * heads
         + _PROBABILITIES[0] * written,
-        backward=(passes.norm[1] + passes.residual[1]) * hidden
+        backward=(between * passes.norm[1] + passes.residual[1]) * hidden
         + (passes.rotary[1] + norms / 2 * passes.norm[1]) * heads
         + _PROBABILITIES[1] * written,
     )
 
 
-def _second(shape: Shape, passes: _Passes, *, experts: bool) -> ElementwiseBytes:
+def _second(config: TrainConfig, shape: Shape, passes: _Passes, *, experts: bool) -> ElementwiseBytes:
+    norms = config.model.layer_norms / 2
     hidden = shape.t * shape.h * shape.item / shape.between
     wide, rows = shape.t * shape.f * shape.item, 0
     if experts:
         wide = (shape.rows * shape.expert_f + shape.t * shape.shared_f) * shape.item
         rows = shape.rows * shape.h * shape.item
     return ElementwiseBytes(
-        forward=(passes.norm[0] + passes.residual[0]) * hidden + passes.swiglu[0] * wide + _ROWS[0] * rows,
-        backward=(passes.norm[1] + passes.residual[1]) * hidden + passes.swiglu[1] * wide + _ROWS[1] * rows,
+        forward=(norms * passes.norm[0] + passes.residual[0]) * hidden + passes.swiglu[0] * wide + _ROWS[0] * rows,
+        backward=(norms * passes.norm[1] + passes.residual[1]) * hidden + passes.swiglu[1] * wide + _ROWS[1] * rows,
     )
 
 

@@ -63,8 +63,8 @@ def stage_flops(config: TrainConfig, parallel: ParallelConfig, layers: Sequence[
     sparse = sum(map(model.has_experts, layers))
     weights = (len(layers) - sparse) * model.layer_matmul_parameters + sparse * model.expert_layer_matmul_parameters
     matrices = 2.0 * weights / parallel.tp * shape.t
-    attention = len(layers) * 4.0 * shape.q * shape.t * shape.s
-    projections = len(layers) * 2.0 * model.hidden_size * 2 * (shape.q + shape.k) * shape.t
+    attention = sum(4.0 * shape.q * shape.t * model.seen_keys(layer, shape.s) for layer in layers)
+    projections = len(layers) * 2.0 * model.attention_matmul_parameters / parallel.tp * shape.t
     again = {"none": 0.0, "selective": attention + projections, "full": matrices + attention}[config.train.recompute]
     head = 2.0 * shape.h * shape.vocab * shape.t if last else 0.0
     return StageFlops(

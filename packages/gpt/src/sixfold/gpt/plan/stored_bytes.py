@@ -112,13 +112,15 @@ def stored(
 def saved_bytes(config: TrainConfig, parallel: ParallelConfig, units: Sequence[Unit]) -> int:
     """What a rank writes of a checkpoint or a snapshot: its share of main weights and moments, each of them once.
 
-    A tied head is the embedding, which another unit has.
+    A tied head is the embedding, which another unit has. What every tensor-parallel rank has counts in equal parts.
     """
     itemsize, nbytes = _ITEMSIZE[config.fsdp.main_dtype], 0
     for unit in units:
         for stream in () if unit.kind == "head" and config.model.tie_embeddings else unit.streams:
             ranks, copies = ranks_of(parallel, experts=stream.experts)
-            values = stream.numel + sum(map(mul, stream.moments, stream.tensors))
+            tp = [parallel.tp if whole else 1 for whole in stream.whole] or [1] * len(stream.tensors)
+            sizes = zip(stream.tensors, stream.moments, tp, strict=True)
+            values = sum(numel * (1 + moments) // ranks_with_it for numel, moments, ranks_with_it in sizes)
             nbytes += -(-values * itemsize // (ranks * copies))
     return nbytes
 

@@ -15,7 +15,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sixfold.gpt.config.train_config import GPTConfig, ParallelConfig, TrainConfig
 
-_MATRICES = ("q", "k", "v", "out", "gate", "up", "down")  # Muon's
+_QK_NORMS = ("q_norm", "k_norm")
+_WHOLE_LATENTS = ("q_a", "kv_a")
+_WHOLE = (*_WHOLE_LATENTS, "router", "router.bias", "shared_gate")
+_MATRICES = ("q", "k", "v", "out", *_WHOLE_LATENTS, "q_b", "kv_b", "gate", "up", "down")  # Muon's
 _QUANTIZED = (*_MATRICES, *(f"{of}.{name}" for of in ("experts", "shared") for name in ("gate", "up", "down")))
 
 
@@ -26,12 +29,14 @@ class Stream:
     Attributes:
         moments: AdamW's (2) or Muon's (1), for each tensor.
         quantized: it travels as fp8; () where none does.
+        whole: every tensor-parallel rank has it; () where tp is 1.
         experts: they are shared by the dp * cp / ep ranks that hold the same experts; else by all of dp x cp.
     """
 
     tensors: tuple[int, ...]
     moments: tuple[int, ...]
     quantized: tuple[bool, ...] = ()
+    whole: tuple[bool, ...] = ()
     experts: bool = False
 
     @property
@@ -63,19 +68,48 @@ def layer_tensors(model: GPTConfig, layer: int, tp: int = 1, ep: int = 1) -> dic
     hidden = model.hidden_size
     queries = model.num_attention_heads * model.head_dim // tp
     keys = model.num_query_groups * model.head_dim // tp
-    sizes = {"attention_norm": hidden}
-    for name, width in (("q", queries), ("k", keys), ("v", keys)):
-        sizes[f"{name}"] = hidden * width
-        if model.qkv_bias:
-            sizes[f"{name}.bias"] = width
-    sizes["out"] = queries * hidden
+    before, behind = model.norm_position != "post", model.norm_position != "pre"
+    sizes = {"attention_norm": hidden} if before else {}
+    if model.kv_lora_rank:
+        sizes |= _latent_tensors(model, tp)
+    else:
+        for name, width in (("q", queries), ("k", keys), ("v", keys)):
+            sizes[f"{name}"] = hidden * width
+            if model.qkv_bias:
+                sizes[f"{name}.bias"] = width
+        sizes["out"] = queries * hidden
     if model.qk_norm:
-        sizes |= {"q_norm": model.head_dim, "k_norm": model.head_dim}
-    sizes["ffn_norm"] = hidden
+        whole = model.qk_norm_over == "projection"
+        sizes |= {"q_norm": queries * tp, "k_norm": keys * tp} if whole else dict.fromkeys(_QK_NORMS, model.head_dim)
+    sizes |= {"attention_post_norm": hidden} if behind else {}
+    sizes |= {"ffn_norm": hidden} if before else {}
+    return sizes | _second_part(model, layer, tp, ep) | ({"ffn_post_norm": hidden} if behind else {})
+
+
+def _latent_tensors(model: GPTConfig, tp: int) -> dict[str, int]:
+    """Of latent attention."""
+    hidden, heads, of_q, of_kv = (
+        model.hidden_size,
+        model.num_attention_heads // tp,
+        model.q_lora_rank,
+        model.kv_lora_rank,
+    )
+    sizes = {"q": hidden * heads * model.head_dim}
+    if of_q:
+        sizes = {"q_a": hidden * of_q, "q_a_norm": of_q, "q_b": of_q * heads * model.head_dim}
+    sizes |= {"kv_a": hidden * (of_kv + model.qk_rope_head_dim), "kv_a_norm": of_kv}
+    sizes["kv_b"] = of_kv * heads * (model.qk_nope_head_dim + model.v_head_dim)
+    return sizes | {"out": heads * model.v_head_dim * hidden}
+
+
+def _second_part(model: GPTConfig, layer: int, tp: int, ep: int) -> dict[str, int]:
+    """Of the feed-forward part."""
+    hidden, sizes = model.hidden_size, dict[str, int]()
     if not model.has_experts(layer):
-        return sizes | dict.fromkeys(("gate", "up", "down"), hidden * model.ffn_hidden_size // tp)
+        return dict.fromkeys(("gate", "up", "down"), hidden * model.ffn_hidden_size // tp)
     each = model.num_experts // ep * hidden * model.moe_ffn_hidden_size // tp
     sizes["router"] = model.num_experts * hidden
+    sizes |= {"router.bias": model.num_experts} if model.expert_bias else {}
     sizes |= dict.fromkeys(("experts.gate", "experts.up", "experts.down"), each)
     if model.shared_ffn_hidden_size:
         shared = hidden * model.shared_ffn_hidden_size // tp
@@ -141,15 +175,16 @@ def _layer_streams(config: TrainConfig, layer: int, tp: int, ep: int) -> tuple[S
         names = [name for name in sizes if (ep > 1 and name.startswith("experts.")) is experts]
         moments = tuple(1 if muon and name in _MATRICES else 2 for name in names)
         quantized = tuple(name in _QUANTIZED for name in names) if fp8 else ()
-        found.append(Stream(tuple(sizes[name] for name in names), moments, quantized, experts))
+        whole = tuple("norm" in name or name in _WHOLE for name in names) if tp > 1 else ()
+        found.append(Stream(tuple(sizes[name] for name in names), moments, quantized, whole, experts))
     return tuple(stream for stream in found if stream.tensors)
 
 
 def summed_numel(model: GPTConfig, layers: Iterable[int], *, sequence: bool, last: bool) -> int:
     """Elements of a stage whose gradients are summed over tensor-parallel ranks, each of which has the whole tensor."""
-    always = ("q_norm", "k_norm", "router", "shared_gate")
+    always, more = (*_QK_NORMS, "router", "shared_gate"), (*_WHOLE_LATENTS, "router.bias")
     sizes = (pair for layer in layers for pair in layer_tensors(model, layer).items())
-    inside = sum(size for name, size in sizes if name in always or (sequence and "norm" in name))
+    inside = sum(size for name, size in sizes if name in always or (sequence and ("norm" in name or name in more)))
     return inside + (model.hidden_size if last and sequence else 0)
 
 

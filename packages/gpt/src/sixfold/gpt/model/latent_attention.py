@@ -1,0 +1,82 @@
+"""Multi-head latent attention (DeepSeek-V2 and V3): queries, keys and values of small latents, one rotated key for all.
+
+    x --> q_a, kv_a --> latents, normed --> columns: q_b, kv_b --> heads, rotated --> rows.attend --> out
+                                               (this file)
+
+Over tp latents are computed of the rank's part of the sequence, and travel in place of hidden states: every rank has
+the whole of q_a and kv_a, and its heads' part of q_b, kv_b and out. Values are narrower than keys. They are padded with
+zeros to a head's width, so that every back end takes them, and what comes out is cut.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from sixfold.gpt.config.train_config import GPTConfig
+from sixfold.gpt.model.norm import RMSNorm
+from sixfold.gpt.model.rope import neighbours_apart, rotate, score_factor
+from sixfold.gpt.parallel.axes import ALONE, Axes
+from sixfold.gpt.parallel.tensor_parallel import columns, joined
+
+if TYPE_CHECKING:
+    from sixfold.gpt.model.attention import Rows
+
+_EPS = 1e-6  # of latents' norms, whatever model.norm_eps is: as transformers
+
+
+class LatentAttention(nn.Module):
+    """In place of a layer's ``Attention``; a tensor-parallel rank has neighbouring heads."""
+
+    def __init__(self, config: GPTConfig, axes: Axes = ALONE, number: int = 0) -> None:
+        super().__init__()
+        self.config, self.axes, self.slides = config, axes, config.slides(number)
+        self.scale = score_factor(config)
+        heads = config.num_attention_heads // axes.tp.size
+        latent, keys = config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim)
+        if config.q_lora_rank:
+            self.q_a = nn.Linear(config.hidden_size, config.q_lora_rank, bias=False, device="meta")
+            self.q_a_norm = RMSNorm(config.q_lora_rank, _EPS, device="meta")
+            self.q_b = nn.Linear(config.q_lora_rank, heads * config.head_dim, bias=False, device="meta")
+        else:
+            self.q = nn.Linear(config.hidden_size, heads * config.head_dim, bias=False, device="meta")
+        self.kv_a = nn.Linear(config.hidden_size, latent + config.qk_rope_head_dim, bias=False, device="meta")
+        self.kv_a_norm = RMSNorm(latent, _EPS, device="meta")
+        self.kv_b = nn.Linear(latent, keys, bias=False, device="meta")
+        self.out = nn.Linear(heads * config.v_head_dim, config.hidden_size, bias=False, device="meta")
+
+    def forward(self, x: Tensor, rows: Rows) -> Tensor:
+        """Hidden states as between blocks -> the same."""
+        config, again = self.config, rows.recompute != "none"
+        rows = rows.of(sliding=self.slides)
+        turned, of_q, of_kv = config.qk_rope_head_dim, config.q_lora_rank, config.kv_lora_rank
+        latent, key = self.kv_a(x).split((of_kv, turned), -1)
+        latents = [self.q_a_norm(self.q_a(x))] if of_q else []
+        together = torch.cat((*latents, self.kv_a_norm(latent), key), -1)
+        products = [lambda t: self.kv_b(t[..., of_q : of_q + of_kv]), lambda t: t[..., of_q + of_kv :]]
+        if of_q:
+            products.append(lambda t: self.q_b(t[..., :of_q]))
+        # As where it is recomputed: the latents that were gathered are small, and kept.
+        kv, key, *found = columns(together, products, self.axes, recomputed=True)
+        (q,) = found or columns(x, (self.q,), self.axes, recomputed=again)
+        q, q_turned = _parts(q, config.qk_nope_head_dim, turned)
+        k, v = _parts(kv, config.qk_nope_head_dim, config.v_head_dim)
+        q_turned, key = (self._rotated(t, rows) for t in (q_turned, key.unsqueeze(2)))
+        q = torch.cat((q, q_turned), -1)
+        k = torch.cat((k, key.expand(*k.shape[:-1], turned)), -1)
+        if self.scale != 1:
+            q = q * self.scale
+        attended = rows.attend(q, k, F.pad(v, (0, config.head_dim - config.v_head_dim)))
+        return joined(self.out(attended[..., : config.v_head_dim].flatten(2)), self.axes)
+
+    def _rotated(self, x: Tensor, rows: Rows) -> Tensor:
+        return rotate(neighbours_apart(x) if self.config.rope_interleave else x.contiguous(), rows.cos, rows.sin)
+
+
+def _parts(x: Tensor, first: int, second: int) -> tuple[Tensor, Tensor]:
+    """(b, s, heads * (first + second)) -> (b, s, heads, first), (b, s, heads, second)."""
+    one, other = torch.split(x.view(*x.shape[:-1], -1, first + second), [first, second], -1)
+    return one, other

@@ -290,7 +290,7 @@ class Load:
             tree.checked(self.asked.state),
             self.exchange.rank,
             self.exchange.ranks,
-            stateful.Saved(stored, objects, common),
+            stateful.Saved(stored, objects, common, tells=self.exchange.rank == 0),
         )
         if merges:
             requested_keys.check_have_memory(merges, expanded, common, stored)

@@ -6,12 +6,14 @@
 [Note: state by name] torch numbers the parameters of an optimizer by their place. A model whose layers are made in
 another order would get the moments of other weights, while weights go by name. So the names are kept beside the groups,
 under ``KEY``, where torch and older versions do not look. A load asks for the state of each parameter by the number
-that it had. A parameter that is new has no state then. torch's ``get_state_dict`` has names for numbers. Where a
-parameter belongs to no module of the state dict, the names of none are known, and state goes by place.
+that it had. A parameter that is new has no state then, and that of one that is gone is passed over; both are logged.
+torch's ``get_state_dict`` has names for numbers. Where a parameter belongs to no module of the state dict, the names of
+none are known, and state goes by place.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +23,7 @@ from sixfold.dist_ckpt.errors import MismatchError
 from sixfold.dist_ckpt.state import module_names, tree
 
 KEY = "parameter_names"
+_log = logging.getLogger("sixfold.dist_ckpt")
 
 
 class Name(NamedTuple):
@@ -57,35 +60,64 @@ def names_of(owner: torch.optim.Optimizer, known: Mapping[int, Name]) -> list[Na
     return names if len(names) == len(found) else []
 
 
-def numbers_of_then(own: Sequence[Mapping[str, Any]], now: Sequence[Name], stored: Any, key: str) -> dict[Any, Any]:
+def numbers_of_then(
+    own: Sequence[Mapping[str, Any]], now: Sequence[Name], stored: Any, key: str, *, tells: bool = False
+) -> dict[Any, Any]:
     """For each number of a parameter in its optimizer, under which one its state was saved; {} where that is the same.
 
     Args:
         own: groups of the optimizer's state dict; now: names of its parameters.
         stored: what common data has of the optimizer; key: the optimizer's name.
+        tells: names of parameters that came or went are logged.
     Raises:
-        MismatchError: a parameter was in another group, or the groups have names of their own in another order.
+        MismatchError: there are more or fewer groups, or parameters without names. A parameter was in another group, or
+            the groups have names of their own in another order.
     """
     groups = tree.get(stored, ("param_groups",))
-    if not now or type(groups) is not list or not all(map(_has_parameters, groups)):
+    if type(groups) is not list or not all(map(_has_parameters, groups)):
         return {}
     mine, theirs = ([list[Any](group["params"]) for group in each] for each in (own, groups))
-    if [*map(len, mine)] != [*map(len, theirs)]:
-        return {}  # torch says so
     numbers, ids = ([number for one in each for number in one] for each in (mine, theirs))
     then, labels = tree.get(stored, (KEY,)), [name.key for name in now]
     if type(then) is not list and len({name.module for name in now}) == 1:  # of get_state_dict
         then, labels = ids, [name.within for name in now]
-    if type(then) is not list or len(then) != len(ids) or not all(isinstance(name, str) for name in then):
+    is_known = now and type(then) is list and len(then) == len(ids) and all(isinstance(name, str) for name in then)
+    sizes, before = ([len(group) for group in each] for each in (mine, theirs))
+    if len(sizes) != len(before) or (sizes != before and not is_known):
+        raise MismatchError(
+            f"{key}: it was saved with {_counts(before)}, and this one has {_counts(sizes)}. Make it with the groups "
+            f"of then, and name model and optimizer in one state dict in save and load; or leave {key} out"
+        )
+    if not is_known:
         return {}
-    was, place = dict(zip(then, ids, strict=True)), [at for at, one in enumerate(mine) for _ in one]
-    of_group = dict(zip(then, place, strict=True))
+    was, at = dict(zip(then, ids, strict=True)), _places(mine)
+    of_group = dict(zip(then, _places(theirs), strict=True))
     is_named = any("param_names" in group for group in (*own, *groups))
-    for label, before, at in zip(labels, then, place, strict=True):
-        if label != before and (of_group.get(label, at) != at or (is_named and label in was)):
-            raise MismatchError(other_order(key, label, before))
+    for number, (label, place) in enumerate(zip(labels, at, strict=True)):
+        stood = then[number] if number < len(then) else None
+        if (before_at := of_group.get(label, place)) != place and sizes != before:
+            raise MismatchError(
+                f"{key}: {label} was in group {before_at}, and is in group {place} now. Make the optimizer with the "
+                f"groups of then; or leave {key} out, and this one begins without state"
+            )
+        if label != stood and (before_at != place or (is_named and label in was)):
+            raise MismatchError(other_order(key, label, str(stood)))
+    came, gone = [label for label in labels if label not in was], sorted(was.keys() - {*labels})
+    if tells and came:
+        _log.warning("%s: nothing is saved of its state for %s, which begins without", key, ", ".join(came))
+    if tells and gone:
+        _log.warning("%s: it holds no more %s, whose saved state is passed over", key, ", ".join(gone))
     found = {number: was.get(label, label) for number, label in zip(numbers, labels, strict=True)}
-    return {} if [*found] == [*found.values()] else found
+    return {} if [*found] == [*found.values()] and sizes == before else found
+
+
+def _places(groups: Sequence[Sequence[Any]]) -> list[int]:
+    """For each parameter the position of its group."""
+    return [at for at, one in enumerate(groups) for _ in one]
+
+
+def _counts(sizes: Sequence[int]) -> str:
+    return f"groups of {', '.join(map(str, sizes))} parameters"
 
 
 def _has_parameters(group: Any) -> bool:

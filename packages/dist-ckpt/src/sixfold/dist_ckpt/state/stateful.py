@@ -30,11 +30,15 @@ from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_
 
 
 class Saved(NamedTuple):
-    """What a checkpoint holds, for a load: its tensors, the keys of its objects, its common data."""
+    """What a checkpoint holds, for a load: its tensors, the keys of its objects, its common data.
+
+    ``tells``: this rank logs what is odd.
+    """
 
     tensors: Mapping[str, Stored]
     objects: Collection[str]
     common: Any
+    tells: bool = True
 
 
 def is_stateful(leaf: Any) -> bool:
@@ -110,7 +114,8 @@ def state_of(
     }
     stored, key = tree.get(saved.common, path), tree.key_text(path)
     _check_is_same(owner, groups, tree.get(stored, ("param_groups",)), key)
-    then = parameter_names.numbers_of_then(groups, parameter_names.names_of(owner, known()), stored, key)
+    names = parameter_names.names_of(owner, known())
+    then = parameter_names.numbers_of_then(groups, names, stored, key, tells=saved.tells)
     if then:
         parameters, state = (
             {then.get(number, number): of for number, of in each.items()} for each in (parameters, state)
@@ -121,7 +126,7 @@ def state_of(
         ]
     where = (*path, "state")
     moments = _moments(tree.key_text(where) + ".", tree.get(stored, ("state",)), parameters, saved.tensors)
-    labels = dict(zip(parameters, parameter_names.names_of(owner, known()), strict=False))
+    labels = dict(zip(parameters, names, strict=False))
     _check_shapes(owner, parameters, moments, {number: f" ({name.key})" for number, name in labels.items()}, key)
     made = dict(_without_new(state, where, saved))
     for name, found in moments.items():

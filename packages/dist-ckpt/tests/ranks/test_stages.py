@@ -10,7 +10,7 @@ import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 from ranktest import run_ranks
 from sixfold import dist_ckpt
@@ -116,6 +116,32 @@ def test_a_tensor_below_what_is_a_number_on_the_first_rank_is_an_error_on_all(tm
     texts = run_ranks(save_rank, 2, tmp_path / "c", [{"model": None}, {"model": {"w": torch.ones(2)}}])
     assert len(set(texts)) == 1
     assert "model: rank 0 has a NoneType there, and other ranks have tensors below it" in texts[0]
+
+
+def test_a_full_state_dict_of_the_first_rank_says_which_option_to_leave_out(tmp_path):
+    states = [{"model": {"w": torch.ones(2)}, "step": 1}, {"model": {}, "step": 1}]
+    texts = run_ranks(save_rank, 2, tmp_path / "c", states)
+    assert len(set(texts)) == 1 and "model: ranks [1] hold it, ranks [0] do not have it" in texts[0]
+    assert "Rank 0 has this dict and others an empty one, as torch's full_state_dict=True" in texts[0]
+    others = run_ranks(save_rank, 2, tmp_path / "c", [{"step": 1}, {"model": {}, "step": 1}])
+    assert "full_state_dict" not in others[0]
+
+
+def save_uneven(rank, ranks, folder):
+    """Three rows and five; the remedy of the error saves them."""
+    mesh, rows = init_device_mesh("cpu", (2,)), torch.arange(8.0)[slice(0, 3) if rank == 0 else slice(3, 8)]
+    uneven = DTensor.from_local(rows, mesh, [Shard(0)], shape=(8,), stride=(1,), run_check=False)
+    with pytest.raises(ShardingError) as error:
+        dist_ckpt.save({"x": uneven}, folder)
+    record = ShardedTensor("x", rows, rows.dtype, tuple(rows.shape), (8,), (3 * rank,), None)
+    dist_ckpt.save({"x": record}, folder)
+    return str(error.value)
+
+
+def test_uneven_shards_of_one_mesh_axis_are_an_error_whose_remedy_works(tmp_path):
+    texts = run_ranks(save_uneven, 2, tmp_path / "c")
+    assert all("Describe others by ShardedTensor, whose global_offset says where each begins" in text for text in texts)
+    assert dist_ckpt.load_plain_tensors(tmp_path / "c")["x"].tolist() == [*range(8)]
 
 
 def save_by_copies(rank, ranks, folder):

@@ -86,6 +86,7 @@ def serve(connection_fd: int, arena_fd: int, trainer: int) -> None:
             os._exit(0)
         # A class in it that cannot be had ends the process, with the reason on stderr.
         jobs.append(pickle.loads(message))
+        os.umask(jobs[0].umask)
         outcome = run(jobs[0], arena, counter)
         jobs.clear()
         with suppress(OSError):  # it has ended

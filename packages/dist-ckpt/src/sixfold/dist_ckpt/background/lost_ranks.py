@@ -30,6 +30,7 @@ it puts the outcome, and nobody else does, so that all get the same.
 
 from __future__ import annotations
 
+import os
 import time
 from collections import defaultdict
 from collections.abc import Set as AbstractSet
@@ -62,6 +63,16 @@ _HERE = (RankState.LIVES, RankState.UNSEEN)
 _SILENT = "rank 0 died, or gave no outcome in time"
 
 
+def own_umask() -> int:
+    """That of this process. To ask the system is to set it, for all threads; so the kernel's word comes first."""
+    with suppress(OSError, StopIteration, ValueError):  # before Linux 4.7, or without /proc
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(line for line in lines if line.startswith("Umask:")).split()[1], 8)
+    found = os.umask(0o077)
+    os.umask(found)
+    return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One rank's share of one save, as its worker gets it.
@@ -81,6 +92,7 @@ class Job:
     locks_work: bool = True
     timeout_s: float
     stale_s: float
+    umask: int = field(default_factory=own_umask)  # of the trainer at the call, for the files of its worker
 
     def patience_s(self, steps: float) -> float:
         """Seconds of standing still that a wait bears. See [Note: who gives up when]."""

@@ -45,6 +45,10 @@ _OF_OPTIMIZER = (
     "State of an optimizer, as each stage of a pipeline has its own: describe it by the records of its weights, by "
     "optim_state_to_sharding_state of sixfold.dist_ckpt.optimizers. "
 )
+_FULL = (
+    "Rank 0 has this dict and others an empty one, as torch's full_state_dict=True with cpu_offload=True gives it. "
+    "Leave those options out: each rank then saves its shards. "
+)
 _ATOMS = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _MOST_SAMPLES, _WHOLE, _SAMPLE = 64, 1 << 14, 1 << 10  # shards; elements
 _log = logging.getLogger("sixfold.dist_ckpt")
@@ -236,16 +240,26 @@ def _differing(reports: list[tuple[Found, Inner, Any]]) -> tuple[list[Place], Fo
     differing = [path for path in differing if path not in of_some]
     lost = [path for path in differing if _is_lost([found.get(path) for found in by_rank])]
     if lost:
-        raise _lost([f"{path.text}: {_who(path, by_rank)}{_where(path, inner_by_rank)}" for path in lost])
+        raise _lost(
+            [f"{path.text}: {_who(path, by_rank)}{_where(path, inner_by_rank)}" for path in lost],
+            is_full=any(_is_full_state_dict(path, by_rank) for path in lost),
+        )
     return differing, by_rank[0], _owners(by_rank, of_some, [own for *_, own in reports]) if of_some else None
 
 
-def _lost(lines: list[str]) -> ShardingError:
+def _is_full_state_dict(place: Place, by_rank: list[Found]) -> bool:
+    """Whether the first rank has values below what is an empty dict on all others."""
+    inside = place.exact.removesuffix(")").removesuffix(",") + ", "
+    is_empty = all(found.get(place) == digest_of({}) for found in by_rank[1:])
+    return is_empty and any(other.exact.startswith(inside) for other in by_rank[0])
+
+
+def _lost(lines: list[str], *, is_full: bool = False) -> ShardingError:
     more = [f"and {len(lines) - _MOST_SHOWN} more"] * (len(lines) > _MOST_SHOWN)
     return ShardingError(
         "values in common data differ between ranks, and common data is saved once:\n  "
         + "\n  ".join([*lines[:_MOST_SHOWN], *more])
-        + ("\n" + _OF_OPTIMIZER if any(map(_IN_OPTIMIZER.search, lines)) else "\n")
+        + ("\n" + _FULL if is_full else "\n" + _OF_OPTIMIZER if any(map(_IN_OPTIMIZER.search, lines)) else "\n")
         + "Describe tensors by ShardedTensor (or DTensor). Broadcast buffers of DDP, as of BatchNorm, from "
         "rank 0 before the save. PerRank(value) keeps a value for each rank, under one "
         "key of the state dict. Drop them by LocalNonpersistentObject, or drop them from the check by "

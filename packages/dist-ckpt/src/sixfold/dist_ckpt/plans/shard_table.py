@@ -260,7 +260,7 @@ def _key_problems(rows: list[Row], verb: str, copies: bool, is_load: bool) -> li
             ours, theirs = rows[0].kind[number], row.kind[number]
             if ours != theirs:
                 return [
-                    f"{key}: rank {rows[0].rank} says {label} {ours}, rank {row.rank} says {theirs}; all ranks agree"
+                    f"{key}: rank {rows[0].rank} says {label} {ours}, rank {row.rank} says {theirs}; ranks must agree"
                 ]
     full = [row for row in rows if row.box.volume]
     outside = [
@@ -321,7 +321,7 @@ def object_problems(by_rank: Sequence[Sequence[ShardedObject]], verb: str) -> li
     problems = []
     for key, (shape, *others) in shapes.items():
         if others:
-            problems.append(f"{key}: ranks name the object grids {sorted((shape, *others))}; all ranks agree")
+            problems.append(f"{key}: ranks name the object grids {sorted((shape, *others))}; ranks must agree")
             continue
         problems += [
             f"{key}: cell {cell} is {verb} by ranks {ranks}; one is the main replica"

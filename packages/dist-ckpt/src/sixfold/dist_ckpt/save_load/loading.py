@@ -337,6 +337,8 @@ class Load:
         reads = plan.plan_load(tensors, checkpoint.manifest, dtype_policy=policy, pieces=pieces)
         if unlike:
             reads = replace(reads, mismatches=[*reads.mismatches, *unlike])
+        if merges and reads.mismatches:
+            reads = replace(reads, mismatches=requested_keys.told_of_buffers(reads.mismatches, merges))
         return RankLoad(
             view,
             checkpoint,

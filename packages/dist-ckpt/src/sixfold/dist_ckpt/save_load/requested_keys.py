@@ -275,3 +275,20 @@ def check_have_memory(merges: Sequence[Merge], expanded: Any, common: Any, store
                 continue
             if tree.key_text(below) in stored or isinstance(tree.get(common, below), torch.Tensor):
                 check_readable(tree.key_text(below), leaf)
+
+
+def told_of_buffers(mismatches: Sequence[str], merges: Sequence[Merge]) -> list[str]:
+    """The lines; of buffers of another shape also what a module does that resizes them in its ``load_state_dict``."""
+    ways = {
+        f"{tree.key_text(step.path)}.{name}: asked for global shape": "".join(f"[{part!r}]" for part in step.path)
+        for step in merges
+        if isinstance(step.owner, torch.nn.Module)
+        for name, _ in step.owner.named_buffers(remove_duplicate=False)
+    }
+    told = list[str]()
+    for line in mismatches:
+        start, found, _ = line.partition(" asked for global shape")
+        way = ways.get(start + found)
+        more = f". A module that resizes it takes it by load_state_dict(load({{}}, path){way})" if way else ""
+        told.append(line + more)
+    return told

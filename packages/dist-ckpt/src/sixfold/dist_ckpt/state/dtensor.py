@@ -8,6 +8,7 @@ with what torch itself distributes. No files, no group.
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import lru_cache
 from itertools import accumulate, product
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -55,10 +56,19 @@ def layout_of(key: str, dtensor: DTensor) -> Layout | None:
             )
     shape, pairs, replica = _cut(tuple(dtensor.shape), tuple(placements), tuple(mesh.shape), tuple(coordinate))
     if local_of(dtensor).shape != shape:
+        cuts = Counter(kind.dim for kind in placements if hasattr(kind, "dim"))
+        remedy = (
+            "uneven shards of several mesh axes on one dimension cannot be told apart. Use dimensions that the mesh "
+        )
+        remedy += "divides"
+        if max(cuts.values(), default=0) < 2:
+            remedy = (
+                "shards are cut as torch.chunk does. Describe others by ShardedTensor, whose global_offset says where "
+            )
+            remedy += "each begins (axis_fragmentations=None)"
         raise ShardingError(
             f"{key}: the local tensor of the DTensor has shape {tuple(local_of(dtensor).shape)}, its placements "
-            f"{tuple(placements)} on a mesh {tuple(mesh.shape)} give {shape}; uneven shards of several mesh axes on "
-            "one dimension cannot be told apart. Use dimensions that the mesh divides"
+            f"{tuple(placements)} on a mesh {tuple(mesh.shape)} give {shape}; {remedy}"
         )
     find = getattr(mesh, "_get_root_mesh", None)
     return Layout(pairs, replica, find is not None and find().size() > mesh.size())

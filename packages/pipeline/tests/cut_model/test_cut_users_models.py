@@ -117,7 +117,7 @@ def test_lazy_layers_are_refused_where_shapes_are_needed_until_the_model_has_run
     with pytest.raises(ScheduleError, match=f"stage 0: {wanted}"):
         runner_of_norm.evaluate(x, x)
     norm(x)
-    with pytest.warns(UserWarning, match="buffers were put back"):
+    with pytest.warns(UserWarning, match="buffers and plain attributes were put back"):
         runner_of_norm.evaluate(x, x)
 
 

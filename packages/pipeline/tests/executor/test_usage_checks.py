@@ -9,9 +9,9 @@ from functools import partial
 import pytest
 import torch
 from pipeline_helpers import WIDTH, batch, layers, square_loss
-from torch import nn
+from torch import Tensor, nn
 
-from sixfold.pipeline import PipelineRunner, Stage, gpipe, passes, pipedream, pipedream_2bw
+from sixfold.pipeline import PipelineRunner, Stage, gpipe, one_f_one_b, passes, pipedream, pipedream_2bw
 
 
 def normed() -> list[nn.Module]:
@@ -157,3 +157,41 @@ def test_an_evaluation_leaves_the_buffers_of_a_loss_in_training_mode_as_they_wer
     loss.eval()
     runner.evaluate(x, y)
     assert loss.seen == 4
+
+
+class Table(nn.Module):
+    """A buffer that the first rows make, and beside it for how long they were, as transformers' dynamic RoPE."""
+
+    def __init__(self, write: str) -> None:
+        super().__init__()
+        self.linear, self.write, self.longest = nn.Linear(8, 8), write, 0
+        self.register_buffer("table", torch.zeros(8), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] > self.longest:
+            table = torch.arange(8.0) + 1
+            if self.write == "in place":
+                self.table.copy_(table)
+            elif self.write == "assigned":
+                self.table = table
+            else:
+                self.register_buffer("table", table, persistent=False)
+            self.longest, self.made = x.shape[1], True
+        return self.linear(x) * self.table
+
+
+@pytest.mark.parametrize("write", ["in place", "assigned", "registered"])
+def test_what_a_module_says_of_its_buffers_is_put_back_with_them(write):
+    torch.manual_seed(0)
+    modules = [Table(write), Table(write)]
+    alone = deepcopy(modules)
+    x = torch.randn(8, 8)
+    runner = PipelineRunner(
+        one_f_one_b(2, 4), [Stage(m, i) for i, m in enumerate(modules)], None, nn.functional.mse_loss
+    )
+    with pytest.warns(UserWarning, match="not what lists and dicts hold"):
+        runner.evaluate(x, x)
+    assert [m.longest for m in modules] == [0, 0] and not any(hasattr(m, "made") for m in modules)
+    expected = torch.stack([nn.functional.mse_loss(alone[1](alone[0](part)), part) for part in x.chunk(4)])
+    for call in (runner.evaluate, runner.step):
+        assert torch.equal(torch.stack(call(x, x).losses).detach(), expected.detach())

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.stage.distributed_data_parallel import Parts, Replicas, check_reducers
+from sixfold.pipeline.stage.side_effects import is_plain
 from sixfold.pipeline.stage.stage import Stage, check_made
 
 __all__ = ["BufferGuard", "ModuleCheck", "OptimizerCheck", "warn_of_empty_w"]
@@ -38,7 +39,8 @@ def warn_of_empty_w(shares: Mapping[int, float]) -> None:
 class BufferGuard:
     """Buffers of modules in training mode, which an evaluation puts back: a batch norm's statistics move.
 
-    Modules in eval() are not looked at.
+    A module may say beside a buffer for what it was made, as the longest row that a table has. So where a buffer is put
+    back, plain attributes are too. Modules in eval() are not looked at.
     """
 
     def __init__(self) -> None:
@@ -48,9 +50,12 @@ class BufferGuard:
     def around(self, stages: Iterable[Stage], call: str, loss_fn: object = None) -> Iterator[None]:
         """Around an ``evaluate`` or ``forward``."""
         held: list[tuple[str, str, dict[str, Tensor | None], str, Tensor, Tensor]] = []
+        attributes: list[tuple[dict[str, Any], dict[str, Any]]] = []
         tops = [(f"stage {stage.index}", stage.module) for stage in stages]
         for what, top in (*tops, ("loss_fn", loss_fn if isinstance(loss_fn, nn.Module) else None)):
             for path, module in top.named_modules() if top is not None else ():
+                if module.training:
+                    attributes.append((module.__dict__, dict(module.__dict__)))
                 for name, buffer in module._buffers.items() if module.training else ():
                     if buffer is not None:
                         check_made(module, what)
@@ -66,13 +71,27 @@ class BufferGuard:
                     moved = moved or f"{where} of {what}"
                     buffers[name] = buffer
                     buffer.data.copy_(was)  # no new version: a microbatch in flight may have saved it
+            for place, was_there in attributes if moved else ():
+                _put_back(place, was_there)
         if moved and not self._told:
             self._told = True
             warnings.warn(
-                f"{call} ran with modules in training mode, and {moved} moved; buffers were put back. Call eval() on "
-                "the stages' modules and loss_fn before it, and train() behind it",
+                f"{call} ran with modules in training mode, and {moved} moved; buffers and plain attributes were put "
+                "back, and not what lists and dicts hold. Call eval() on the stages' modules and loss_fn before it, "
+                "and train() behind it",
                 stacklevel=4,
             )
+
+
+def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    """Numbers, texts and tuples of them, of a module."""
+    for name, value in list(attributes.items()):
+        was = before.get(name)
+        if value is not was and is_plain(value) and is_plain(was):
+            if name in before:
+                attributes[name] = was
+            else:
+                del attributes[name]
 
 
 class ModuleCheck:

@@ -392,12 +392,17 @@ def _is_array(value: Any) -> bool:
     return numpy is not None and type(value) is numpy.ndarray and value.nbytes <= _ARRAY_BYTES
 
 
+def is_plain(value: Any) -> bool:
+    """A number, a text, None, or a tuple of them: nothing can change inside of it."""
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(isinstance(part, _PLAIN) for part in value))
+
+
 def _mark(value: Any) -> Mark:
     if isinstance(value, Tensor):
         return _version_of(value)
     if _is_array(value):
         return hash(value.tobytes())
-    if isinstance(value, _HOLDERS) and not (isinstance(value, tuple) and all(isinstance(p, _PLAIN) for p in value)):
+    if isinstance(value, _HOLDERS) and not is_plain(value):
         return _parts(value)
     return None
 

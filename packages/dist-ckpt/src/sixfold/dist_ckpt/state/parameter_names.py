@@ -23,6 +23,7 @@ from sixfold.dist_ckpt.errors import MismatchError
 from sixfold.dist_ckpt.state import module_names, tree
 
 KEY = "parameter_names"
+_MOST_SHOWN = 8
 _log = logging.getLogger("sixfold.dist_ckpt")
 
 
@@ -104,9 +105,9 @@ def numbers_of_then(
             raise MismatchError(other_order(key, label, str(stood)))
     came, gone = [label for label in labels if label not in was], sorted(was.keys() - {*labels})
     if tells and came:
-        _log.warning("%s: nothing is saved of its state for %s, which begins without", key, ", ".join(came))
+        _log.warning("%s: nothing is saved of its state for %s, which begins without", key, _some(came))
     if tells and gone:
-        _log.warning("%s: it holds no more %s, whose saved state is passed over", key, ", ".join(gone))
+        _log.warning("%s: it holds no more %s, whose saved state is passed over", key, _some(gone))
     found = {number: was.get(label, label) for number, label in zip(numbers, labels, strict=True)}
     return {} if [*found] == [*found.values()] and sizes == before else found
 
@@ -114,6 +115,10 @@ def numbers_of_then(
 def _places(groups: Sequence[Sequence[Any]]) -> list[int]:
     """For each parameter the position of its group."""
     return [at for at, one in enumerate(groups) for _ in one]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_SHOWN]) + f" and {len(names) - _MOST_SHOWN} more" * (len(names) > _MOST_SHOWN)
 
 
 def _counts(sizes: Sequence[int]) -> str:

@@ -5,13 +5,22 @@ import hashlib
 import json
 import os
 import zlib
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 from indexed_data_helpers import pair_bytes, write_pair
 
-from sixfold.indexed_data import IndexedDataError, IndexedDataset, IndexedDatasetBuilder, build, merge, verify
+from sixfold.indexed_data import (
+    IndexedDataError,
+    IndexedDataset,
+    IndexedDatasetBuilder,
+    build,
+    filter_pair,
+    merge,
+    verify,
+)
 from sixfold.indexed_data.cli import main
 
 
@@ -90,7 +99,7 @@ def test_a_damaged_manifest_is_a_problem_and_no_traceback(folder, capsys):
     (folder / "a.txt").write_text("text")
     build(["a.txt"], "out")
     whole = Path("out.manifest.json").read_text()
-    for text in (whole[:-10], whole.replace('"version": 1', '"version": 9'), whole.replace('"bin"', '"bon"')):
+    for text in (whole[:-10], whole.replace('"version": 2', '"version": 9'), whole.replace('"bin"', '"bon"')):
         Path("out.manifest.json").write_text(text)
         assert main(["verify", "out"]) == 1
         assert "out.manifest.json" in capsys.readouterr().err
@@ -290,4 +299,155 @@ def test_a_damaged_mask_is_refused(folder):
             IndexedDataset("out").loss_mask(0)
         assert not verify("out").ok
     Path("out.mask").write_bytes(whole[:64] + np.array([5, 3], "<i8").tobytes() + whole[80:])
-    assert [problem.rule for problem in verify("out").problems] == ["a mask changes at tokens of the pair, in order"]
+    assert "a mask changes at tokens of the pair, in order" in [problem.rule for problem in verify("out").problems]
+    with pytest.raises(IndexedDataError, match=r"out\.mask: found flips .* out of order"):
+        IndexedDataset("out").loss_mask(0)
+
+
+# ---- replaced pairs, and files that are not those of the pair
+
+
+def masked(prefix, first, begin):
+    """Six documents of eight ids from ``first`` on, which count from token ``begin`` on."""
+    write_masked(prefix, [(first + i + np.arange(8), np.arange(8) >= begin) for i in range(6)])
+
+
+def written_by_another_program(prefix, first):
+    write_pair("other", np.uint16, [[(first + i + np.arange(8)).tolist()] for i in range(6)])
+    for ending in (".bin", ".idx"):
+        os.replace(f"other{ending}", f"{prefix}{ending}")
+
+
+def test_a_pair_of_the_same_lengths_and_other_ids_has_no_mask_no_provenance_and_no_view(folder):
+    masked("out", 100, 3)
+    Path("drop.txt").write_text("0\n")
+    filter_pair("out", "view", lists=["drop.txt"])
+    write_lines("a.jsonl", ["one", "two"])
+    build(["a.jsonl"], "a", provenance=True)
+    write_lines("b.jsonl", ["six", "ten"])
+    build(["b.jsonl"], "b")
+    os.remove("a.manifest.json")
+    written_by_another_program("out", 500)
+    for ending in (".bin", ".idx"):
+        os.replace(f"b{ending}", f"a{ending}")
+    with pytest.raises(IndexedDataError, match=r"out\.mask: .*other ids.*a companion belongs to its pair"):
+        IndexedDataset("out").loss_mask(3)
+    with pytest.raises(IndexedDataError, match=r"a\.sources: .*a companion belongs to its pair"):
+        IndexedDataset("a").provenance  # noqa: B018
+    with pytest.raises(IndexedDataError, match=r"view\.view: .*a view belongs to its pair"):
+        IndexedDataset("view")
+    assert not any(verify(prefix).ok for prefix in ("out", "a", "view"))
+
+
+def test_a_copied_pair_keeps_what_lies_beside_it(folder):
+    write_lines("a.jsonl", ["one", "two"])
+    build(["a.jsonl"], "a", provenance=True)
+    for name in [name for name in os.listdir() if name.startswith("a.") and name != "a.jsonl"]:
+        Path("copy" + name.removeprefix("a")).write_bytes(Path(name).read_bytes())
+    assert IndexedDataset("copy").provenance.of(1) == ("a.jsonl", 2)
+    assert verify("copy").ok
+
+
+@pytest.mark.parametrize("new_mask", [True, False], ids=["another mask", "no mask"])
+@pytest.mark.parametrize("mmap", [True, False])
+def test_an_open_reader_has_the_mask_of_the_pair_that_it_opened_or_none(folder, mmap, new_mask):
+    """The same ids with another mask: only that the pair was replaced tells them apart."""
+    masked("out", 100, 3)
+    asked, late = IndexedDataset("out", mmap=mmap), IndexedDataset("out", mmap=mmap)
+    expected = asked.loss_mask(3).tolist()
+    masked("out", 100, 0) if new_mask else written_by_another_program("out", 100)
+    assert asked.loss_mask(3).tolist() == expected
+    with pytest.raises(IndexedDataError, match="the pair was replaced since it was opened"):
+        late.loss_mask(3)
+    with pytest.raises(IndexedDataError, match="the pair was replaced since it was opened"):
+        late.provenance  # noqa: B018
+
+
+def test_the_base_of_an_open_view_is_the_pair_that_it_opened(folder):
+    masked("out", 100, 3)
+    Path("drop.txt").write_text("0\n")
+    filter_pair("out", "view", lists=["drop.txt"])
+    view = IndexedDataset("view")
+    masked("out", 900, 3)
+    assert view[0].tolist() == list(range(101, 109))
+    with pytest.raises(IndexedDataError, match="the pair was replaced since it was opened"):
+        view.base  # noqa: B018
+
+
+def masked_build(prefix):
+    """A pair with a manifest, a mask and provenance."""
+    write_lines("a.jsonl", ["one", "two"])
+    build(["a.jsonl"], "a", provenance=True, overwrite=True)
+    masked("m", 1, 2)
+    merge(["a", "m"], prefix, overwrite=True)
+
+
+@pytest.mark.parametrize("ending", [".mask", ".sources"])
+def test_what_a_manifest_names_and_is_not_there_or_is_another_is_refused(folder, ending):
+    masked_build("out")
+    assert set(manifest()["beside"]) == {".mask", ".sources"}
+    assert verify("out").ok
+    whole = Path(f"out{ending}").read_bytes()
+
+    def ask():
+        data = IndexedDataset("out")
+        return data.loss_mask(0) if ending == ".mask" else data.provenance
+
+    os.remove(f"out{ending}")
+    for _ in range(2):  # one that is not there, and one of the same pair with other content
+        with pytest.raises(IndexedDataError, match=rf"out\{ending}: .*the companions that its manifest names"):
+            ask()
+        rules = [problem.rule for problem in verify("out").problems]
+        assert rules == ["a pair has the companions that its manifest names"]
+        masked("m", 1, 5)
+        write_lines("a.jsonl", ["", "one", "two"])
+        build(["a.jsonl"], "a", provenance=True, overwrite=True)
+        merge(["a", "m"], "other", overwrite=True)
+        os.replace(f"other{ending}", f"out{ending}")
+    Path(f"out{ending}").write_bytes(whole)
+    assert verify("out").ok
+    text = Path("out.manifest.json").read_text()
+    Path("out.manifest.json").write_text(text.replace(f'"{ending}":', '".other":'))
+    assert [problem.rule for problem in verify("out").problems] == ["a manifest can be read"]
+
+
+def test_verify_finds_each_flipped_bit_of_what_lies_beside_a_pair_and_never_raises(folder):
+    masked_build("out")
+    os.remove("out.manifest.json")  # their own checksums tell
+    Path("drop.txt").write_text("0\n3\n")
+    filter_pair("out", "view", lists=["drop.txt"])
+    for name, prefix in (("out.mask", "out"), ("out.sources", "out"), ("view.view", "view")):
+        whole = Path(name).read_bytes()
+        for at in range(len(whole)):
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << at % 8
+            Path(name).write_bytes(damaged)
+            assert not verify(prefix).ok, (name, at)
+            with suppress(IndexedDataError):
+                IndexedDataset(prefix).loss_mask(1)
+            with suppress(IndexedDataError):
+                IndexedDataset(prefix).provenance.of(1)
+        Path(name).write_bytes(whole)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff\xfe", b'{"formaT": "sixfold-indexed-data manifest"}'])
+def test_a_manifest_that_is_none_is_a_problem_of_its_pair(folder, content):
+    write_lines("a.jsonl", ["one", "two"])
+    build(["a.jsonl"], "out")
+    Path("out.manifest.json").write_bytes(content)
+    assert [problem.rule for problem in verify("out").problems] == ["a manifest begins with its format"]
+    with pytest.raises(IndexedDataError, match=r"out\.manifest\.json: .*a manifest begins with its format"):
+        merge(["out", "out"], "two")
+
+
+def test_a_manifest_without_one_of_its_fields_is_a_problem(folder):
+    write_lines("a.jsonl", ["one", "two"])
+    build(["a.jsonl"], "out", provenance=True)
+    whole = manifest()
+    for key in whole:
+        Path("out.manifest.json").write_text(json.dumps({name: value for name, value in whole.items() if name != key}))
+        assert not verify("out").ok
+    for key in whole:
+        for value in ([], 1, "x", None, {"a": 1}):
+            Path("out.manifest.json").write_text(json.dumps({**whole, key: value}))
+            verify("out")

@@ -96,6 +96,93 @@ def test_lists_of_datatroves_tasks_leave_out_what_its_own_filter_leaves_out(fold
     assert view.provenance.find(name, texts[name].index(gone) + 1) == []
 
 
+@pytest.mark.parametrize("tasks", [None, 1, 2, 3])
+@pytest.mark.parametrize("middle", ["", '{"text": ""}\n', "\n\n"], ids=["0 bytes", "empty texts", "blank lines"])
+def test_a_file_without_a_document_is_a_file_of_datatrove_too(folder, middle, tasks):
+    texts = {name: [f"{name} {i}" for i in range(4)] for name in ("a.jsonl", "c.jsonl", "d.jsonl")}
+    for name, each in texts.items():
+        Path(name).write_text("".join(json.dumps({"text": text}) + "\n" for text in each))
+    Path("b.jsonl").write_text(middle)
+    names = ["a.jsonl", "b.jsonl", "c.jsonl", "d.jsonl"]
+    build(names, "pair", provenance=True)
+    assert IndexedDataset("pair").provenance.files == names
+    dropped = set()
+    for task in range(tasks or 4):
+        of_task = [text for name in names[task :: tasks or 4] for text in texts.get(name, [])]
+        remove_list(f"m/{task:06d}.remove", [1] if of_task else [])
+        dropped |= {*of_task[1:2]}
+    filter_pair("pair", "view", lists=["m"], tasks=tasks)
+    kept = {bytes(ids[:-1].tolist()).decode() for ids in IndexedDataset("view")}
+    assert kept == {text for each in texts.values() for text in each} - dropped
+
+
+def test_an_empty_table_is_a_file_of_datatrove_too(folder):
+    arrow = pytest.importorskip("pyarrow", reason="needs the extra sixfold-indexed-data[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra sixfold-indexed-data[parquet]")
+    parquet.write_table(arrow.table({"text": arrow.array([], arrow.string())}), "a.parquet")
+    parquet.write_table(arrow.table({"text": ["one", "two"]}), "b.parquet")
+    build(["a.parquet", "b.parquet"], "pair", provenance=True)
+    assert IndexedDataset("pair").provenance.files == ["a.parquet", "b.parquet"]
+
+
+def letters(prefix):
+    return "".join(chr(ids.item(0)) for ids in IndexedDataset(prefix))
+
+
+def one_letter_files(*names):
+    """Each file has documents of two capital letters, the first file AB."""
+    for number, name in enumerate(names):
+        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
+        Path(name).write_text("".join(f'{{"text": "{chr(65 + 2 * number + i)}"}}\n' for i in range(2)))
+
+
+@pytest.mark.parametrize("spelled", ["absolute", "./in/b.jsonl", "in//b.jsonl", "in/../in/b.jsonl"])
+def test_inputs_that_are_spelled_in_several_ways_need_datatroves_order(folder, spelled):
+    one_letter_files("in/a.jsonl", "in/b.jsonl")
+    second = os.path.abspath("in/b.jsonl") if spelled == "absolute" else spelled
+    build(["in/a.jsonl"], "one", provenance=True)
+    build([second], "two", provenance=True)
+    merge(["one", "two"], "pair")
+    remove_list("m/000000.remove", [1])  # B
+    remove_list("m/000001.remove", [0])  # C
+    with pytest.raises(IndexedDataError, match=r"pair: its inputs are spelled in several ways.*--files"):
+        filter_pair("pair", "view", lists=["m"])
+    assert main(["filter", "pair", "--dedup", "m", "--output", "view", "--files", "in/a.jsonl", second]) == 0
+    assert letters("view") == "AD"
+    filter_pair("pair", "other", lists=["m"], files=[second, "in/a.jsonl"])
+    assert letters("other") == "BC"
+    for wrong in (["in/a.jsonl", "in/z.jsonl"], ["in/a.jsonl", "in/a.jsonl"]):
+        with pytest.raises(IndexedDataError, match="name each file that datatrove read once"):
+            filter_pair("pair", "third", lists=["m"], files=wrong)
+
+
+@pytest.mark.parametrize("spelling", ["./in/{}", "{}/in/{}", "in//{}"])
+def test_inputs_that_are_all_spelled_alike_need_no_order(folder, spelling):
+    one_letter_files("in/a.jsonl", "in/b.jsonl")
+    names = [spelling.replace("{}", str(folder), 1) if spelling.count("{}") == 2 else spelling for _ in range(2)]
+    build([name.replace("{}", each) for name, each in zip(names, ("b.jsonl", "a.jsonl"), strict=True)], "pair",
+          provenance=True)  # fmt: skip
+    remove_list("m/000000.remove", [1])
+    filter_pair("pair", "view", lists=["m"])
+    assert letters("view") == "CDA"
+
+
+def test_two_files_of_one_name_are_not_taken_for_one(folder):
+    for number, place in enumerate(("one", "two")):
+        os.makedirs(f"{place}/in")
+        Path(f"{place}/in/a.jsonl").write_text(f'{{"text": "{"AC"[number]}"}}\n{{"text": "{"BD"[number]}"}}\n')
+        os.chdir(place)
+        build(["in/a.jsonl"], "pair", provenance=True)
+        os.chdir("..")
+    merge(["one/pair", "two/pair"], "pair")
+    remove_list("m/000000.remove", [1])
+    with pytest.raises(IndexedDataError, match=r"document 2 is of line 1 of in/a\.jsonl, after line 2 of that name"):
+        filter_pair("pair", "view", lists=["m"])
+    Path("d.txt").write_text("3\n")
+    filter_pair("pair", "view", lists=["d.txt"])
+    assert letters("view") == "ABC"
+
+
 def test_lists_of_exact_deduplication_lie_in_folders_of_their_buckets(folder):
     Path("a.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(10)))
     Path("b.jsonl").write_text("".join(f'{{"text": "{i}"}}\n' for i in range(10, 20)))

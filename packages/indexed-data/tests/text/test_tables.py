@@ -175,3 +175,21 @@ def test_without_zstandard_the_error_says_what_to_install(folder, monkeypatch):
     (folder / "a.txt.zst").write_bytes(b"\x28\xb5\x2f\xfd")
     with pytest.raises(IndexedDataError, match=r"needs the zstandard package: pip install 'sixfold-indexed-data\[zstd"):
         build(["a.txt.zst"], "out")
+
+
+@pytest.mark.parametrize("value", [{"text": "a"}, ["a", "b"]], ids=["struct", "list"])
+def test_a_column_of_structs_or_lists_of_strings_is_no_text(folder, arrow, value):
+    from pyarrow import parquet
+
+    parquet.write_table(arrow.table({"text": [value]}), "a.parquet")
+    with pytest.raises(IndexedDataError, match=r"a\.parquet:1: no string in column 'text': it is a (dict|list)"):
+        build(["a.parquet"], "out")
+
+
+def test_two_columns_of_the_name_are_refused(folder, arrow):
+    from pyarrow import parquet
+
+    table = arrow.Table.from_arrays([arrow.array(["A"]), arrow.array(["B"])], names=["text", "text"])
+    parquet.write_table(table, "a.parquet")
+    with pytest.raises(IndexedDataError, match=r"a\.parquet: has 2 columns 'text'"):
+        build(["a.parquet"], "out")

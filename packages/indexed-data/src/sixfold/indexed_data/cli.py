@@ -130,7 +130,11 @@ def _parser() -> argparse.ArgumentParser:
         "--dedup", "--filter", dest="lists", nargs="+", required=True, metavar="LIST",
         help="what to leave out: a folder of datatrove's .remove or .c4_dup files, or numbers of documents in a .txt",
     )  # fmt: skip
-    command.add_argument("--tasks", type=_positive, help="of datatrove; default: one for each file of the pair")
+    command.add_argument("--tasks", type=_positive, help="of datatrove; default: one for each file")
+    command.add_argument(
+        "--files", nargs="+", metavar="FILE",
+        help="what datatrove read, in its order, as build was given it (default: the pair's inputs, sorted)",
+    )  # fmt: skip
     command.add_argument("--output", required=True, metavar="VIEW")
     command.add_argument("--overwrite", action="store_true", help="replace an existing view")
     _add_common(command)
@@ -276,7 +280,12 @@ def _merge(options: argparse.Namespace) -> int:
 
 def _filter(options: argparse.Namespace) -> int:
     report = filter_pair(
-        options.prefix, options.output, lists=options.lists, tasks=options.tasks, overwrite=options.overwrite
+        options.prefix,
+        options.output,
+        lists=options.lists,
+        tasks=options.tasks,
+        files=options.files,
+        overwrite=options.overwrite,
     )
     counts = f"{report.documents} documents kept, {report.dropped} dropped, {report.tokens} tokens"
     _print(options, asdict(report), f"{report.output}: a view of {report.pair}; {counts}")

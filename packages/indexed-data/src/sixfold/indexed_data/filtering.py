@@ -13,6 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ def filter_pair(
     *,
     lists: Sequence[AnyPath],
     tasks: int | None = None,
+    files: Sequence[AnyPath] | None = None,
     overwrite: bool = False,
 ) -> FilterReport:
     """Write the view ``output`` of a pair, which leaves out the documents that ``lists`` name.
@@ -57,11 +59,13 @@ def filter_pair(
         lists: what to leave out. A folder holds NNNNNN.remove files of datatrove's MinHash deduplication, one per task,
             or folders of NNNNN.c4_dup files of its exact deduplication. A .txt file holds numbers of documents of the
             pair, one per line, from 0.
-        tasks: how many tasks datatrove ran with; default: one for each file of the pair.
+        tasks: how many tasks datatrove ran with; default: one for each file.
+        files: what datatrove read, in its order, each as the pair's provenance spells it; default: all files of the
+            pair, sorted as they are spelled, which is datatrove's order if all are spelled alike.
         overwrite: replace an existing view.
     Raises:
         IndexedDataError: a list that is not read, or names a document that the pair does not have; a pair without
-            provenance; a view is there already.
+            provenance, or whose provenance does not tell datatrove's order; a view is there already.
     Cost: one pass over the index. No id is read.
     """
     prefix = output_prefix(output)
@@ -75,7 +79,7 @@ def filter_pair(
         if pair.kept_sequences is not None:
             raise IndexedDataError(f"{pair.path_prefix} is a view; filter its pair by all lists at once")
         pair.check()
-        index = pair._opened()[0]
+        index, ids = pair._opened()
         documents = len(pair.document_indices) - 1
         dropped_D = np.zeros(documents, np.bool_)
         places: dict[int, I64] = {}
@@ -84,14 +88,16 @@ def filter_pair(
                 numbers = _numbers(path)
                 if task is not None:
                     if not places:
-                        places = _documents_of_tasks(pair, tasks)
+                        places = _documents_of_tasks(pair, tasks, files)
                     numbers = _at(places, task, numbers, path)
                 elif numbers.size and (numbers.min() < 0 or numbers.max() >= documents):
                     wrong = int(numbers.max() if numbers.max() >= documents else numbers.min())
                     raise IndexedDataError(f"{path}: names document {wrong}; the pair has {documents}, numbered from 0")
                 dropped_D[numbers] = True
         whole = anchored(prefix)
-        pieces = pack_view(whole, os.path.abspath(pair.path_prefix), index, dropped_D, {"lists": [*map(str, names)]})
+        pieces = pack_view(
+            whole, os.path.abspath(pair.path_prefix), index, ids, dropped_D, {"lists": [*map(str, names)]}
+        )
         _write(prefix, whole, pieces)
     with IndexedDataset(prefix) as view:
         tokens = int(view.sequence_lengths.sum(dtype=np.int64))
@@ -140,7 +146,7 @@ def _numbers(path: str) -> I64:
         raise IndexedDataError(f"{path}: {error}; a list holds one number of a document per line") from error
 
 
-def _documents_of_tasks(pair: IndexedDataset, tasks: int | None) -> dict[int, I64]:
+def _documents_of_tasks(pair: IndexedDataset, tasks: int | None, given: Sequence[AnyPath] | None) -> dict[int, I64]:
     """The documents of the pair that each task of datatrove read, in its order."""
     provenance = pair.provenance
     if provenance is None:
@@ -148,22 +154,56 @@ def _documents_of_tasks(pair: IndexedDataset, tasks: int | None) -> dict[int, I6
             f"{pair.path_prefix}: was built without provenance, so that the files of datatrove's tasks are not known; "
             "build it with --provenance, or give a .txt of document numbers"
         )
-    files = sorted(set(provenance.files))
+    known = set(provenance.files)
+    files = sorted(known) if given is None else [local_path("a file", name) for name in given]
+    if given is None:
+        _refuse_mixed(pair.path_prefix, files)
+    elif wrong := [name for name in files if name not in known or files.count(name) > 1]:
+        raise IndexedDataError(
+            f"files names {wrong[0]!r}, and the pair was built from {', '.join(sorted(known)[:3])}, ...; name each "
+            "file that datatrove read once, as IndexedDataset(prefix).provenance.files spells it"
+        )
     count = len(files) if tasks is None else whole_number("tasks", tasks)
     if count < 1:
         raise IndexedDataError(f"tasks is {count}; datatrove has at least one task")
-    by_file = _documents_by_file(provenance)
+    by_file = _documents_by_file(pair.path_prefix, provenance)
     none = np.empty(0, np.int64)
     return {t: np.concatenate([none, *(by_file.get(name, none) for name in files[t::count])]) for t in range(count)}
 
 
-def _documents_by_file(provenance: Provenance) -> dict[str, I64]:
+def _refuse_mixed(prefix: str, files: Sequence[str]) -> None:
+    """IndexedDataError if the order of names is perhaps not that of the files: datatrove spells all of them alike."""
+    plain = [os.path.normpath(name) for name in files]
+    mixed = len({os.path.isabs(name) for name in files}) > 1
+    # Alike are ./a and ./b, but not ./b and a, nor a and ./a.
+    if mixed or plain != sorted(set(plain)):
+        first, second = next(
+            (a, b) for a, b in pairwise(files)
+            if os.path.isabs(a) != os.path.isabs(b) or os.path.normpath(a) >= os.path.normpath(b)
+        )  # fmt: skip
+        raise IndexedDataError(
+            f"{prefix}: its inputs are spelled in several ways, such as {first} and {second}, so that datatrove's "
+            "order is not known; give its files in its order: files=[...] (--files)"
+        )
+
+
+def _documents_by_file(prefix: str, provenance: Provenance) -> dict[str, I64]:
     runs = provenance.runs
     ends = np.append(runs[1:, 0], provenance.documents)
     found: dict[str, list[Any]] = {}
-    for (first, file, _), end in zip(runs.tolist(), ends.tolist(), strict=True):
-        if file >= 0:
-            found.setdefault(provenance.files[file], []).append(np.arange(first, end))
+    read: dict[str, int] = {}  # lines of each file, so far
+    for (first, file, line), end in zip(runs.tolist(), ends.tolist(), strict=True):
+        if file < 0:
+            continue
+        name = provenance.files[file]
+        if line <= read.get(name, 0):
+            raise IndexedDataError(
+                f"{prefix}: document {first} is of line {line} of {name}, after line {read[name]} of that name: the "
+                "file was given twice, or two files have the name, so that datatrove's numbers do not tell them apart. "
+                "Give the numbers of the pair's documents in a .txt"
+            )
+        read[name] = line + end - first - 1
+        found.setdefault(name, []).append(np.arange(first, end))
     return {name: np.concatenate(pieces) for name, pieces in found.items()}
 
 

@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.indexed_data.companions import MASK, Facts, map_if_there, pack, read_companion
+from sixfold.indexed_data.companions import MASK, Companion, Facts, map_if_there, pack, read_companion
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.index import Index
-from sixfold.indexed_data.storage import Bytes
+from sixfold.indexed_data.storage import Bytes, IdSource
 
 Mask = npt.NDArray[np.bool_]
+_IN_ORDER = "a mask changes at tokens of the pair, in order"
 
 
 class MaskRuns:
@@ -59,18 +60,20 @@ class MaskRuns:
 class LossMask:
     """The mask of a pair, mapped."""
 
-    def __init__(self, flips: npt.NDArray[np.int64]) -> None:
-        self.flips = flips
+    def __init__(self, file: Companion) -> None:
+        self.file, self.flips = file, file.array
 
     @classmethod
-    def open(cls, prefix: str, index: Index, load: Callable[[str], Bytes | None] = map_if_there) -> LossMask | None:
+    def open(
+        cls, prefix: str, index: Index, ids: IdSource, load: Callable[[str], Bytes | None] = map_if_there
+    ) -> LossMask | None:
         """The mask beside a pair; None if it has none.
 
         Raises:
             IndexedDataError: it is damaged, or belongs to another pair.
         """
-        found = read_companion(prefix, MASK, index, 1, load)
-        return None if found is None else cls(found[0])
+        found = read_companion(prefix, MASK, index, ids, 1, load)
+        return None if found is None else cls(found)
 
     def problems(self, prefix: str, index: Index) -> Iterator[Problem]:
         """The rules that every mask keeps. O(flips)."""
@@ -80,12 +83,20 @@ class LossMask:
         if wrong.size:
             at = int(wrong[0])
             found = f"token {edges[at + 1]} after {edges[at]}"
-            yield Problem("a mask changes at tokens of the pair, in order", prefix + MASK, found, f"0 to {tokens}")
+            yield Problem(_IN_ORDER, prefix + MASK, found, f"0 to {tokens}")
 
     def of(self, begin: int, count: int) -> Mask:
-        """(count,) whether the tokens of .bin from ``begin`` on count. Cost: one search, then O(count)."""
-        first, last = np.searchsorted(self.flips, [begin, begin + count], side="right")
+        """(count,) whether the tokens of .bin from ``begin`` on count. Cost: one search, then O(count).
+
+        Raises:
+            IndexedDataError: the flips that are read are not in order.
+        """
+        first, last = np.searchsorted(self.flips, [begin, begin + count], side="right").tolist()
         edges = np.concatenate(([begin], self.flips[first:last], [begin + count]))
+        if last < first or (np.diff(edges) < 0).any():
+            found, expected = f"flips {first} to {last} out of order", f"tokens {begin} to {begin + count}, in order"
+            problem = Problem(_IN_ORDER, self.file.path, found, expected)
+            raise IndexedDataError.broken(problem, "Run `sixfold-data verify`, then build the pair again")
         values = (np.arange(first, last + 1) % 2) == 0
         mask: Mask = np.repeat(values, np.diff(edges))
         return mask

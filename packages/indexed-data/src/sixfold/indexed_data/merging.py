@@ -53,13 +53,14 @@ def _made_of(prefixes: Sequence[AnyPath]) -> tuple[Blocks, list[dict[str, Any] |
     """What a manifest says of all pairs end to end; None if no pair has one. A pair without is read whole."""
     names = [input_prefix(prefix) for prefix in prefixes]
     found = [read_manifest(name) for name in names]
+    for name, manifest in zip(names, found, strict=True):
+        for problem in _manifest_problems(name, manifest):
+            raise IndexedDataError.broken(problem, "Verify the pair; without its manifest it is joined as any other")
     if not any(isinstance(manifest, Manifest) for manifest in found):
         return None
     blocks: Blocks = []
     builds: list[dict[str, Any] | None] = []
     for name, manifest in zip(names, found, strict=True):
-        for problem in _manifest_problems(name, manifest):
-            raise IndexedDataError.broken(problem, "Verify the pair; without its manifest it is joined as any other")
         if not isinstance(manifest, Manifest):
             blocks += blocks_of(map_file(name + ".bin"))
             builds.append(None)

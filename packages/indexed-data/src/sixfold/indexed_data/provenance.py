@@ -16,13 +16,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.indexed_data.companions import SOURCES, Facts, map_if_there, pack, read_companion
+from sixfold.indexed_data.companions import SOURCES, Companion, Facts, map_if_there, pack, read_companion
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.index import Index
-from sixfold.indexed_data.storage import Bytes
+from sixfold.indexed_data.storage import Bytes, IdSource
 
 I64 = npt.NDArray[np.int64]
 UNKNOWN = -1
+_BEGIN_AT_0 = "runs of documents begin at 0, and follow each other"
 
 
 def runs_of(files: Iterable[int], lines: Iterable[int]) -> I64:
@@ -62,6 +63,12 @@ class SourceRuns:
         return pack(SOURCES, facts, runs, json.dumps(self._files).encode())
 
 
+def _as_text(name: Any) -> str:
+    if not isinstance(name, str):
+        raise TypeError(f"{name!r} is no name of a file")
+    return name
+
+
 def _unknown_from(document: int) -> I64:
     return np.array([[document, UNKNOWN, 0]], np.int64)
 
@@ -69,8 +76,8 @@ def _unknown_from(document: int) -> I64:
 class Provenance:
     """Files and lines of the documents of a pair, mapped."""
 
-    def __init__(self, runs: I64, files: list[str], documents: int, kept: I64 | None = None) -> None:
-        self.runs, self.files, self.documents = runs, files, documents
+    def __init__(self, file: Companion, files: list[str], documents: int, kept: I64 | None = None) -> None:
+        self.file, self.runs, self.files, self.documents = file, file.array, files, documents
         self._kept = kept  # numbers in the pair of the documents of a view
 
     @classmethod
@@ -78,6 +85,7 @@ class Provenance:
         cls,
         prefix: str,
         index: Index,
+        ids: IdSource,
         kept: I64 | None = None,
         load: Callable[[str], Bytes | None] = map_if_there,
     ) -> Provenance | None:
@@ -88,18 +96,22 @@ class Provenance:
         """
         import json  # only here: reading pairs should not load it
 
-        found = read_companion(prefix, SOURCES, index, 3, load)
+        found = read_companion(prefix, SOURCES, index, ids, 3, load)
         if found is None:
             return None
-        return cls(found[0], json.loads(found[1]), max(0, index.header.boundaries - 1), kept)
+        try:
+            files = [*map(_as_text, json.loads(found.behind))]
+        except (ValueError, TypeError, RecursionError) as error:
+            problem = Problem("the files of provenance can be read", found.path, str(error), "a list of names")
+            raise IndexedDataError.broken(problem, "Build the pair again, or remove this file") from error
+        return cls(found, files, max(0, index.header.boundaries - 1), kept)
 
     def problems(self, prefix: str, index: Index) -> Iterator[Problem]:
         """The rules that all runs keep. O(runs)."""
         first, file = self.runs[:, 0], self.runs[:, 1]
         begins_at_0 = not self.documents or (first.size and first.item(0) == 0)
         if not begins_at_0 or (np.diff(first) <= 0).any() or (first >= max(1, self.documents)).any():
-            rule = "runs of documents begin at 0, and follow each other"
-            yield Problem(rule, prefix + SOURCES, f"{first.size} runs", f"runs of {self.documents} documents")
+            yield Problem(_BEGIN_AT_0, prefix + SOURCES, f"{first.size} runs", f"runs of {self.documents} documents")
         elif ((file < UNKNOWN) | (file >= len(self.files))).any():
             rule = "a run names one of the files"
             yield Problem(rule, prefix + SOURCES, f"file {file.max()}", f"{UNKNOWN} to {len(self.files) - 1}")
@@ -112,14 +124,18 @@ class Provenance:
         if self._kept is not None:
             document = self._kept.item(document)
         run = bisect_right(self.runs[:, 0], document) - 1
-        first, file, line = self.runs[run].tolist()
+        first, file, line = self.runs[run].tolist() if run >= 0 else (document + 1, 0, 0)
+        if first > document or not UNKNOWN <= file < len(self.files):
+            problem = Problem(_BEGIN_AT_0, self.file.path, f"document {document} in no run of a file", "one run")
+            raise IndexedDataError.broken(problem, "Run `sixfold-data verify`, then build the pair again")
         return None if file == UNKNOWN else (self.files[file], line + document - first)
 
     def find(self, file: str, line: int) -> list[int]:
         """The documents that come from that line, in order; a file that was given twice has several."""
         numbers = [number for number, name in enumerate(self.files) if name == file]
         if not numbers:
-            shown = ", ".join(self.files[:3]) + (", ..." if len(self.files) > 3 else "")
+            names = [*dict.fromkeys(self.files)]  # one that was cut, or given twice, is there more than once
+            shown = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
             raise IndexedDataError(f"no document comes from {file!r}; the pair was built from {shown or 'no file'}")
         found = []
         for run in np.flatnonzero(np.isin(self.runs[:, 1], numbers)).tolist():

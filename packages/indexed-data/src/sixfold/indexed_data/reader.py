@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sixfold.indexed_data.companions import map_if_there
+from sixfold.indexed_data.companions import MASK, SOURCES, digest_of, map_if_there
 from sixfold.indexed_data.errors import IndexedDataError
-from sixfold.indexed_data.index import DAMAGED, LOOKED_AT, Index, places
+from sixfold.indexed_data.index import DAMAGED, Index
 from sixfold.indexed_data.loss_mask import LossMask
+from sixfold.indexed_data.manifest import beside_problems, recorded_beside
 from sixfold.indexed_data.pair_rules import all_problems, open_problems
 from sixfold.indexed_data.paths import AnyPath, anchored, input_prefix, is_url, path_text
 from sixfold.indexed_data.provenance import Provenance
@@ -89,6 +90,7 @@ class IndexedDataset:
             view = View(prefix)
             prefix = view.pair
         self._pair_prefix = prefix if open_bytes is not None else anchored(prefix)
+        self._idx_identity: tuple[int, ...] | None = None  # of a local pair
         if open_bytes is not None:
             try:
                 raw = ObjectBytes(prefix + ".idx", open_bytes).read_all()
@@ -96,7 +98,7 @@ class IndexedDataset:
             except FileNotFoundError as error:
                 raise missing(prefix, error) from error
         else:
-            before = file_identity(prefix + ".idx")
+            before = self._idx_identity = file_identity(prefix + ".idx")
             raw = map_file(prefix + ".idx")
             if mmap:
                 data = map_file(prefix + ".bin")
@@ -108,12 +110,13 @@ class IndexedDataset:
         index = Index(raw, prefix, data.size if source is None else source.size, multimodal)
         for problem in open_problems(index):
             raise IndexedDataError.broken(problem, DAMAGED)
+        self._dtype = dtype = index.header.dtype
+        ids: IdSource = MappedIds(data, dtype) if source is None else RangedIds(source, dtype)
         if view is not None:
-            index = view.index_over(index)
+            index = view.index_over(index, ids)
         self._index: Index | None = index
         self._document_indices = index.boundaries_D
-        self._dtype = dtype = index.header.dtype
-        self._source: IdSource | None = MappedIds(data, dtype) if source is None else RangedIds(source, dtype)
+        self._source: IdSource | None = ids
 
     # reading
 
@@ -244,7 +247,10 @@ class IndexedDataset:
         """The pair of a view, or the dataset itself."""
         if self.kept_sequences is None:
             return self
-        return IndexedDataset(self._pair_prefix, *self._arguments[1:3])
+        pair = IndexedDataset(self._pair_prefix, *self._arguments[1:3])
+        if pair._idx_identity != self._idx_identity:
+            raise self._replaced()
+        return pair
 
     # what lies beside the pair
 
@@ -253,24 +259,28 @@ class IndexedDataset:
         """Which tokens count in the loss; None if the pair has no mask, so that all do.
 
         Raises:
-            IndexedDataError: the .mask is damaged, or belongs to another pair.
+            IndexedDataError: the .mask is damaged, belongs to another pair, or is not there and the manifest names it;
+                or the pair was replaced since it was opened.
         """
-        return LossMask.open(self._pair_prefix, _base(self._opened()[0]), self._load)
+        index, ids = self._opened()
+        self._refuse_replaced()
+        found = LossMask.open(self._pair_prefix, _base(index), ids, self._load)
+        self._check_beside(MASK, None if found is None else found.file.checksum)
+        return found
 
     @cached_property
     def provenance(self) -> Provenance | None:
         """The file and line of each document; None if the pair was built without.
 
         Raises:
-            IndexedDataError: the .sources is damaged, or belongs to another pair.
+            IndexedDataError: as of ``mask``, for the .sources.
         """
-        index = self._opened()[0]
-        return Provenance.open(
-            self._pair_prefix,
-            _base(index),
-            index.kept_documents if isinstance(index, ViewIndex) else None,
-            self._load,
-        )
+        index, ids = self._opened()
+        self._refuse_replaced()
+        kept = index.kept_documents if isinstance(index, ViewIndex) else None
+        found = Provenance.open(self._pair_prefix, _base(index), ids, kept, self._load)
+        self._check_beside(SOURCES, None if found is None else found.file.checksum)
+        return found
 
     def loss_mask(self, idx: int, offset: int = 0, length: int | None = None) -> npt.NDArray[np.bool_]:
         """Whether each token that ``get`` gives for the same arguments counts in the loss; all do without a mask."""
@@ -281,6 +291,23 @@ class IndexedDataset:
         index = self._opened()[0]
         begin = index.span(operator.index(idx) % index.sequences)[0] + operator.index(offset)
         return self.mask.of(begin, count)
+
+    def _check_beside(self, ending: str, checksum: int | None) -> None:
+        """The companion that was opened is that of this pair, and the one that its manifest names."""
+        beside = recorded_beside(self._pair_prefix, self._load)
+        self._refuse_replaced()  # a writer removes the old .idx before it touches what lies beside it
+        for problem in beside_problems(self._pair_prefix, ending, beside, checksum):
+            raise IndexedDataError.broken(problem, "Copy it from where the pair was built, or build the pair again")
+
+    def _refuse_replaced(self) -> None:
+        if self._idx_identity is not None and file_identity(self._pair_prefix + ".idx") != self._idx_identity:
+            raise self._replaced()
+
+    def _replaced(self) -> IndexedDataError:
+        return IndexedDataError(
+            f"{self._pair_prefix}: the pair was replaced since it was opened, and what lies beside it is of the new "
+            "one; open it again"
+        )
 
     def _load(self, path: str) -> Bytes | None:
         """A file beside the pair, None if there is none."""
@@ -376,14 +403,8 @@ class IndexedDataset:
 
     def _facts(self) -> tuple[Any, ...]:
         """Counts, and a checksum of some lengths, boundaries and ids. O(1); of a store no id is read."""
-        import zlib  # only here: most datasets stay in their process
-
         index, source = self._opened()
-        digest = index.digest()
-        if self._arguments[3] is None:
-            total = index.bin_bytes // index.itemsize
-            for at in places(total):
-                digest = zlib.crc32(source.ids(at, min(LOOKED_AT, total - at)).tobytes(), digest)
+        digest = index.digest() if self._arguments[3] is not None else digest_of(index, source)
         return index.sequences, index.header.boundaries, self._dtype.name, index.bin_bytes, digest
 
     def __repr__(self) -> str:

@@ -13,14 +13,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from sixfold.indexed_data.companions import MASK, SOURCES
 from sixfold.indexed_data.errors import IndexedDataError, Problem
 from sixfold.indexed_data.index import Index
 from sixfold.indexed_data.loss_mask import LossMask
-from sixfold.indexed_data.manifest import Manifest, block_problems, read_manifest
+from sixfold.indexed_data.manifest import Manifest, beside_problems, block_problems, read_manifest
 from sixfold.indexed_data.pair_rules import all_problems
 from sixfold.indexed_data.paths import AnyPath, input_prefix
 from sixfold.indexed_data.provenance import Provenance
-from sixfold.indexed_data.storage import map_file
+from sixfold.indexed_data.storage import IdSource, MappedIds, map_file
 from sixfold.indexed_data.token_ids import whole_number
 from sixfold.indexed_data.view import VIEW, View, ViewIndex
 
@@ -45,6 +46,7 @@ def verify(path_prefix: AnyPath, *, multimodal: bool = False, vocab_size: int | 
     A pair with a manifest, as ``build`` writes one, is read whole, and each block is compared with its checksum. Other
     pairs hold none, so some damage keeps all rules. Examples are other ids in a .bin of the same size, the .bin of
     another pair, a dtype of the same width, a moved document boundary. Compare copies with their source.
+    A mask, provenance and a view have checksums of their own, which are compared too.
 
     A bad pair raises nothing: a missing or cut file is a problem in the report, as any other.
 
@@ -62,13 +64,15 @@ def verify(path_prefix: AnyPath, *, multimodal: bool = False, vocab_size: int | 
             prefix = view.pair
         raw, data = map_file(prefix + ".idx"), map_file(prefix + ".bin")
         index = Index(raw, prefix, data.size, multimodal)
+        # Whole ids: what is left of a .bin that was cut is a problem below.
+        ids = MappedIds(data[: data.size // index.itemsize * index.itemsize], index.header.dtype)
         if view is not None:
-            view.index_over(index)
+            view.index_over(index, ids)
+        manifest = read_manifest(prefix)
     except IndexedDataError as error:
         problem = error.problem or Problem("a pair can be opened", prefix, str(error), "a pair")
         return VerifyReport(False, (problem,), (), 0, 0, 0)
     problems = list(all_problems(index))
-    manifest = read_manifest(prefix)
     if isinstance(manifest, Problem):
         problems.append(manifest)
     elif manifest is not None:
@@ -76,11 +80,11 @@ def verify(path_prefix: AnyPath, *, multimodal: bool = False, vocab_size: int | 
             *block_problems(index.idx_path, raw, manifest.idx),
             *block_problems(index.bin_path, data, manifest.bin),
         ]
-    problems += _companion_problems(prefix, index)
+    problems += _companion_problems(prefix, index, ids, manifest)
     if view is not None and not problems:
         problems += view.problems(index)
     if vocab_size is not None and not problems:
-        problems += ids_outside(index, data.view(index.header.dtype), vocab_size)
+        problems += ids_outside(index, ids.all, vocab_size)
     tokens = data.size // index.itemsize
     if view is not None:
         tokens = int(view.lengths_K.sum(dtype=np.int64))
@@ -119,15 +123,20 @@ def ids_outside(index: Index, ids: npt.NDArray[Any], vocab_size: int) -> Iterato
         return
 
 
-def _companion_problems(prefix: str, index: Index) -> Iterator[Problem]:
-    """What is wrong with a mask and with provenance, if there are any."""
-    for opened in (LossMask.open, Provenance.open):
+def _companion_problems(
+    prefix: str, index: Index, ids: IdSource, manifest: Manifest | Problem | None
+) -> Iterator[Problem]:
+    """What is wrong with a mask and with provenance, and with what the manifest says of them. Reads both whole."""
+    beside = manifest.beside if isinstance(manifest, Manifest) else None
+    for ending, opened in ((MASK, LossMask.open), (SOURCES, Provenance.open)):
         try:
-            found = opened(prefix, index)
+            found = opened(prefix, index, ids)
         except IndexedDataError as error:
             yield error.problem or Problem("a companion of a pair can be read", prefix, str(error), "a whole file")
             continue
+        yield from beside_problems(prefix, ending, beside, None if found is None else found.file.checksum)
         if found is not None:
+            yield from found.file.problems()
             yield from found.problems(prefix, index)
 
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sixfold.indexed_data.atomic_files import Temporary, copy, publish
-from sixfold.indexed_data.companions import MANIFEST, MASK, SOURCES, Facts, refuse_foreign, replaced
+from sixfold.indexed_data.companions import MANIFEST, MASK, SOURCES, Facts, checksum_in, refuse_foreign, replaced
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.format import DType, Header
 from sixfold.indexed_data.index import Index
@@ -29,7 +29,7 @@ from sixfold.indexed_data.pair_rules import BLOCK
 from sixfold.indexed_data.paths import AnyPath, anchored, input_prefix, output_file
 from sixfold.indexed_data.provenance import I64, SourceRuns
 from sixfold.indexed_data.reader import IndexedDataset
-from sixfold.indexed_data.storage import file_identity, identity_of, map_file
+from sixfold.indexed_data.storage import MappedIds, file_identity, identity_of, map_file
 from sixfold.indexed_data.token_ids import IdRange, as_row, checked_ids, whole_number
 from sixfold.indexed_data.verifying import ids_outside
 
@@ -150,13 +150,13 @@ class IndexedDatasetBuilder:
                 raise IndexedDataError(
                     f"{pair.path_prefix} is a view, which is not joined; join its pair, and filter the result"
                 )
+            mask, provenance = pair.mask, pair.provenance
             refuse_hidden_modes(pair)
             pair.check()
             ids = np.empty(0, self.dtype) if pair.tokens is None else pair.tokens
             if self._allowed.vocab_size is not None:
                 for problem in ids_outside(pair._opened()[0], ids, self._allowed.vocab_size):
                     raise IndexedDataError.broken(problem, "Nothing of this pair was added")
-            mask, provenance = pair.mask, pair.provenance
             nbytes, begin, document = ids.nbytes, self._tokens(), len(self._documents) - 1
             self._append_file(pair.path_prefix + ".bin", nbytes, before)
             for a, b in _blocks(1, len(pair.document_indices), BLOCK):
@@ -318,14 +318,16 @@ class IndexedDatasetBuilder:
         index = Index(
             raw, self._bin_path.removesuffix(".bin"), sum(self._lengths) * self.dtype.itemsize, self.multimodal
         )
-        facts = Facts.of(index)
+        facts = Facts.of(index, MappedIds(map_file(self._temporary.name), self.dtype))
+        made: dict[str, list[Any]] = {}
         if self._mask is not None:
-            yield MASK, self._mask.pack(facts)
+            made[MASK] = self._mask.pack(facts)
         if self._sources is not None:
-            yield SOURCES, self._sources.pack(facts, len(self._documents) - 1)
+            made[SOURCES] = self._sources.pack(facts, len(self._documents) - 1)
+        yield from made.items()
         if self._made_of is not None:
-            blocks, builds = self._made_of
-            yield MANIFEST, [Manifest(blocks_of(raw), blocks, builds).text().encode()]
+            beside = {ending: checksum_in(pieces[0]) for ending, pieces in made.items()}
+            yield MANIFEST, [Manifest(blocks_of(raw), *self._made_of, beside).text().encode()]
 
     def _split(
         self, n: int, lengths: Sequence[int] | None, modes: Sequence[int] | None

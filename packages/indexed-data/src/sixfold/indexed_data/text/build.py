@@ -188,7 +188,7 @@ def _stored_dtype(dtype: str, tokenizer: Tokenizer) -> str:
 def _plan(sources: Sequence[Source], job: Job, part_bytes: int) -> dict[str, Any]:
     """What must be equal for finished parts of an earlier run to be of use."""
     job_fields = asdict(job)
-    plan: dict[str, Any] = {"version": 2, "part_bytes": part_bytes, "encoding": job_fields.pop("encoding")}
+    plan: dict[str, Any] = {"version": 3, "part_bytes": part_bytes, "encoding": job_fields.pop("encoding")}
     plan["inputs"] = [[os.path.abspath(source.path), *source.state] for source in sources]
     return {**plan, **job_fields}
 

@@ -152,7 +152,8 @@ def cut(sources: Sequence[Source], options: TextOptions, part_bytes: int) -> lis
     pending: list[Slice] = []
     room = part_bytes
     for source in sources:
-        for piece, nbytes in _pieces(source, options, part_bytes):
+        # One without a document has a piece too: provenance names every input, as datatrove counts every file.
+        for piece, nbytes in [*_pieces(source, options, part_bytes)] or [(Slice(source.path, 0, 0), 0)]:
             if pending and nbytes > room:
                 parts.append(tuple(pending))
                 pending, room = [], part_bytes
@@ -239,8 +240,10 @@ def _of_rows(lines: Lines, kind: str, options: TextOptions) -> Iterator[Document
             yield Document(lines.count, value)
         elif value is None:
             yield Document(lines.count, None, f"no string in column {key!r}: it is null")
-        else:
+        elif isinstance(value, bytes):
             yield _decoded(lines.count, value)
+        else:
+            yield Document(lines.count, None, f"no string in column {key!r}: it is a {type(value).__name__}")
 
 
 def _conversation(line: int, key: str, value: Any) -> Document:

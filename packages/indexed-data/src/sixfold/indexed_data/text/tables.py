@@ -157,6 +157,10 @@ def _check_column(path: str, schema: Any, column: str) -> None:
             f"{path}: has no column {column!r}, its columns are {', '.join(schema.names)}; name the one of the text "
             "with json_key (--json-key)"
         )
+    if schema.names.count(column) > 1:
+        raise IndexedDataError(
+            f"{path}: has {schema.names.count(column)} columns {column!r}; give those that are not the text other names"
+        )
     kind = str(schema.field(column).type)
     if "string" not in kind and kind != "null":  # of a table without a text; messages have strings inside
         raise IndexedDataError(f"{path}: column {column!r} is of type {kind}; a text column has strings")

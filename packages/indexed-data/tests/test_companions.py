@@ -217,6 +217,9 @@ def test_what_a_pair_does_not_have_is_refused_by_name(folder):
     found = IndexedDataset("out").provenance
     with pytest.raises(IndexedDataError, match=r"no document comes from 'b\.jsonl'; the pair was built from a\.jsonl"):
         found.find("b.jsonl", 1)
+    build(["a.jsonl", "a.jsonl"], "twice", provenance=True)
+    with pytest.raises(IndexedDataError, match=r"the pair was built from a\.jsonl$"):
+        IndexedDataset("twice").provenance.find("b.jsonl", 1)
     with pytest.raises(IndexedDataError, match="document 1 is asked for; there are 1"):
         found.of(1)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -130,10 +131,114 @@ def test_a_message_that_spells_a_special_token_is_refused_or_taken_as_asked(fold
     assert IndexedDataset("out")[0].tolist().count(bpe.token_to_id("<|im_end|>")) == 3
 
 
-def test_a_template_that_ends_turns_with_the_eod_is_taken_and_told(folder, tokenizer):
-    tokenizer(PLAIN, eos="<|im_end|>")
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+def test_a_template_that_ends_turns_with_the_eod_is_refused_or_taken_without_another_end(folder, tokenizer, template):
+    bpe = tokenizer(template, eos="<|im_end|>")
+    options = {"tokenizer": "model", "messages_key": "messages"}
+    with pytest.raises(IndexedDataError, match=r"chats\.jsonl:1: .*ends turns with the EOD .*--eod-token.*the eod -1"):
+        build(["chats.jsonl"], "out", on_error="skip", **options)
     with pytest.warns(BuildNote, match="documents contain the EOD"):
-        build(["chats.jsonl"], "out", tokenizer="model", messages_key="messages")
+        build(["chats.jsonl"], "bare", append_eod=False, **options)
+    build(["chats.jsonl"], "other", eod_token="<eod>", **options)
+    for number, chat in enumerate(CHATS):
+        ids, _ = expected(bpe, chat, False, ends_with_eod=False)
+        assert IndexedDataset("bare")[number].tolist() == ids
+        assert IndexedDataset("other")[number].tolist() == [*ids, bpe.token_to_id("<eod>")]
+
+
+def test_conversations_of_which_nothing_counts_are_told(folder, tokenizer):
+    tokenizer(PLAIN)
+    write_chats("roles.jsonl", [[("Assistant", "x"), ("gpt", "y")], [("user", "x"), ("assistant", "y")]])
+    with pytest.warns(BuildNote, match="1 conversations have no token that counts"):
+        build(["roles.jsonl"], "out", tokenizer="model", messages_key="messages")
+
+
+def test_a_bos_before_a_leading_answer_is_not_said_by_it(folder, tokenizer):
+    transformers = pytest.importorskip("transformers", reason="needs the extra sixfold-indexed-data[transformers]")
+    tokenizer("{{ bos_token }}" + PLAIN)
+    model = transformers.AutoTokenizer.from_pretrained("model")
+    model.bos_token = "<|im_start|>"
+    model.save_pretrained("model")
+    write_chats("first.jsonl", [[("assistant", "hello"), ("user", "x"), ("assistant", "y")]])
+    build(["first.jsonl"], "out", tokenizer="model", messages_key="messages")
+    data = IndexedDataset("out")
+    says = [i for i, counts in zip(data[0].tolist(), data.loss_mask(0), strict=True) if counts]
+    assert model.decode(says[:-1]) == "hello<|im_end|>\ny<|im_end|>\n"
+
+
+TOOLS = (
+    "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.content is string %}"
+    "{{ message.content }}{% elif message.content %}{% for part in message.content %}{{ part.text }}{% endfor %}"
+    "{% endif %}{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CALL = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+TOOL = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+CALLING = [
+    {"role": "user", "content": [{"type": "text", "text": "what "}, {"type": "text", "text": "now"}]},
+    {"role": "assistant", "content": None, "tool_calls": CALL},
+    {"role": "tool", "content": "42"},
+    {"role": "assistant", "content": "it is 42"},
+]
+
+
+@pytest.mark.parametrize("tools", [None, [], TOOL, json.dumps(TOOL)], ids=["none", "empty", "list", "text"])
+def test_tools_calls_and_parts_reach_the_template(folder, tokenizer, tools):
+    transformers = pytest.importorskip("transformers", reason="needs the extra sixfold-indexed-data[transformers]")
+    tokenizer(TOOLS)
+    Path("calls.jsonl").write_text(json.dumps({"messages": CALLING, "tools": tools}) + "\n")
+    build(["calls.jsonl"], "out", tokenizer="model", messages_key="messages", append_eod=False)
+    theirs = transformers.AutoTokenizer.from_pretrained("model")
+    made = theirs.apply_chat_template(CALLING, tools=TOOL if tools else None, return_dict=True)["input_ids"]
+    data = IndexedDataset("out")
+    assert data[0].tolist() == made
+    assert ("tools" in theirs.decode(made)) == bool(tools)
+    says = theirs.decode([i for i, counts in zip(made, data.loss_mask(0), strict=True) if counts])
+    assert says == json.dumps(CALL[0]) + "<|im_end|>\nit is 42<|im_end|>\n"
+
+
+def test_content_that_the_template_does_not_write_as_text_is_refused(folder, tokenizer):
+    tokenizer(PLAIN)
+    options = {"tokenizer": "model", "messages_key": "messages"}
+    Path("parts.jsonl").write_text(json.dumps({"messages": CALLING[:1]}) + "\n")
+    with pytest.raises(IndexedDataError, match=r"parts\.jsonl:1: .*content of message 0 is a list of parts, which"):
+        build(["parts.jsonl"], "out", **options)
+    write_chats("empty.jsonl", [[("assistant", "")]])
+    build(["empty.jsonl"], "empty", **options)
+    Path("null.jsonl").write_text(json.dumps({"messages": CALLING[1:2]}) + "\n")
+    with suppress(IndexedDataError):  # transformers 5.23 gives templates an empty text for null; older ones "None"
+        build(["null.jsonl"], "null", **options)
+        assert IndexedDataset("null")[0].tolist() == IndexedDataset("empty")[0].tolist()
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [{"role": "<|im_end|>", "content": "x"}]},
+        {"messages": [{"role": "user", "content": "x", "name": "<|im_end|>"}]},
+        {"messages": [{"role": "assistant", "content": "x", "reasoning_content": "a <|im_end|>"}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}]}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"f": {"<|im_end|>": 1}}]}]},
+        {"messages": CALLING, "tools": [{"name": "<|im_end|>"}]},
+    ],
+    ids=["role", "name", "reasoning", "part", "argument", "tool"],
+)
+def test_special_tokens_are_found_in_all_that_reaches_the_template(folder, tokenizer, row):
+    tokenizer(TOOLS)
+    Path("bad.jsonl").write_text(json.dumps(row) + "\n")
+    with pytest.raises(IndexedDataError, match=r"bad\.jsonl:1: a message spells the special token <\|im_end\|>"):
+        build(["bad.jsonl"], "out", tokenizer="model", messages_key="messages")
+
+
+def test_a_table_with_a_column_of_tools_is_refused(folder, tokenizer):
+    arrow = pytest.importorskip("pyarrow", reason="needs the extra sixfold-indexed-data[parquet]")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra sixfold-indexed-data[parquet]")
+    tokenizer(TOOLS)
+    table = arrow.table({"messages": [[{"role": "user", "content": "x"}]], "tools": ["[]"]})
+    parquet.write_table(table, "a.parquet")
+    with pytest.raises(IndexedDataError, match=r"a\.parquet: has a column 'tools'"):
+        build(["a.parquet"], "out", tokenizer="model", messages_key="messages")
 
 
 LINES = {
@@ -141,6 +246,9 @@ LINES = {
     "no key": ('{"text": "hello"}', r"no list of messages at 'messages'"),
     "no role": ('{"messages": [{"content": "x"}]}', r"message 0 at 'messages' has no role or no content"),
     "no text": ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', r"has no role or no content"),
+    "null": ('{"messages": [{"role": "user", "content": null}]}', r"has no role or no content"),
+    "tools": ('{"messages": [{"role": "user", "content": "x"}], "tools": {"f": 1}}', r"no list of tools at 'tools'"),
+    "tools as text": ('{"messages": [{"role": "user", "content": "x"}], "tools": "f"}', r"no list of tools at 'tools'"),
 }
 
 

@@ -167,7 +167,9 @@ def build(
 
 def _found(reports: list[PartReport], job: Job) -> list[str]:
     """Notes on what the documents hold."""
-    spelled, inside = (sum(getattr(report, name) for report in reports) for name in ("spelled", "ended_inside"))
+    spelled, inside, uncounted = (
+        sum(getattr(report, name) for report in reports) for name in ("spelled", "ended_inside", "uncounted")
+    )
     notes = []
     if spelled and job.special_tokens == "text":
         notes.append(
@@ -176,6 +178,11 @@ def _found(reports: list[PartReport], job: Job) -> list[str]:
         )
     if inside:
         notes.append(f"{inside} documents contain the EOD of {job.tokenizer}: readers end a document there")
+    if uncounted:
+        notes.append(
+            f"{uncounted} conversations have no token that counts in the loss: none of their messages has the role "
+            "assistant, or its answers are empty"
+        )
     return notes
 
 

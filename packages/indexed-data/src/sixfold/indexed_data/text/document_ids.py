@@ -6,6 +6,7 @@ texts --> Batch (this file): tokenizer, EOD --> IndexedDatasetBuilder; counts --
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -16,13 +17,13 @@ import numpy.typing as npt
 from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.text.finished_part import PartReport, count_bad_line
 from sixfold.indexed_data.text.job import Job
-from sixfold.indexed_data.text.tokenizer import Tokenizer
+from sixfold.indexed_data.text.tokenizer import Messages, Tokenizer
 from sixfold.indexed_data.writer import IndexedDatasetBuilder
 
 BATCH_CHARACTERS, BATCH_TEXTS = 1 << 20, 1024  # enough for the threads of a tokenizer, and small beside a part
 
 
-Value = str | list[dict[str, Any]]  # a text, or the messages of a conversation
+Value = str | Messages
 
 
 class Batch:
@@ -80,7 +81,7 @@ def _encode(value: Value, tokenizer: Tokenizer) -> Any:
     if isinstance(value, str):
         return tokenizer.encode(value)
     assert tokenizer.encode_chat is not None, "build refuses conversations for a tokenizer without a template"
-    return tokenizer.encode_chat(value)
+    return tokenizer.encode_chat(value) if value.tools is None else tokenizer.encode_chat(value, tools=value.tools)
 
 
 def _append(
@@ -97,7 +98,7 @@ def _append(
     except Exception as error:  # ids are anybody's objects
         report.fatal = (*at, f"tokenizer {tokenizer.name} failed: {type(error).__name__}: {error}")
         return
-    texts = [value] if isinstance(value, str) else [message["content"] for message in value]
+    texts = [value] if isinstance(value, str) else [*_strings([*value, value.tools])]
     spelled = [token for token in tokenizer.special_texts if any(token in text for text in texts)]
     if spelled and mask is not None and job.special_tokens == "text":
         count_bad_line(report, (*at, _spelled_reason(spelled[0])), job)
@@ -107,6 +108,9 @@ def _append(
         if job.special_tokens == "text" and mask is None:
             count_bad_line(report, (*at, _eod_inside_reason(tokenizer, job)), job)
             return
+        if job.special_tokens == "text" and job.append_eod:
+            report.fatal = (*at, _eod_of_turns_reason(tokenizer))  # every line is so
+            return
         report.ended_inside += 1
     try:
         builder.add_document(ids, loss_mask=mask)
@@ -115,6 +119,7 @@ def _append(
             raise
         report.fatal = (*at, f"tokenizer {tokenizer.name} gave {error}")
         return
+    report.uncounted += mask is not None and not any(mask)
     report.documents += 1
     report.sequences += 1
     report.tokens += len(ids)
@@ -132,6 +137,27 @@ def _with_mask(encoded: Any, value: Value, job: Job, tokenizer: Tokenizer) -> tu
     if len(mask) != len(given):
         raise ValueError(f"encode_chat gave {len(mask)} values of a mask for {len(given)} ids")
     return ids, [*mask, *([bool(mask[-1]) if len(mask) else False] * (len(ids) - len(given)))]
+
+
+def _strings(value: Any) -> Iterator[str]:
+    """All texts of a JSON value, names of fields too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, inside in value.items():
+            yield str(name)
+            yield from _strings(inside)
+    elif isinstance(value, list):
+        for inside in value:
+            yield from _strings(inside)
+
+
+def _eod_of_turns_reason(tokenizer: Tokenizer) -> str:
+    return (
+        f"the chat template ends turns with the EOD of {tokenizer.name}, {tokenizer.eod}, so that readers would end a "
+        "document at each turn; name another token: eod_token=... (--eod-token), or pass append_eod=False "
+        "(--no-append-eod) and give readers the eod -1"
+    )
 
 
 def _spelled_reason(token: str) -> str:

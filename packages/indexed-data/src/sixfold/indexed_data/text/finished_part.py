@@ -27,6 +27,7 @@ class PartReport:
     empty_documents: int = 0
     spelled: int = 0  # documents whose text spells a special token
     ended_inside: int = 0  # documents with the EOD before their end
+    uncounted: int = 0  # conversations of which no token counts in the loss
     bad_lines: int = 0
     bad: list[tuple[int, int, str]] = field(default_factory=list)  # the first LISTED_ERRORS places
     blocks: list[tuple[int, int]] = field(default_factory=list)  # of its .bin, for the manifest

@@ -20,10 +20,12 @@ from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.paths import AnyPath, local_path
 from sixfold.indexed_data.text.compressed_files import open_text
 from sixfold.indexed_data.text.input_kinds import HEAD_BYTES, TABLES, compression_of, format_of, what_it_is
-from sixfold.indexed_data.text.tables import saved_dataset_files, table_pieces, table_rows
+from sixfold.indexed_data.text.tables import refuse_tools, saved_dataset_files, table_pieces, table_rows
+from sixfold.indexed_data.text.tokenizer import Messages
 
 FORMATS = ("auto", "jsonl", "text", *TABLES)
 TEXT_DOCUMENTS = ("file", "paragraph", "line")
+TOOLS = "tools"  # where an object has those that its conversation may call
 _NO_END = 2**63 - 1
 _BOM = b"\xef\xbb\xbf"  # of UTF-8: a mark of editors, no text
 _LOOKS_LIKE_JSON = re.compile(rb'(?:\xef\xbb\xbf)?\s*\{\s*"')
@@ -142,7 +144,7 @@ class Document:
     """One document of a slice: its text or its messages, or the reason why there is none."""
 
     line: int  # counted from 1 in the slice
-    text: str | list[dict[str, Any]] | None
+    text: str | Messages | None
     reason: str = ""
 
 
@@ -165,6 +167,8 @@ def cut(sources: Sequence[Source], options: TextOptions, part_bytes: int) -> lis
 def _pieces(source: Source, options: TextOptions, part_bytes: int) -> Iterator[tuple[Slice, int]]:
     kind = options.format_of(source.path)
     if kind in TABLES:
+        if options.messages_key is not None:
+            refuse_tools(source.path, kind, TOOLS)
         for begin, end, nbytes in table_pieces(source.path, kind, options.key, source.size, part_bytes):
             yield Slice(source.path, begin, end), nbytes
         return
@@ -235,7 +239,7 @@ def _of_rows(lines: Lines, kind: str, options: TextOptions) -> Iterator[Document
     for value in table_rows(piece.path, kind, piece.begin, piece.end, key):
         lines.count += 1
         if options.messages_key is not None:
-            yield _conversation(lines.count, key, value)
+            yield _conversation(lines.count, key, value, None)
         elif isinstance(value, str):
             yield Document(lines.count, value)
         elif value is None:
@@ -246,14 +250,36 @@ def _of_rows(lines: Lines, kind: str, options: TextOptions) -> Iterator[Document
             yield Document(lines.count, None, f"no string in column {key!r}: it is a {type(value).__name__}")
 
 
-def _conversation(line: int, key: str, value: Any) -> Document:
+def _conversation(line: int, key: str, value: Any, tools: Any) -> Document:
     """The messages of a row or an object, checked: what a template does with others is its own matter."""
+    import json  # only here: reading pairs should not load it
+
     if not isinstance(value, list):
         return Document(line, None, f"no list of messages at {key!r}")
     for number, message in enumerate(value):
-        if not isinstance(message, dict) or not all(isinstance(message.get(part), str) for part in ("role", "content")):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not _has_content(message):
             return Document(line, None, f"message {number} at {key!r} has no role or no content that is text")
-    return Document(line, value)
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except (ValueError, RecursionError) as error:
+            return Document(line, None, f"no list of tools at {TOOLS!r}: {error}")
+    if tools and not isinstance(tools, list):
+        return Document(line, None, f"no list of tools at {TOOLS!r}: a {type(tools).__name__}")
+    messages = Messages(value)
+    messages.tools = tools or None
+    return Document(line, messages)
+
+
+def _has_content(message: dict[str, Any]) -> bool:
+    """Whether it is a text, parts that are texts, or none in a message that calls tools."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return bool(content) and all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+            for part in content
+        )
+    return isinstance(content, str) or (content is None and bool(message.get("tool_calls")))
 
 
 def _of_jsonl(lines: Lines, options: TextOptions) -> Iterator[Document]:
@@ -281,7 +307,7 @@ def _of_jsonl(lines: Lines, options: TextOptions) -> Iterator[Document]:
         elif not isinstance(value, dict):
             yield Document(number, None, f"a JSON {type(value).__name__}, not an object")
         elif options.messages_key is not None:
-            yield _conversation(number, key, value.get(key))
+            yield _conversation(number, key, value.get(key), value.get(TOOLS))
         elif not isinstance(text := value.get(key), str):
             yield Document(number, None, f"no string at key {key!r}")
         elif _has_lone_surrogate(line, text):

@@ -68,6 +68,15 @@ def table_pieces(path: str, kind: str, column: str, size: int, part_bytes: int) 
     yield begin, table.groups, nbytes
 
 
+def refuse_tools(path: str, kind: str, column: str) -> None:
+    """IndexedDataError for a table of conversations with a column of tools: rows are read of one column."""
+    if column in (_Parquet(path, None) if kind == "parquet" else _Arrow(path, None)).names:
+        raise IndexedDataError(
+            f"{path}: has a column {column!r}, which a chat template would write and which is not read of tables; give "
+            "these conversations as JSON lines, or give the column another name"
+        )
+
+
 def table_rows(path: str, kind: str, begin: int, end: int, column: str) -> Iterator[Any]:
     """What each row of these groups has in ``column``: a str, None, or bytes where the text is no UTF-8."""
     table = _Parquet(path, column) if kind == "parquet" else _Arrow(path, column)
@@ -90,13 +99,15 @@ def _text_or_bytes(value: Any) -> str | bytes | None:
 class _Parquet:
     """A Parquet file by its row groups."""
 
-    def __init__(self, path: str, column: str) -> None:
+    def __init__(self, path: str, column: str | None) -> None:
         pyarrow, parquet = _pyarrow(path), extra("pyarrow.parquet", path)
         try:
             self._file = parquet.ParquetFile(path, memory_map=True, pre_buffer=False)
         except (pyarrow.ArrowException, OSError) as error:
             raise IndexedDataError(f"{path}: cannot be read: {error}") from error
-        _check_column(path, self._file.schema_arrow, column)
+        self.names: list[str] = self._file.schema_arrow.names
+        if column is not None:
+            _check_column(path, self._file.schema_arrow, column)
         self._pyarrow, self._path, self._column = pyarrow, path, column
         self.groups: int = self._file.metadata.num_row_groups
 
@@ -119,7 +130,7 @@ class _Parquet:
 class _Arrow:
     """An Arrow file by its record batches, or an Arrow stream as a whole."""
 
-    def __init__(self, path: str, column: str, size: int = 0) -> None:
+    def __init__(self, path: str, column: str | None, size: int = 0) -> None:
         pyarrow = _pyarrow(path)
         ipc = extra("pyarrow.ipc", path)
         try:
@@ -129,7 +140,9 @@ class _Arrow:
             self._reader = (ipc.open_file if self._is_file else ipc.open_stream)(self._source)
         except (pyarrow.ArrowException, OSError) as error:
             raise IndexedDataError(f"{path}: cannot be read: {error}") from error
-        _check_column(path, self._reader.schema, column)
+        self.names: list[str] = self._reader.schema.names
+        if column is not None:
+            _check_column(path, self._reader.schema, column)
         self._pyarrow, self._path, self._column, self._size = pyarrow, path, column, size
         self.groups: int = self._reader.num_record_batches if self._is_file else 1
 

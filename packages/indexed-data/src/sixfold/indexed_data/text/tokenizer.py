@@ -10,6 +10,12 @@ from dataclasses import dataclass
 from typing import Any
 
 
+class Messages(list[dict[str, Any]]):
+    """The messages of a conversation, and the tools that it may call, which a template writes too."""
+
+    tools: list[Any] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Tokenizer:
     """One way to turn text into ids, whoever made it."""
@@ -24,6 +30,6 @@ class Tokenizer:
     notes: tuple[str, ...] = ()  # what was changed when it was loaded, for the user to know
     special_texts: tuple[str, ...] = ()  # how its special tokens are written
     may_spell_eod: bool = True  # whether some text could give the EOD
-    # messages -> ids, and whether each counts in the loss
-    encode_chat: Callable[[list[dict[str, Any]]], tuple[Any, Any]] | None = None
+    # messages, and tools=... if there are any -> ids, and whether each counts in the loss
+    encode_chat: Callable[..., tuple[Any, Any]] | None = None
     encode_batch: Callable[[list[str]], list[Any]] | None = None  # the same ids of several texts, if that is faster

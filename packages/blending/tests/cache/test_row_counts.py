@@ -86,11 +86,16 @@ def test_other_data_under_the_same_name_is_counted_anew(prefix, tmp_path, counte
     assert counted == list(range(7))
 
 
-@pytest.mark.parametrize("damage", [b"", b"junk", None])
+@pytest.mark.parametrize("damage", [b"", b"junk", None, "header"])
 def test_a_damaged_file_is_counted_anew(prefix, tmp_path, counted, damage):
     expected = build(prefix, tmp_path / "cache").get_batch(range(60))["tokens"]
     (file,) = (tmp_path / "cache").glob("*-rows.npy")
-    file.write_bytes(file.read_bytes()[:-8] if damage is None else damage)
+    whole = file.read_bytes()
+    cut_or_opened = {
+        None: whole[:-8],
+        "header": whole.replace(b"}", b" ", 1),
+    }  # the header is a dict that Python parses
+    file.write_bytes(cut_or_opened.get(damage, damage))
     counted.clear()
     assert np.array_equal(build(prefix, tmp_path / "cache").get_batch(range(60))["tokens"], expected)
     assert counted == list(range(7))

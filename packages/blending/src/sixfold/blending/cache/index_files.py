@@ -216,7 +216,12 @@ def _mapped(file: BinaryIO, size: int) -> npt.NDArray[Any]:
     raw = map_bytes(file.fileno(), size)
     found = _HEADER.fullmatch(raw[:_HEADER_BYTES].tobytes())
     if found is None:
-        return np.lib.format.open_memmap(file.name, mode="r")
+        try:
+            return np.lib.format.open_memmap(file.name, mode="r")
+        except (OSError, ValueError):
+            raise
+        except Exception as error:  # numpy parses a damaged header as Python, whose tokenizer has errors of its own
+            raise ValueError(f"{file.name} has a damaged header: {error}") from error
     dtype = np.dtype(found[1].decode())
     shape = tuple(int(number) for number in found.groups()[1:] if number is not None)
     end = _HEADER_BYTES + dtype.itemsize * prod(shape)

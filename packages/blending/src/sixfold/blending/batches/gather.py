@@ -9,7 +9,7 @@ one call with the GIL released. ``_by_numpy`` reads what it leaves out.
 ``samples/range_table.py`` says what a range is. R counts ranges, I ids.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -127,11 +127,24 @@ def _ids(part: Part, ranges: I64) -> npt.NDArray[Any]:
     return np.concatenate([tokens[begin : begin + length] for begin, length in pairs])
 
 
+def announce(part: Part, ranges: I64) -> None:
+    """Have the source begin to fetch what is read soon, if it can."""
+    if fetches(part):
+        prefetch: Callable[[I64, I64], None] = part.source.prefetch  # type: ignore[attr-defined]
+        prefetch(ranges[:, BEGIN], ranges[:, LENGTH])
+
+
+def fetches(part: Part) -> bool:
+    """Whether ids come from afar: the source has no map of them, and fetches what it is told."""
+    source = part.source
+    if getattr(source, "prefetch", None) is None or getattr(source, "tokens", None) is not None:
+        return False
+    return part.first_token(np.zeros(0, dtype=np.int64)) is not None
+
+
 def _ask(part: Part, ranges: I64) -> npt.NDArray[Any]:
     """The same through ``get``, one range at a time, all of which the source may fetch at once."""
-    prefetch = getattr(part.source, "prefetch", None)
-    if prefetch is not None and part.first_token(ranges[:0, SEQUENCE]) is not None:
-        prefetch(ranges[:, BEGIN], ranges[:, LENGTH])
+    announce(part, ranges)
     ids = np.empty(int(ranges[:, LENGTH].sum()), dtype=part.source.dtype)
     end = 0
     for sequence, offset, length in ranges[:, [SEQUENCE, OFFSET, LENGTH]].tolist():

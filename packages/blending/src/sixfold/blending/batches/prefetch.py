@@ -5,6 +5,9 @@
 The compiled kernels release the GIL, so reading a batch does not stop the training loop. There is no state. After a
 restart, begin at the position of the first batch that was not trained on: what was read ahead is read again.
 
+[Note: exact look-ahead] The order knows what the next batches read. If ids come from afar (a URL), the thread has the
+sources fetch for ``ahead`` batches beyond the one that it reads. Nothing is fetched that no batch reads.
+
 [Note: arrays in a ring] With ``make_out`` every batch is written into one of ``depth + 1`` dicts of arrays. Up to
 ``depth`` of them wait or are being filled, and one is with the caller. The caller has it until it takes the next batch;
 then it is filled again. So wait for a copy to a device before you take the next batch.
@@ -48,6 +51,7 @@ class Prefetcher:
         *,
         make_out: Callable[[], Batch] | None = None,
         timeout_s: float = 600.0,
+        ahead: int = 8,
     ) -> None:
         """Start to read.
 
@@ -58,17 +62,19 @@ class Prefetcher:
             make_out: makes a dict of arrays for ``get_batch(out=)``, pinned memory for instance; called ``depth + 1``
                 times, here. None: each batch has new arrays, the caller's for good.
             timeout_s: how long ``next()`` waits for a batch.
+            ahead: batches whose ids are fetched beyond the one that is read, where they come from afar.
         Raises:
             BlendingError: ``depth`` or ``timeout_s`` is out of range.
         """
         whole_number("depth", depth, 1)
+        whole_number("ahead", ahead, 0)
         if not timeout_s > 0:
             raise BlendingError(f"timeout_s is {timeout_s}; it is a number of seconds above 0")
         outs: list[Batch | None] = [None] * (depth + 1) if make_out is None else [make_out() for _ in range(depth + 1)]
         self._queue = queue = _Queue(outs)
         self._timeout_s = timeout_s
         self._process = os.getpid()
-        self._thread = Thread(target=_read, args=(queue, data, positions), daemon=True, name="sixfold-prefetch")
+        self._thread = Thread(target=_read, args=(queue, data, positions, ahead), daemon=True, name="sixfold-prefetch")
         # The thread knows the queue alone, so that a prefetcher that nobody holds any more can end it.
         weakref.finalize(self, _stop_in, self._process, queue)
         self._thread.start()
@@ -174,11 +180,29 @@ def _stop_in(process: int, queue: _Queue) -> None:
         queue.stop()
 
 
-def _read(queue: _Queue, data: Readable, positions: Iterable[Positions]) -> None:
+def _announced(positions: Iterable[Positions], data: Readable, ahead: int) -> Iterator[Positions]:
+    """``positions``, of which ``ahead`` are told to the data before their turn; an error comes in its own turn."""
+    if not ahead or not getattr(data, "looks_ahead", False):
+        yield from positions
+        return
+    waiting: deque[Positions] = deque()
+    try:
+        for some in positions:
+            data.look_ahead(some)  # type: ignore[attr-defined]
+            waiting.append(some)
+            if len(waiting) > ahead:
+                yield waiting.popleft()
+    except Exception:
+        yield from waiting
+        raise
+    yield from waiting
+
+
+def _read(queue: _Queue, data: Readable, positions: Iterable[Positions], ahead: int) -> None:
     """The thread."""
     error: BaseException | None = None
     try:
-        for some in positions:
+        for some in _announced(positions, data, ahead):
             outs = queue.free()
             if not outs:
                 break

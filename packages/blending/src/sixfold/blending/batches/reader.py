@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from sixfold.blending.batches.gather import counted_labels, gather, open_map
+from sixfold.blending.batches.gather import announce, counted_labels, fetches, gather, open_map
 from sixfold.blending.batches.gpt_arrays import TokenRows
 from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import ListSource
@@ -98,6 +98,21 @@ class BatchReader:
                 handles = self._with_map(native, handles, source)
         self._handles = handles
         return self._gather(handles.maps, ranges, sample_B, rows, handles.unmapped)
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether some dataset's ids come from afar; see ``look_ahead``."""
+        return any(fetches(dataset.part) for dataset in self._datasets)
+
+    def look_ahead(self, source_B: I64, sample_B: I64) -> None:
+        """Have sources whose ids come from afar begin to fetch what ``read`` of these samples takes."""
+        far = [source for source in _sources(source_B) if fetches(self._datasets[source].part)]
+        if not far:
+            return
+        mine_B = np.isin(source_B, far)
+        ranges = self._by_numpy(source_B[mine_B], sample_B[mine_B])
+        for source in far:
+            announce(self._parts[source], ranges[ranges[:, SOURCE] == source])
 
     def _gather(
         self,

@@ -278,6 +278,14 @@ class MegatronDataset(Samples):
         rows = self._reader.read(np.zeros(sample_B.size, dtype=np.int64), sample_B, rows)
         return self.make_batch(rows, out)
 
+    @property
+    def looks_ahead(self) -> bool:
+        return self._reader.looks_ahead
+
+    def look_ahead(self, positions: Positions) -> None:
+        sample_B = checked_positions(positions, self._end)
+        self._reader.look_ahead(np.zeros(sample_B.size, dtype=np.int64), sample_B)
+
     def why(self, n: int) -> Why:
         """Where the tokens of sample ``n`` come from."""
         checked_positions([n], self._end)

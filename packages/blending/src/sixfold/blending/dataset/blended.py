@@ -203,6 +203,13 @@ class BlendedDataset(Samples):
         return batch
 
     @property
+    def looks_ahead(self) -> bool:
+        return self._reader.looks_ahead
+
+    def look_ahead(self, positions: Positions) -> None:
+        self._reader.look_ahead(*self.schedule.locate(checked_positions(positions, self.schedule.end)))
+
+    @property
     def deals(self) -> bool:
         return self.config.ordering.deals
 

@@ -55,6 +55,20 @@ class Samples(ABC):
     def get_batch(self, positions: Positions, *, out: Batch | None = None) -> Batch:
         """The samples at any positions as stacked arrays."""
 
+    @property
+    @abstractmethod
+    def looks_ahead(self) -> bool:
+        """Whether ``look_ahead`` helps: some ids come from afar, as from a URL."""
+
+    @abstractmethod
+    def look_ahead(self, positions: Positions) -> None:
+        """Begin to fetch what ``get_batch`` of these positions reads, and return; `Prefetcher` calls it.
+
+        Raises:
+            IndexError: a position that the stream does not have.
+            The source's error: its data is damaged, or its cache is too small for the positions.
+        """
+
     @abstractmethod
     def why(self, n: int) -> Why:
         """Where the tokens of position ``n`` come from."""

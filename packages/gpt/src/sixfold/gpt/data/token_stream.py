@@ -13,6 +13,7 @@ samples, and each keeps its part of every row (sequence_parts.py).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from sixfold.gpt.parallel.mesh import RankMesh
 
     Datasets = tuple[BlendedDataset | OwnData, BlendedDataset | GPTDataset | OwnData | None]  # train, valid
+
+AHEAD = 8  # global batches whose ids are fetched before their turn, where they come from afar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,6 +337,8 @@ class TokenStream:
         self.seq_length = config.data.seq_length
         self.document_mask = config.data.document_mask
         self.permutes = config.data.deal == "permuted"
+        self._looks_ahead = bool(getattr(dataset, "looks_ahead", False))  # users' own have no such thing
+        self._told = self._asked = 0  # samples that ids were fetched ahead of, and where the last batch began
         self.name = "data"
 
     def arrays(self, positions: Sequence[int]) -> dict[str, npt.NDArray[Any]]:
@@ -389,9 +394,28 @@ class TokenStream:
 
     def step(self, samples: int, batch_size: int, micro: int, dp: int, dp_rank: int) -> list[Microbatch]:
         """This rank's microbatches of the global batch that starts at position ``samples``."""
+        self._look_ahead(samples, batch_size, micro, dp, dp_rank)
+        return [self._microbatch(some) for some in self._mine(samples, batch_size, micro, dp, dp_rank)]
+
+    def _mine(self, samples: int, batch_size: int, micro: int, dp: int, dp_rank: int) -> list[Sequence[int]]:
+        """This rank's positions of a global batch, by microbatch."""
         count, positions = batch_size // (micro * dp), self._dealt(samples, batch_size)
         begins = [(m * dp + dp_rank) * micro for m in range(count)]
-        return [self._microbatch(positions[begin : begin + micro]) for begin in begins]
+        return [positions[begin : begin + micro] for begin in begins]
+
+    def _look_ahead(self, samples: int, batch_size: int, micro: int, dp: int, dp_rank: int) -> None:
+        """Have ids that come from afar, as from a URL, fetched for this batch and ``AHEAD`` more, each once."""
+        if not self._looks_ahead:
+            return
+        dataset: Any = self.dataset
+        if samples < self._asked:  # from the start again, as an evaluation
+            self._told = 0
+        self._asked, end = samples, samples + (AHEAD + 1) * batch_size
+        for first in range(max(self._told, samples), end, batch_size):
+            mine = self._mine(first, batch_size, micro, dp, dp_rank)
+            with suppress(IndexError):  # behind the end of an order that has one
+                dataset.look_ahead([position for some in mine for position in some])
+        self._told = end
 
     def _dealt(self, samples: int, batch_size: int) -> Sequence[int]:
         """The positions of a global batch as microbatches take them, the same on every rank and at any layout."""

@@ -111,9 +111,11 @@ def test_an_error_is_raised_in_its_place_and_again(data, where):
 def test_a_read_that_hangs_is_told_with_what_it_reads():
     slow = Slow()
     with Prefetcher(slow, [[7, 8]], timeout_s=0.05) as batches:
+        assert slow.begun.wait(10)
         with pytest.raises(BlendingError, match=r"no batch came in 0.05 s; it reads 2 positions from 7 on"):
             next(batches)
         slow.go.set()
+        assert eventually(lambda: batches._queue._ended, 10.0)
         assert next(batches)["tokens"].tolist() == [7, 8]  # late, not lost
         with pytest.raises(StopIteration):
             next(batches)

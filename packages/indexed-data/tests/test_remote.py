@@ -162,6 +162,31 @@ def test_a_server_without_ranges_is_refused(folder):
     server.server_close()
 
 
+@pytest.mark.parametrize("cache", [None, "cache"])
+def test_a_read_of_more_than_the_cache_holds_is_whole(local, cache):
+    options = RemoteOptions(cache_folder=cache, cache_bytes=300, request_bytes=128, **FAST)
+    with served("wiki") as server:
+        for _ in range(5):
+            remote = IndexedDataset(f"{server.url}/wiki", remote=options)
+            longest = int(np.argmax(local.sequence_lengths))
+            assert local.sequence_lengths[longest] * 2 > 300, "else this shows nothing"
+            assert np.array_equal(remote[longest], local[longest])
+
+
+def test_a_damaged_piece_of_the_folder_is_fetched_anew(local):
+    options = RemoteOptions(cache_folder="cache", **FAST)
+    with served("wiki") as server:
+        first = IndexedDataset(f"{server.url}/wiki", remote=options)
+        assert all(np.array_equal(first[n], local[n]) for n in range(len(local)))
+        pieces = sorted(Path("cache").glob("*.piece"))
+        for path in pieces:
+            data = bytearray(path.read_bytes())
+            data[len(data) // 3] ^= 1
+            path.write_bytes(data)
+        again = IndexedDataset(f"{server.url}/wiki", remote=options)
+        assert pieces and all(np.array_equal(again[n], local[n]) for n in range(len(local)))
+
+
 def test_pieces_in_a_folder_are_found_by_a_later_run_and_stay_within_the_limit(local):
     options = RemoteOptions(cache_folder="cache", cache_bytes=20_000)
     with served("wiki") as server:

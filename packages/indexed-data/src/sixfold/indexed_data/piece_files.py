@@ -2,8 +2,8 @@
 
 pieces --> PieceFiles (this file) --> FOLDER/KEY-BEGIN-END.piece
 
-Several processes may use one folder. A file appears whole by a rename. The least recently used go first; only names of
-this form are ever removed.
+Several processes may use one folder. A file appears whole by a rename, and ends with the CRC-32 of its piece: one that
+a disk has damaged is fetched anew. The least recently used go first; only names of this form are ever removed.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from contextlib import suppress
 from sixfold.indexed_data.errors import IndexedDataError
 
 _NAME = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)\.piece")
+CRC_BYTES = 4  # behind a piece
 _KEPT = 0.9  # of the limit, after files were removed
 
 
@@ -54,15 +55,16 @@ class PieceFiles:
         return self._ends.get(begin) == end
 
     def read(self, begin: int, end: int) -> bytes | None:
-        """A whole piece; None if another process has removed it."""
+        """A whole piece; None if it is gone or damaged."""
         try:
             with open(self._path(begin, end), "rb") as file:
                 data = file.read()
             os.utime(self._path(begin, end))
         except OSError:
             data = b""
-        if len(data) == end - begin:
-            return data
+        piece, crc = data[:-CRC_BYTES], data[-CRC_BYTES:]
+        if len(piece) == end - begin and crc == _crc(piece):
+            return piece
         with self._lock:
             if self._ends.pop(begin, None) is not None:
                 self._begins.remove(begin)
@@ -75,6 +77,7 @@ class PieceFiles:
         try:
             with open(temporary, "wb") as file:
                 file.write(data)
+                file.write(_crc(data))
             os.replace(temporary, path)
         except OSError:
             with suppress(OSError):
@@ -84,7 +87,7 @@ class PieceFiles:
             if begin not in self._ends:
                 self._begins.insert(bisect_left(self._begins, begin), begin)
             self._ends[begin] = end
-            self._held += end - begin
+            self._held += end - begin + CRC_BYTES
             if self._held > self._limit:
                 self._remove_oldest(path)
 
@@ -111,3 +114,9 @@ class PieceFiles:
 
     def _path(self, begin: int, end: int) -> str:
         return os.path.join(self._folder, f"{self._key}-{begin}-{end}.piece")
+
+
+def _crc(piece: bytes) -> bytes:
+    import zlib  # only here: reading local pairs should not load it
+
+    return zlib.crc32(piece).to_bytes(CRC_BYTES, "little")

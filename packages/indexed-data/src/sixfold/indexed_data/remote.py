@@ -154,7 +154,8 @@ class RemoteObject:
         for first, last in self._pieces.missing(begin, end):
             for at in range(first, last, self._options.request_bytes):
                 until = min(last, at + self._options.request_bytes)
-                self._pieces.add(at, until, self._threads().submit(self._fetched, at, until))
+                future = self._threads().submit(self._fetched, at, until)
+                self._pieces.add(at, until, future, needed=(begin, end))
 
     def _threads(self) -> ThreadPoolExecutor:
         from concurrent.futures import ThreadPoolExecutor  # only here: reading local pairs should not load it
@@ -246,7 +247,7 @@ class _Pieces:
         if self._files is not None:
             for first, last in self._files.overlapping(begin, end):
                 if not self.within(first, last) and (data := self._files.read(first, last)) is not None:
-                    self.add(first, last, _done(data))
+                    self.add(first, last, _done(data), needed=(begin, end))
         found, at = [], begin
         for first, last, _ in self.within(begin, end):
             if first > at:
@@ -266,7 +267,8 @@ class _Pieces:
                     found.append((first, last, future))
             return found
 
-    def add(self, begin: int, end: int, future: Future[bytes]) -> None:
+    def add(self, begin: int, end: int, future: Future[bytes], *, needed: tuple[int, int]) -> None:
+        """One more piece; others make way, but for those of the range that is ``needed`` now."""
         with self._lock:
             insort(self._begins, begin)
             self._pieces[begin] = end, future
@@ -275,7 +277,7 @@ class _Pieces:
                 for first, (last, old) in list(self._pieces.items()):
                     if self._held <= self._limit:
                         break
-                    if old.done() and first != begin:
+                    if old.done() and (last <= needed[0] or first >= needed[1]):
                         self._drop(first, last)
 
     def keep(self, begin: int, end: int, data: bytes) -> None:

@@ -209,7 +209,7 @@ class _Version(argparse.Action):
 
 
 def _huggingface_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    export = verbs.add_parser("export", help="write a run's model as a Hugging Face folder: Llama, Qwen2, Qwen3")
+    export = verbs.add_parser("export", help="write a run's model as a Hugging Face folder")
     export.add_argument("path", type=Path, metavar="PATH", help="run folder or checkpoint folder")
     export.add_argument("out", metavar="OUT_DIR", help="a folder that does not exist or is empty")
     export.add_argument("--step", type=int, help="step of the checkpoint (default: the newest)")

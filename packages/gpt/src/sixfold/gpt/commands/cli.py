@@ -118,6 +118,12 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument(
         "--template", action="store_true", help="also store what the tokenizer's template adds, such as a BOS"
     )
+    prepare.add_argument(
+        "--messages-key",
+        default="",
+        metavar="NAME",
+        help="key of the conversation in a .jsonl line, a list of messages; training counts what the assistant says",
+    )
     prepare.add_argument("--workers", type=at_least_one, default=1, help="processes (%(default)s)")
     prepare.set_defaults(run=_prepare)
 
@@ -254,7 +260,7 @@ def _prepare(args: argparse.Namespace) -> int:
     from sixfold.gpt.data import prepare
 
     if not args.cpython:
-        names = ("tokenizer", "eod_token", "key", "documents", "template", "workers")
+        names = ("tokenizer", "eod_token", "key", "documents", "template", "messages_key", "workers")
         print(prepare.prepare(args.inputs, args.out, **{name: getattr(args, name) for name in names}))
         return 0
     if args.inputs or args.tokenizer != "bytes" or args.eod_token:

@@ -101,6 +101,7 @@ def prepare(
     key: str = "text",
     documents: str = "file",
     template: bool = False,
+    messages_key: str = "",
     workers: int = 1,
 ) -> Prepared:
     """Tokenize text files into one pair of .bin and .idx files.
@@ -112,6 +113,8 @@ def prepare(
         eod_token: the token of a tokenizer.json that ends a document; "" takes its eos_token or a usual name.
         documents: what is a document in a text file: the ``file``, a ``paragraph`` or a ``line``.
         template: also store what the tokenizer's template adds to a document, such as a BOS.
+        messages_key: where a line of a ``.jsonl`` file has a conversation in place of a text. The chat template in the
+            tokenizer's folder encodes it; PREFIX.mask says what the assistant says, and training counts that alone.
         workers: number of processes. The written bytes do not depend on it.
     Raises:
         ConfigError: no input, a missing input, an existing pair, an unknown tokenizer.
@@ -126,14 +129,23 @@ def prepare(
             raise ConfigError(f"input {path} is not a file; name text or jsonl files, or --cpython")
     found, prefix = tokenizer_for(tokenizer, eod_token), str(out_prefix)
     end = found.eod_token if isinstance(found, FileTokenizer) else None
+    named = found.name
+    if messages_key:
+        if not isinstance(found, FileTokenizer):
+            raise ConfigError(
+                f"messages_key is {messages_key!r} and the tokenizer is bytes, which has no chat template; name the "
+                f"folder of a model whose tokenizer has one"
+            )
+        named = str(found.path.parent)  # the folder, which has the chat template
     mine = _claim(prefix, found, f"{len(inputs)} files")
     try:
         report = build(
             [str(p) for p in inputs],
             prefix,
-            tokenizer=found.name,
+            tokenizer=named,
             eod_token=end,
             json_key=key,
+            messages_key=messages_key or None,
             text_documents=documents,
             template=template,
             workers=workers,
@@ -142,8 +154,8 @@ def prepare(
         if mine:
             identity_path(prefix).unlink(missing_ok=True)
         raise
-    named = "bytes" if end is None else f"vocab_size {found.vocab_size}, documents end with {end} (id {found.eod})"
-    return Prepared(prefix=prefix, documents=int(report.documents), tokens=int(report.tokens), tokenizer=named)
+    words = "bytes" if end is None else f"vocab_size {found.vocab_size}, documents end with {end} (id {found.eod})"
+    return Prepared(prefix=prefix, documents=int(report.documents), tokens=int(report.tokens), tokenizer=words)
 
 
 def _write(prefix: str, documents: Sequence[bytes], sha256: str) -> Prepared:

@@ -57,10 +57,11 @@ MAX_SHARD_BYTES = 5 * 10**9
 PART_BYTES = 64 * 2**20  # read and converted at a time when a model is exported
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # What belongs to a tokenizer, and how to sample: carried along as they are.
-CARRIED = (
+TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja",
 )  # fmt: skip
+CARRIED = (*TOKENIZER_FILES, "generation_config.json")
 _QWEN2 = "Qwen2Tokenizer"
 MODEL_TYPE = "model_type"
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -407,7 +408,7 @@ def _model_type(folder: Path) -> str:
 
 
 def _copy_tokenizer(tokenizer: FileTokenizer, draft: Path) -> None:
-    """A run's own tokenizer.json, with its tokenizer_config.json or one that says to take it as it is.
+    """A run's own tokenizer.json, with the files beside it or a tokenizer_config.json that says to take it as it is.
 
     Without one transformers 5 makes the tokenizer of the architecture, which does not know the run's eos_token.
     """
@@ -416,7 +417,9 @@ def _copy_tokenizer(tokenizer: FileTokenizer, draft: Path) -> None:
     if target.exists():  # of the import whose tokenizer it is
         return
     if tokenizer.path.name == "tokenizer.json" and beside.is_file():
-        shutil.copyfile(beside, target)
+        for name in TOKENIZER_FILES:  # the chat template lies beside too
+            if (beside_it := tokenizer.path.with_name(name)).is_file():
+                shutil.copyfile(beside_it, draft / name)
     else:
         _write_json(target, {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": tokenizer.eod_token})
 

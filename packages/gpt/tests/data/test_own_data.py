@@ -44,7 +44,7 @@ TWO = {"a": Numbered(10), "b": Numbered(7)}
 def test_each_epoch_reads_every_item_once_in_another_order_and_datasets_take_turns_by_weight(tmp_path):
     data, valid = open_own(own_config(tmp_path, "data.max_epochs=0"), TWO)
     dataset, sample = data.locate(range(400))
-    assert valid is None and np.bincount(dataset).tolist() == [300, 100]
+    assert valid == {} and np.bincount(dataset).tolist() == [300, 100]
     for number, size in enumerate((10, 7)):
         mine = sample[dataset == number]
         assert mine.tolist() == list(range(len(mine)))

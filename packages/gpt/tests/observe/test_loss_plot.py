@@ -29,7 +29,19 @@ RUN = records(
 def test_each_step_is_drawn_once_and_a_loss_that_was_not_finite_is_left_out():
     found = curve(RUN, "run", "step")
     assert (found.x, found.loss) == ([1, 2, 3, 5], [5.0, 4.5, 3.5, 2.5])
-    assert (found.eval_x, found.eval_loss) == ([3], [3.2])
+    assert found.evals == {"": ([3], [3.2])}
+
+
+def test_each_validation_set_has_points_of_its_own():
+    entries = records(("step", 1, 5.0), ("eval", 1, 4.0), ("eval", 1, 3.0), ("step", 2, 4.0), ("eval", 2, 2.0))
+    for record, name in zip([r for r in entries if r["kind"] == "eval"], ("wiki", "code", "wiki"), strict=True):
+        record["name"] = name
+    one = curve(entries, "run", "step")
+    assert one.evals == {"wiki": ([1, 2], [4.0, 2.0]), "code": ([1], [3.0])}
+    pytest.importorskip("matplotlib", reason="needs matplotlib, an extra")
+    drawn = figure_of([one], by_dataset=False, events=False, references={}, marks={}).axes[0].get_lines()
+    named = {line.get_label(): line.get_marker() for line in drawn if "validation" in line.get_label()}
+    assert named == {"run, validation wiki": "o", "run, validation code": "s"}
 
 
 def test_a_resume_tells_how_far_the_run_had_come():
@@ -134,12 +146,12 @@ SPARSE = records(
 )
 def test_every_evaluation_is_drawn_also_of_steps_without_a_line(axis, places):
     found = curve(SPARSE, "run", axis)
-    assert (found.eval_x, found.eval_loss) == (places, [4.5, 3.5, 2.5])
+    assert found.evals == {"": (places, [4.5, 3.5, 2.5])}
     assert found.resumes[0].x == {"step": 20, "tokens": 1280, "seconds": 6}[axis]
 
 
 def test_an_evaluation_before_the_first_line_is_drawn():
-    assert curve(records(("eval", 5, 4.0), ("step", 10, 3.0)), "run", "tokens").eval_x == [320]
+    assert curve(records(("eval", 5, 4.0), ("step", 10, 3.0)), "run", "tokens").evals[""][0] == [320]
 
 
 @pytest.fixture

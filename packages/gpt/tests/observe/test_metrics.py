@@ -148,12 +148,21 @@ def test_steps_that_a_restart_took_back_are_no_part_of_the_run_before_they_are_d
         for i in (1, 2, 3, 4, 5):
             writer.write("step", **step(i, float(i)))
         for i in (2, 4):
-            writer.write("eval", step=i, loss=1.0, tokens=1)
+            writer.write("eval", step=i, name="", loss=1.0, tokens=1)
         writer.write(kind, **dict.fromkeys(FIELDS[kind]) | {"step": 2})
         writer.write("step", **step(3, 30.0))
     found = [(r["kind"], r["step"], r.get("loss")) for r in read_metrics(path)]
     assert found == [("step", 1, 1.0), ("step", 2, 2.0), ("eval", 2, 1.0), (kind, 2, None), ("step", 3, 30.0)]
     assert len(read_all(path)) == 9
+
+
+def test_an_evaluation_of_one_set_replaces_none_of_another(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for name, loss in (("wiki", 1.0), ("code", 2.0), ("wiki", 3.0)):
+            writer.write("eval", step=2, name=name, loss=loss, tokens=1)
+    assert [(r["name"], r["loss"]) for r in read_metrics(path)] == [("code", 2.0), ("wiki", 3.0)]
+    assert describe(read_metrics(path)[0]) == "step 2  validation loss of code 2.0000 nats/token over 1 tokens"
 
 
 def test_a_line_cut_by_a_kill_is_skipped_and_the_next_writer_begins_a_new_one(tmp_path):

@@ -25,7 +25,8 @@ def board_of(folder, *losses, first=1, purge=0):
         for step, loss in enumerate(losses, first):
             writer.write("step", **STEP | {"step": step, "loss": loss})
         board.poll()
-        writer.write("eval", step=first, loss=0.5, tokens=10)
+        writer.write("eval", step=first, name="", loss=0.5, tokens=10)
+        writer.write("eval", step=first, name="code", loss=0.25, tokens=10)
     board.close()
 
 
@@ -42,6 +43,7 @@ def test_tensorboard_has_every_number_of_a_step_and_of_its_datasets(tmp_path):
     board_of(tmp_path, 4.0, 3.0)
     found = curves_of(tmp_path)
     assert found["train/loss"] == [(1, 4.0), (2, 3.0)] and found["valid/loss"] == [(1, 0.5)]
+    assert found["loss by validation set/code"] == [(1, 0.25)]
     assert found["loss by dataset/wiki"] == [(1, 2.0), (2, 2.0)]
     assert "train/mfu" not in found and "loss by dataset/code" not in found, "null is no number"
     assert {f"train/{name}" for name in observe.CURVES} - found.keys() == {"train/mfu"}

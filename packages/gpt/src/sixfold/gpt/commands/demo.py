@@ -436,7 +436,7 @@ def score_rank(config: TrainConfig, out: Path) -> int:
     opened = open_run(config.run.dir)
     model, tokenizer = opened.model, opened.tokenizer
     length = config.data.seq_length
-    with IndexedDataset(config.data.valid[0]) as valid:
+    with IndexedDataset(config.data.valid_prefixes[0]) as valid:
         assert valid.tokens is not None, "a mapped pair has its tokens as one array"
         share = (here.rank, here.size)
         nats = nats_per_byte(model, valid.tokens, seq_length=length, eod=tokenizer.eod, share=share)

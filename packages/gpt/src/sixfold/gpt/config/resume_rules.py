@@ -103,6 +103,7 @@ def _plain(value: Any) -> Any:
 def noted_changes(old: "TrainConfig", new: "TrainConfig") -> dict[str, list[Any]]:
     """What a branch of a run changes, ``{"optimizer.lr": [was, is]}``: all that may change and trains otherwise.
 
+    And what it is evaluated on, ``data.valid``.
     Steps too, unless the learning rate is constant: another number of them is another learning rate.
     """
     before, after = asdict(old), asdict(new)
@@ -114,7 +115,13 @@ def noted_changes(old: "TrainConfig", new: "TrainConfig") -> dict[str, list[Any]
         table, _, key = name.partition(".")
         if before[table][key] != after[table][key]:
             pairs[name] = [before[table][key], after[table][key]]
-    return pairs
+    was, now = (_valid_names(config) for config in (old, new))
+    return pairs if was == now else pairs | {"data.valid": [was, now]}
+
+
+def _valid_names(config: "TrainConfig") -> dict[str, list[str]]:
+    """Names of the datasets of each validation set."""
+    return {name: list(config.data.names_of(prefixes)) for name, prefixes in config.data.valid_sets.items()}
 
 
 def forget_idle_keys(values: dict[str, dict[str, Any]]) -> None:
@@ -156,6 +163,7 @@ def _fixed_values(config: "TrainConfig", step: int) -> dict[str, Any]:
     if config.data.order != "stateless":  # an index is built for the samples of the whole run
         values["train.steps"] = config.train.steps
     values["data.blend"] = list(config.data.dataset_names)
-    values["data.valid"] = list(config.data.names_of(config.data.valid))
+    # Other validation sets are another evaluation and the same training; without any a share of the blend is held out.
+    values["data.valid"] = "given" if config.data.valid else "none"
     del values["data.names"]  # told as data.blend
     return values

@@ -56,7 +56,7 @@ class DataConfig(Table):
     TABLE: ClassVar[str] = "data"
     blend: tuple[str, ...]
     weights: tuple[Size, ...] = ()
-    valid: tuple[str, ...] = ()  # () = from split
+    valid: tuple[str, ...] | dict[str, str | tuple[str, ...]] = ()  # () = from split; {NAME = prefixes}: several sets
     names: tuple[str, ...] = ()  # () = base names of the prefixes
     changes: tuple[DataChange, ...] = ()
     eod_mask_loss: bool = False
@@ -101,6 +101,12 @@ class DataConfig(Table):
                 f"data.split is {self.split!r} and data.valid names {list(self.valid)}, with which nothing is split; "
                 f"give one of them"
             )
+        for name, prefixes in self.valid_sets.items():
+            if isinstance(self.valid, dict) and not (name.isprintable() and name.strip() and prefixes):
+                raise ConfigError(
+                    f"data.valid has {name!r} = {list(prefixes)}; a validation set has a name that can be printed, and "
+                    f'a prefix or several: data.valid = {{wiki = "data/wiki-valid"}}'
+                )
         refuse_path("data.cache_dir", self.cache_dir)
 
     @property
@@ -112,6 +118,21 @@ class DataConfig(Table):
         """Names of any prefixes: those of the blend as ``dataset_names`` has them, else base names."""
         known = dict(zip(self.blend, self.dataset_names, strict=True))
         return tuple(known.get(prefix, PurePath(prefix).name) for prefix in prefixes)
+
+    @property
+    def valid_sets(self) -> dict[str, tuple[str, ...]]:
+        """The prefixes of each validation set by its name; of one without a name under ""; none: a share of the blend.
+
+        The table of a set may hold one prefix as a text.
+        """
+        if not isinstance(self.valid, dict):
+            return {"": self.valid} if self.valid else {}
+        return {name: (one,) if isinstance(one, str) else one for name, one in self.valid.items()}
+
+    @property
+    def valid_prefixes(self) -> tuple[str, ...]:
+        """Every prefix that an evaluation reads, if it reads no share of the blend."""
+        return tuple(dict.fromkeys(prefix for one in self.valid_sets.values() for prefix in one))
 
     def blend_at(self, change: int) -> tuple[str, ...]:
         """The prefixes blended from ``changes[change]`` on."""

@@ -51,11 +51,11 @@ def check_own(config: TrainConfig, datasets: Datasets) -> None:
         ConfigError: an entry of data.blend or data.valid is no name of ``datasets`` or the reverse, a dataset is
             empty or cannot be asked for items by number, or a key of [data] that is of token pairs alone is set.
     """
-    data, named = config.data, (*config.data.blend, *config.data.valid)
+    data, named = config.data, (*config.data.blend, *config.data.valid_prefixes)
     unknown = [name for name in named if name not in datasets] + [name for name in datasets if name not in named]
     if unknown:
         raise ConfigError(
-            f"datasets are {list(datasets)}, data.blend {list(data.blend)} and data.valid {list(data.valid)}. "
+            f"datasets are {list(datasets)}, data.blend {list(data.blend)} and data.valid {list(data.valid_prefixes)}. "
             f"Both have the same names, and {unknown[0]!r} is missing in one. A run reads token files or your "
             f"datasets, not both"
         )
@@ -85,8 +85,8 @@ def check_own(config: TrainConfig, datasets: Datasets) -> None:
             )
 
 
-def open_own(config: TrainConfig, datasets: Datasets, *, tell: bool = True) -> tuple[OwnData, OwnData | None]:
-    """Training data and validation data, None without data.valid.
+def open_own(config: TrainConfig, datasets: Datasets, *, tell: bool = True) -> tuple[OwnData, dict[str, OwnData]]:
+    """Training data, and the validation sets by name.
 
     Args:
         tell: warn of datasets that training reads more often than data.max_epochs, and an evaluation more than once.
@@ -102,36 +102,38 @@ def open_own(config: TrainConfig, datasets: Datasets, *, tell: bool = True) -> t
                 warnings.warn(
                     f"training reads {name} {times:.1f} times; data.max_epochs is {data.max_epochs:g}", stacklevel=2
                 )
-    if not data.valid:
-        return train, None
-    valid = OwnData({name: datasets[name] for name in data.valid}, (), config, "valid")
-    if tell and data.max_epochs and config.eval.every:
-        tell_of_repeats(config, valid.epochs(config.eval.batches * config.train.global_batch_size))
-    return train, valid
+    sets = {}
+    for name, named in data.valid_sets.items():
+        sets[name] = OwnData({one: datasets[one] for one in named}, (), config, "valid")
+        if tell and data.max_epochs and config.eval.every:
+            tell_of_repeats(config, name, sets[name].epochs(config.eval.batches * config.train.global_batch_size))
+    return train, sets
 
 
-def tell_of_repeats(config: TrainConfig, epochs_D: npt.NDArray[np.float64]) -> None:
-    """Warn of an evaluation that reads samples of a validation dataset more than once; ``epochs_D``: how often."""
+def tell_of_repeats(config: TrainConfig, name: str, epochs_D: npt.NDArray[np.float64]) -> None:
+    """Warn of an evaluation that reads samples of validation set ``name`` more than once; ``epochs_D``: how often."""
     batches, rows, most = config.eval.batches, config.train.global_batch_size, float(epochs_D.max())
     if most <= 1:
         return
     once = int(batches / most)
     remedy = f"eval.batches = {once} reads it once" if once else "one batch is more than it has: give data.valid more"
     warnings.warn(
-        f"an evaluation of eval.batches = {batches} batches of {rows} samples reads validation data {most:.3g} times; "
+        f"an evaluation of eval.batches = {batches} batches of {rows} samples reads validation data "
+        f"{name and f'of {name!r} '}{most:.3g} times; "
         f"{remedy}",
         stacklevel=3,
     )
 
 
-def open_on_ranks(config: TrainConfig, datasets: Datasets, mesh: RankMesh) -> tuple[OwnData, OwnData | None]:
+def open_on_ranks(config: TrainConfig, datasets: Datasets, mesh: RankMesh) -> tuple[OwnData, dict[str, OwnData]]:
     """``open_own`` on every rank, which all must have been given the same.
 
     Raises:
         ConfigError: on all ranks: another number of items on one of them.
     """
     opened = all_or_raise(mesh.control, mesh.size, lambda: open_own(config, datasets, tell=mesh.rank == 0))
-    parts = [part.state_dict(0)["datasets"] for part in opened if part is not None]
+    train, sets = opened
+    parts = [part.state_dict(0)["datasets"] for part in (train, *sets.values())]
     told = gather_objects(mesh.control, mesh.size, parts)
     odd = next((rank for rank, one in enumerate(told) if one != told[0]), None)
     if odd is not None:

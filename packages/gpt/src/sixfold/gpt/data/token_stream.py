@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -38,7 +37,8 @@ if TYPE_CHECKING:
     from sixfold.gpt.data.own_data import OwnData
     from sixfold.gpt.parallel.mesh import RankMesh
 
-    Datasets = tuple[BlendedDataset | OwnData, BlendedDataset | GPTDataset | OwnData | None]  # train, valid
+    Valid = BlendedDataset | GPTDataset
+    Datasets = tuple[BlendedDataset | OwnData, Mapping[str, Valid | OwnData]]  # train, validation sets by name
 
 AHEAD = 8  # global batches whose ids are fetched before their turn, where they come from afar
 
@@ -98,7 +98,7 @@ def preflight(config: TrainConfig, datasets: OwnDatasets | None = None) -> None:
 
         check_own(config, datasets)
         return
-    prefixes = (*config.data.train_prefixes, *config.data.valid)
+    prefixes = (*config.data.train_prefixes, *config.data.valid_prefixes)
     for prefix in prefixes:
         IndexedDataset(prefix).close()
     check_identity(prefixes, config.data.tokenizer, config.data.eod_token)
@@ -137,13 +137,14 @@ def end_of_documents(config: TrainConfig) -> int:
 
 
 def dataset_builder(
-    config: TrainConfig, group: dist.ProcessGroup | None = None, *, tell: bool = True
+    config: TrainConfig, group: dist.ProcessGroup | None = None, *, tell: bool = True, valid: str = ""
 ) -> BlendedMegatronDatasetBuilder:
     """What `build_datasets` builds with; opens nothing.
 
     Args:
         group: all ranks: they compare what they opened, and each builds a share of an index.
         tell: whether this rank tells of datasets that are read very often; one of them is enough.
+        valid: the name of a validation set, which alone is built; "": training data, and a set without a name.
     """
     from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
     from sixfold.gpt.data.tokenizer import tokenizer_of
@@ -151,7 +152,7 @@ def dataset_builder(
     data = config.data
     # One prefix gets the weight 1, so that the part is a BlendedDataset whatever the number of prefixes.
     weights = list(data.weights) or ([1.0] if len(data.blend) == 1 else None)
-    train_blend = (list(data.blend), weights)
+    train_blend: Any = (list(data.blend), weights)
     # Named outright: what gpt always did, and what blending does of itself; checkpoints hold these names.
     names: dict[str | bytes | PathLike[str] | PathLike[bytes], str] = dict(
         zip(data.train_prefixes, data.names_of(data.train_prefixes), strict=True)
@@ -162,9 +163,11 @@ def dataset_builder(
     ]
     parts: dict[str, Any]
     if data.valid:
-        for prefix in data.valid:
-            names.setdefault(prefix, Path(prefix).name)
-        parts = {"blend_per_split": [train_blend, (list(data.valid), None), None]}
+        held_out = data.valid_sets.get(valid, ())
+        if valid:
+            train_blend, changes, names = None, [], {}
+        names |= dict(zip(held_out, data.names_of(held_out), strict=True))
+        parts = {"blend_per_split": [train_blend, (list(held_out), None) if held_out else None, None]}
     else:
         parts = {"blend": train_blend, "split": data.split}
     options = GPTDatasetConfig(
@@ -183,26 +186,28 @@ def dataset_builder(
         max_epochs=(data.max_epochs or None) if tell else None,
         **parts,
     )
-    return BlendedMegatronDatasetBuilder(GPTDataset, _sizes(config), lambda: True, options, group=group)
+    sizes = [0 if valid else samples_before(config, config.train.steps), _evaluated(config), 0]
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, options, group=group)
 
 
-def _sizes(config: TrainConfig) -> list[int]:
-    valid = config.eval.batches * config.train.global_batch_size if config.eval.every else 0
-    return [samples_before(config, config.train.steps), valid, 0]
+def _evaluated(config: TrainConfig) -> int:
+    """Samples of an evaluation, of each validation set."""
+    return config.eval.batches * config.train.global_batch_size if config.eval.every else 0
 
 
-def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder | None = None) -> Datasets:
+def build_datasets(
+    config: TrainConfig, builder: BlendedMegatronDatasetBuilder | None = None
+) -> tuple[BlendedDataset, Valid | None]:
     """Open the blend and its validation part. The stateless order builds no index: it is computed from positions.
 
     Args:
         builder: of ``dataset_builder``; every rank of its group calls this.
     Returns:
-        (train, valid); valid is None where the split leaves it nothing.
+        (train, valid); valid is None where the split leaves it nothing, and where sets have names (`build_valid`).
     """
     from sixfold.blending import BlendedDataset, BlendingError, GPTDataset
-    from sixfold.gpt.data.own_data import tell_of_repeats
 
-    data, sizes = config.data, _sizes(config)
+    data, size = config.data, samples_before(config, config.train.steps)
     builder = builder or dataset_builder(config)
     try:
         train, valid, _ = builder.build()
@@ -214,20 +219,37 @@ def build_datasets(config: TrainConfig, builder: BlendedMegatronDatasetBuilder |
             f"a text into more documents (`sixfold prepare --documents paragraph`), or set eval.every = 0"
         ) from error
     if isinstance(train, GPTDataset):  # blending's, and Megatron's, way with one prefix beside others to validate
-        train = BlendedDataset([train], [1.0], sizes[0], builder.config)
+        train = BlendedDataset([train], [1.0], size, builder.config)
     if train is None:
         raise ConfigError(f"data.split is {data.split!r} and leaves no training data in {list(data.blend)}")
-    for what, part, size in (("train", train, sizes[0]), ("valid", valid, sizes[1] if config.eval.every else 0)):
-        if part is not None and len(part) < size:
-            raise ConfigError(
-                f"data.order is {data.order!r} without weights, which gives the {len(part)} samples of the {what} data "
-                f"once, and {size} are asked; give data.weights (and one prefix in data.valid)"
-            )
     assert isinstance(train, BlendedDataset), f"a weighted blend gave a {type(train).__name__}"
-    assert valid is None or isinstance(valid, BlendedDataset | GPTDataset), f"validation is a {type(valid).__name__}"
-    if valid is not None and config.eval.every and builder.config.max_epochs:  # of the one rank that tells
-        tell_of_repeats(config, valid.epochs(sizes[1]))
-    return train, valid
+    _check_length(config, "train", train, size)
+    return train, None if valid is None else _checked_valid(config, valid, "", builder)
+
+
+def build_valid(config: TrainConfig, name: str, builder: BlendedMegatronDatasetBuilder | None = None) -> Valid:
+    """Open a validation set that has a name. As `build_datasets`."""
+    builder = builder or dataset_builder(config, valid=name)
+    return _checked_valid(config, builder.build()[1], name, builder)
+
+
+def _checked_valid(config: TrainConfig, valid: Any, name: str, builder: BlendedMegatronDatasetBuilder) -> Valid:
+    from sixfold.blending import BlendedDataset, GPTDataset
+    from sixfold.gpt.data.own_data import tell_of_repeats
+
+    assert isinstance(valid, BlendedDataset | GPTDataset), f"validation is a {type(valid).__name__}"
+    _check_length(config, f"valid {name}".strip(), valid, _evaluated(config))
+    if config.eval.every and builder.config.max_epochs:  # of the one rank that tells
+        tell_of_repeats(config, name, valid.epochs(_evaluated(config)))
+    return valid
+
+
+def _check_length(config: TrainConfig, what: str, part: Valid, size: int) -> None:
+    if len(part) < size:
+        raise ConfigError(
+            f"data.order is {config.data.order!r} without weights, which gives the {len(part)} samples of the {what} "
+            f"data once, and {size} are asked; give data.weights (and one prefix in data.valid)"
+        )
 
 
 def open_on_ranks(config: TrainConfig, mesh: RankMesh, own: OwnDatasets | None = None) -> Datasets:
@@ -245,10 +267,21 @@ def open_on_ranks(config: TrainConfig, mesh: RankMesh, own: OwnDatasets | None =
 
     if own is not None:
         return own_data.open_on_ranks(config, own, mesh)
-    builder = all_or_raise(mesh.control, mesh.size, lambda: dataset_builder(config, mesh.control, tell=mesh.rank == 0))
+
+    def builder(valid: str = "") -> BlendedMegatronDatasetBuilder:
+        tell = mesh.rank == 0
+        return all_or_raise(
+            mesh.control, mesh.size, lambda: dataset_builder(config, mesh.control, tell=tell, valid=valid)
+        )
+
     with world_collective("the opening of the data by all ranks"):
         try:
-            return build_datasets(config, builder)
+            train, unnamed = build_datasets(config, builder())
+            sets = {} if unnamed is None else {"": unnamed}
+            for name in config.data.valid_sets:
+                if name:
+                    sets[name] = build_valid(config, name, builder(name))
+            return train, sets
         except BlendingError as error:
             cause = error.__cause__
             if isinstance(cause, RuntimeError) and is_lost_rank(cause):

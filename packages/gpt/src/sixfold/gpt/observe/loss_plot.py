@@ -7,7 +7,7 @@ Needs matplotlib (the extra ``plot``), which is imported when something is drawn
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -27,6 +27,7 @@ AXIS_LABELS: dict[str, str] = {
 COLOURS = ("#2a6f97", "#c8553d", "#588157", "#8f5ea2", "#b08900", "#3d405b")
 GREY = "#8a8a8a"
 DASHES = ("-", "--", "-.", ":")
+MARKERS = "os^Dv*"  # of validation sets
 EVENT_STYLES = {  # colour, dashes and width of the vertical line of each kind
     "failure": ("#d1242f", "-", 1.2),
     "recovery": ("#2da44e", "--", 1.2),
@@ -67,8 +68,7 @@ class Curve:
     x: list[float]
     loss: list[float]
     smooth: list[float]
-    eval_x: list[float]
-    eval_loss: list[float]
+    evals: dict[str, tuple[list[float], list[float]]]  # by validation set, "" without a name: x and loss
     resumes: list[Resume]
     datasets: dict[str, tuple[list[float], list[float]]]  # by name: x and smoothed loss
     events: dict[str, list[float]]  # x of each, by kind; see EVENT_STYLES
@@ -115,8 +115,7 @@ def curve(records: Sequence[dict[str, Any]], name: str, axis: Axis) -> Curve:
         x=[at[int(r["step"])] for r in steps],
         loss=loss,
         smooth=smoothed(loss, len(loss) // 60),
-        eval_x=[of_step(r) for r in evals],
-        eval_loss=[float(r["loss"]) for r in evals],
+        evals=_by_set(evals, of_step),
         resumes=_resumes(records, at, float(began), axis),
         datasets=_by_dataset(steps, at),
         events=_events(records, at, float(began), axis),
@@ -131,6 +130,17 @@ def _between(at: Mapping[int, float], step: int) -> float:
         tuple(known[-2:]) if at else (known[0],) * 2,
     )
     return low_x if high == low else low_x + (high_x - low_x) * (step - low) / (high - low)
+
+
+def _by_set(
+    evals: Sequence[Mapping[str, Any]], place: Callable[[Mapping[str, Any]], float]
+) -> dict[str, tuple[list[float], list[float]]]:
+    found: dict[str, tuple[list[float], list[float]]] = {}
+    for record in evals:
+        places, losses = found.setdefault(record.get("name", ""), ([], []))
+        places.append(place(record))
+        losses.append(float(record["loss"]))
+    return found
 
 
 def _by_dataset(
@@ -291,10 +301,10 @@ def _draw_references(axes: Any, references: Mapping[str, float]) -> None:
 def _draw_curve(axes: Any, one: Curve, colour: str) -> None:
     axes.plot(one.x, one.loss, color=colour, alpha=0.25, linewidth=0.8, zorder=2)
     axes.plot(one.x, one.smooth, color=colour, linewidth=2, zorder=3, label=one.name)
-    if one.eval_x:
+    for number, (name, (places, losses)) in enumerate(one.evals.items()):
         axes.plot(
-            one.eval_x, one.eval_loss, "o", color=colour, markersize=5, markeredgecolor="white", zorder=4,
-            label=f"{one.name}, validation",
+            places, losses, MARKERS[number % len(MARKERS)], color=colour, markersize=5, markeredgecolor="white",
+            zorder=4, label=f"{one.name}, validation{name and f' {name}'}",
         )  # fmt: skip
     for resume in one.resumes:
         axes.axvline(resume.x, color=colour, linewidth=1, linestyle=":", zorder=1)
@@ -348,7 +358,8 @@ def _dress(
     smooth = [c.smooth for c in curves] + sources
     points = [
         *references.values(),
-        *(x for c in curves for x in (*c.loss, *c.eval_loss)),
+        *(x for c in curves for x in c.loss),
+        *(x for c in curves for _, losses in c.evals.values() for x in losses),
         *(x for s in sources for x in s),
     ]
     lowest, highest = min(points), max(points)

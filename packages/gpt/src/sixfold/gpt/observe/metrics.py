@@ -51,7 +51,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "expert_load",
     ),
     "timeline": ("step", "trace", "seconds", "bubble", "bubble_on_paper"),
-    "eval": ("step", "loss", "tokens"),
+    "eval": ("step", "name", "loss", "tokens"),  # name: of the validation set, or ""
     "digest": ("step", "digest", "seconds"),
     "replicas": ("step", "result", "ranks", "tensor", "shards", "seconds"),
     "save": ("step", "checkpoint", "blocked_seconds", "seconds"),
@@ -242,8 +242,13 @@ def last_of_each_step(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]
         if record["kind"] in ("start", "resume"):
             found = [r for r in found if r["kind"] not in repeatable or r["step"] <= record["step"]]
         found.append(record)
-    last = {(r["kind"], r["step"]): i for i, r in enumerate(found) if r["kind"] in repeatable}
-    return [r for i, r in enumerate(found) if r["kind"] not in repeatable or last[r["kind"], r["step"]] == i]
+    last = {_of_what(r): i for i, r in enumerate(found) if r["kind"] in repeatable}
+    return [r for i, r in enumerate(found) if r["kind"] not in repeatable or last[_of_what(r)] == i]
+
+
+def _of_what(record: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Lines alike in this tell the same thing; an evaluation has one of each validation set."""
+    return record["kind"], record["step"], record.get("name", "")
 
 
 class MetricsTail:
@@ -356,7 +361,8 @@ def describe(record: Mapping[str, Any], steps: int | None = None, pace: float | 
     if kind == "step":
         return _describe_step(record, steps, pace)
     if kind == "eval":
-        return f"step {step}  validation loss {_number(record['loss'])} nats/token over {record['tokens']:,} tokens"
+        of = f" of {record['name']}" if record.get("name") else ""
+        return f"step {step}  validation loss{of} {_number(record['loss'])} nats/token over {record['tokens']:,} tokens"
     if kind == "start":
         read = ", ".join(f"{name} {times:.3g}" for name, times in record.get("epochs", {}).items())
         return f"step {step}  {record.get('order', '')} order; epochs of each dataset in the whole run: {read}"

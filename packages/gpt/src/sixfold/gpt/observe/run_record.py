@@ -135,7 +135,8 @@ def _attempts(records: list[dict[str, Any]]) -> list[Attempt]:
         elif kind == "step":
             now.scalars.setdefault(step, {}).update(_scalars(record))
         elif kind == "eval":
-            named = {f"{EVALUATION}{name}": record[name] for name in ("loss", "tokens") if name in record}
+            of = f" of {record['name']}" if record.get("name") else ""
+            named = {f"{EVALUATION}{name}{of}": record[name] for name in ("loss", "tokens") if name in record}
             now.scalars.setdefault(step, {}).update(named)
         elif kind == "digest" and isinstance(record.get("digest"), str):
             now.digests[step] = record["digest"]

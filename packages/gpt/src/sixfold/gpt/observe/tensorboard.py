@@ -51,7 +51,8 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
         found |= {f"train/{name}": record.get(name) for name in CURVES}
         found |= {f"loss by dataset/{name}": loss for name, loss in record.get("loss_by_dataset", {}).items()}
     elif record["kind"] == "eval":
-        found["valid/loss"] = record["loss"]
+        name = record.get("name")
+        found[f"loss by validation set/{name}" if name else "valid/loss"] = record["loss"]
     elif record["kind"] == "timeline":
         found |= {"pipeline/bubble": record["bubble"], "pipeline/bubble on paper": record["bubble_on_paper"]}
     elif record["kind"] == "save":

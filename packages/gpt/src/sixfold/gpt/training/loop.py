@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -94,16 +94,16 @@ class Run:
         self.tier: MemoryTier | None = None
         self.rank = rank
         self.metrics = metrics  # on rank 0 only
-        self.train_data, valid = data
+        self.train_data, valid_sets = data
         cp, copies = rank.mesh.axes.cp, copy_streams(rank.device)
         part = SequencePart(cp.rank, cp.size)
         self.stream = TokenStream(self.train_data, config, part=part, copies=copies)
-        if valid is None and config.eval.every:
+        if not valid_sets and config.eval.every:
             raise ConfigError(
                 f"eval.every is {config.eval.every} and data.split {config.data.split!r} leaves no validation data; "
                 f"name some in data.valid, or set eval.every = 0"
             )
-        self.valid = None if valid is None else TokenStream(valid, config, part=part, copies=copies)
+        self.valid = {name: TokenStream(one, config, part=part, copies=copies) for name, one in valid_sets.items()}
         if not isinstance(self.train_data, own_data.OwnData):
             rank.eod = int(self.train_data.config.tokenizer.eod)
         self.progress = Progress()
@@ -138,9 +138,8 @@ class Run:
         micro = self.config.train.micro_batch_size
         return self.stream.step(samples, size, micro, mesh.dp, mesh.dp_rank)
 
-    def _valid_batch(self, number: int) -> Prefetch[list[Microbatch]]:
-        assert self.valid is not None, f"eval.every is {self.config.eval.every} without validation data"
-        valid, mesh, train = self.valid, self.rank.mesh, self.config.train
+    def _valid_batch(self, name: str, number: int) -> Prefetch[list[Microbatch]]:
+        valid, mesh, train = self.valid[name], self.rank.mesh, self.config.train
         size = train.global_batch_size
         return Prefetch(lambda: valid.step(number * size, size, train.micro_batch_size, mesh.dp, mesh.dp_rank))
 
@@ -228,29 +227,35 @@ class Run:
         every, step = self.config.eval.every, self.progress.step
         return bool(every) and step > 0 and (step % every == 0 or step == self.config.train.steps)
 
-    def evaluated(self) -> bool:
-        """Whether metrics.jsonl has this step's evaluation; rank 0 looks, and all know."""
+    def unevaluated(self) -> list[str]:
+        """Validation sets of which metrics.jsonl has no loss of this step; rank 0 looks, and all know."""
 
-        def look() -> bool:
-            path = Path(self.config.run.dir) / "metrics.jsonl"
-            return any(r["kind"] == "eval" and r["step"] == self.progress.step for r in read_all(path))
+        def look() -> list[str]:
+            lines = read_all(Path(self.config.run.dir) / "metrics.jsonl")
+            found = {r.get("name", "") for r in lines if r["kind"] == "eval" and r["step"] == self.progress.step}
+            return [name for name in self.valid if name not in found]
 
         return from_rank_0(self.rank.mesh.control, self.rank.mesh.rank, self.rank.mesh.size, look)
 
-    def evaluate(self, flag: StopFlag) -> bool:
-        """Loss on the validation part: always the same positions, whatever the training position is.
+    def evaluate(self, flag: StopFlag, names: Sequence[str] | None = None) -> bool:
+        """Loss on validation sets: always the same positions, whatever the training position is.
 
+        Args:
+            names: of the sets; None: all.
         Returns:
-            False if it was given up because a rank was asked to stop; then there is no line.
+            False if it was given up because a rank was asked to stop; then a line is missing.
         """
-        what = f"evaluation after step {self.progress.step}"
-        batches = (self._await_data(what, self._valid_batch(i)) for i in range(self.config.eval.batches))
+        return all(self._evaluate_set(name, flag) for name in (self.valid if names is None else names))
+
+    def _evaluate_set(self, name: str, flag: StopFlag) -> bool:
+        what = f"evaluation {name and f'on {name!r} '}after step {self.progress.step}"
+        batches = (self._await_data(what, self._valid_batch(name, i)) for i in range(self.config.eval.batches))
         with world_collective(what):
             found = evaluate(self.rank, batches, lambda: any_rank(self.rank.mesh.control, flag.asked))
         if found is not None:
             if self.kept is not None:
                 self.kept.settle(self)
-            self.note("eval", step=self.progress.step, loss=found[0], tokens=int(found[1]))
+            self.note("eval", step=self.progress.step, name=name, loss=found[0], tokens=int(found[1]))
         return found is not None
 
     def save_is_due(self) -> bool:
@@ -457,8 +462,8 @@ def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
             plan_run(run)
         if run.config.checkpoint.save_initial and fresh:
             run.save(goes_on=run.config.train.steps > 0)
-        if not fresh and run.evaluation_due() and not run.evaluated():
-            run.evaluate(flag)  # the run ended between this step's save and its evaluation
+        if not fresh and run.evaluation_due() and (missing := run.unevaluated()):
+            run.evaluate(flag, missing)  # the run ended between this step's save and its evaluation
         with memory_errors(mesh.rank, run.config):
             reason = run.loop(flag)
         run.finish_save()

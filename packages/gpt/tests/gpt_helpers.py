@@ -95,8 +95,11 @@ def _plain_run(config: TrainConfig, steps: int) -> list[tuple[float, float]]:
 
     model = GPTModel(config.model)
     model.initialize(config.train.seed)
-    decay = [p for p in model.parameters() if p.dim() >= 2]
-    rest = [p for p in model.parameters() if p.dim() < 2]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not name.startswith(config.train.frozen))  # () is the beginning of nothing
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decay = [p for p in trained if p.dim() >= 2]
+    rest = [p for p in trained if p.dim() < 2]
     o = config.optimizer
     groups = [{"params": decay, "weight_decay": o.weight_decay}, {"params": rest, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=o.lr, betas=(o.beta1, o.beta2), eps=o.eps)

@@ -125,6 +125,7 @@ recompute = "none"
 clip_grad = 1.0
 z_loss = 0.0
 label_smoothing = 0.0
+frozen = []
 tokens = 0
 
 [optimizer]

@@ -220,31 +220,71 @@ def measured(request):
     return found
 
 
+def check_stored(layout, held):
+    """What is stored is as planned; (the plan's total, what was measured), activations apart."""
+    config = layout.config
+    plan = layout.stored(layout.stages_of(held["pp_rank"]), held["data_rank"])
+    alone = layout.parallel.dp * layout.parallel.cp == 1 and config.fsdp.gathered_bytes is None  # whole weights
+    sharded = config.parallel.sharding == "optim_grads_params" and not alone
+    fp32 = config.train.precision == "fp32"
+    gathered = held["kept_gathered"] + held["gather_arena"]
+    main = held["main_weights"]
+    weights = (main if fp32 else held["gather_source"]) if sharded else gathered
+    assert plan.parameters == pytest.approx(weights, rel=0.01)
+    assert plan.optimizer == pytest.approx(held["moments"] + (0 if fp32 else main), rel=0.01)
+    assert plan.gathered == pytest.approx(gathered if sharded else 0, rel=0.05)
+    gradients = held["main_gradients"] + held["local_gradients"]
+    reducing = held["reduce_buffers"] + held["reduce_scratch"]
+    assert plan.gradients + plan.reducing == pytest.approx(gradients + reducing, rel=0.05)
+    measured = weights + plan.gathered + gradients + reducing + plan.optimizer
+    assert plan.total == pytest.approx(measured, rel=0.05)
+    return plan.total, measured
+
+
 @pytest.mark.slow
 def test_memory_of_a_plan_is_what_a_run_holds(measured, ranks, case):
     config = config_of(ranks, KNOWN[ranks][case])
     layout = Layout(config, check_world(config, ranks), "cpu")
     balanced = 0.05 if config.parallel.ep == 1 else 0.1  # experts get what is routed to them
     for held in measured[ranks, case]:
-        stages = layout.stages_of(held["pp_rank"])
-        plan = layout.stored(stages, held["data_rank"])
-        alone = layout.parallel.dp * layout.parallel.cp == 1 and config.fsdp.gathered_bytes is None  # whole weights
-        sharded = config.parallel.sharding == "optim_grads_params" and not alone
-        fp32 = config.train.precision == "fp32"
-        gathered = held["kept_gathered"] + held["gather_arena"]
-        main = held["main_weights"]
-        weights = (main if fp32 else held["gather_source"]) if sharded else gathered
-        assert plan.parameters == pytest.approx(weights, rel=0.01)
-        assert plan.optimizer == pytest.approx(held["moments"] + (0 if fp32 else main), rel=0.01)
-        assert plan.gathered == pytest.approx(gathered if sharded else 0, rel=0.05)
-        gradients = held["main_gradients"] + held["local_gradients"]
-        reducing = held["reduce_buffers"] + held["reduce_scratch"]
-        assert plan.gradients + plan.reducing == pytest.approx(gradients + reducing, rel=0.05)
-        assert plan.total == pytest.approx(weights + plan.gathered + gradients + reducing + plan.optimizer, rel=0.05)
-        saved = sum(layout.activation_bytes(stage) for stage in stages)
+        planned, stored = check_stored(layout, held)
+        saved = sum(layout.activation_bytes(stage) for stage in layout.stages_of(held["pp_rank"]))
         assert saved == pytest.approx(held["activations"], rel=balanced)
-        measured_total = weights + plan.gathered + gradients + reducing + plan.optimizer + held["activations"]
-        assert plan.total + saved == pytest.approx(measured_total, rel=0.05)
+        assert planned + saved == pytest.approx(stored + held["activations"], rel=0.05)
+
+
+# Of what autograd saves a plan says the most there can be: of a frozen matrix it saves no input.
+AMONG = 'train.frozen=["embedding", "layers.0", "layers.1.ffn", "layers.2-3.attention.q", "layers.3.ffn_norm"]'
+FROZEN = {
+    f"{sharding} {precision}": (AMONG, f"parallel.sharding={sharding}", f"train.precision={precision}")
+    for sharding in ("no_shard", "optim", "optim_grads", "optim_grads_params")
+    for precision in ("bf16", "fp32")
+} | {
+    "last": (AMONG, "fsdp.grad_reduce=last"),
+    "tree": (AMONG, "parallel.grad_sum=tree"),
+    "pp": (AMONG, "parallel.pp=2"),
+    "tp": ('train.frozen=["layers.0", "layers.1.attention_norm", "norm", "head"]', "parallel.tp=2",
+           "model.tie_embeddings=false"),
+    "experts": ('train.frozen=["layers.*.ffn.experts.gate", "layers.1"]', "model.num_experts=4", "parallel.ep=2"),
+    "muon, fp8": (AMONG, "optimizer.name=muon", "train.precision=fp8"),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+def test_frozen_parts_have_no_gradients_and_no_moments_in_a_plan_as_in_a_run():
+    configs = {case: config_of(2, overrides) for case, overrides in FROZEN.items()}
+    rows = ranktest.run_ranks(measured_rank, 2, [config.to_toml() for config in configs.values()], timeout=120)
+    for number, (case, config) in enumerate(configs.items()):
+        layout = Layout(config, check_world(config, 2), "cpu")
+        print(case)
+        for held in (row[number] for row in rows):
+            check_stored(layout, held)
+            saved = sum(layout.activation_bytes(stage) for stage in layout.stages_of(held["pp_rank"]))
+            assert held["activations"] <= 1.02 * saved
+        planned, whole = plan_layout(config, 2, DEVICES["cpu"]), {}
+        for row in rows:
+            whole |= row[number]["state"]
+        assert sum(planned.saved_bytes_R) == pytest.approx(sum(whole.values()), rel=0.01)
 
 
 def test_a_checkpoint_of_a_plan_is_what_ranks_save(measured, ranks, case):

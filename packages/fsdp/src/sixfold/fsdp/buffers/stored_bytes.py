@@ -67,6 +67,7 @@ class StreamSizes:
         tensors: elements of each, in the order of the module.
         quantized: it travels as fp8; () where none does.
         ranks: that share the shards; ``replicas``: copies of them.
+        trained: its tensors have gradients; frozen ones are a flat buffer of their own.
     """
 
     tensors: tuple[int, ...]
@@ -74,6 +75,7 @@ class StreamSizes:
     ranks: int
     replicas: int = 1
     quantized: tuple[bool, ...] = ()
+    trained: bool = True
 
     @property
     def parts(self) -> int:
@@ -209,16 +211,17 @@ def stored_bytes(
         slot_bytes: bytes of all slots, if another package makes the reductions.
     """
     strategy, held = formats.strategy, [one for _, flat_buffers in units for one in flat_buffers]
-    mains, sums = sum(one.main_numel for one in held), sum(one.sum_bytes for one in held)
+    mains, trained = sum(one.main_numel for one in held), [one for one in held if one.trained]
+    trained_mains, sums = sum(one.main_numel for one in trained), sum(one.sum_bytes for one in trained)
     slots = _slot_bytes(units, formats) if slot_bytes is None else slot_bytes
-    home = mains * formats.grad
+    home = trained_mains * formats.grad
     if strategy.shards_grads:
         gradients, local = home, 0 if per_microbatch else sums
     elif formats.tree_slots:
         gradients, local = sums + home, 0
     else:
         gradients, local = sums if formats.grad == formats.main else sums + home, 0
-    gradients += formats.tree_slots * mains * formats.main
+    gradients += formats.tree_slots * trained_mains * formats.main
     if formats.gloo:  # scratch of mixed additions, and of a norm where no slot is
         mixed = len({formats.compute, formats.main, formats.reduce, formats.grad}) > 1
         local += (MIXED_NUMEL * formats.main if mixed else 0) + (0 if slots else NORM_BYTES)
@@ -244,6 +247,7 @@ def _gathered_bytes(units: Sequence[tuple[object, Sequence[StreamSizes]]], forma
 
 
 def _slot_bytes(units: Sequence[tuple[object, Sequence[StreamSizes]]], formats: BufferFormats) -> int:
+    units = [(kind, [one for one in flat_buffers if one.trained]) for kind, flat_buffers in units]
     sums = [(kind, max((one.sum_bytes for one in flat_buffers), default=0)) for kind, flat_buffers in units]
     bucket = formats.bucket_bytes or largest_repeated(sums)
     known: dict[tuple[int, bool], list[ReductionPath]] = {}  # layers are alike: worked out once

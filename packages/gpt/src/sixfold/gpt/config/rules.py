@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sixfold.gpt.config.batch_schedule import batch_sizes, samples_before
 from sixfold.gpt.config.degrees import check_degrees, check_ranks, multiples
+from sixfold.gpt.config.frozen import check_frozen
 from sixfold.gpt.errors import ConfigError
 from sixfold.pipeline.schedules import by_name, registered
 
@@ -52,6 +53,7 @@ def check_config(config: "TrainConfig") -> None:
 def check_rules(config: "TrainConfig") -> None:
     """Refuse what no world can run; what is not supported passes: it can be planned."""
     check_degrees(config)
+    check_frozen(config)
     _check_stages(config)
     _check_schedule_lr(config)
     if not config.parallel.entry.flushed:
@@ -108,6 +110,7 @@ def check_versions(config: "TrainConfig") -> None:
         ("parallel.ep", parallel.ep, 1, "the program of a stage sums all gradients over the same ranks"),
         ("train.clip_grad", config.train.clip_grad, 0.0, "stages are updated one after another, and no norm is of all"),
         ("train.compile", config.train.compile, False, "a compiled layer keeps the weights it first saw"),
+        ("train.frozen", list(config.train.frozen), [], "its versions are of all weights of a stage"),
         ("log.timeline_steps", list(config.log.timeline_steps), [],
          "a step has parts of several batches, which no program on paper has; log.profile_steps traces it"),
         ("log.digest_every", config.log.digest_every, 0, "where a step ends, stages have weights of different batches"),

@@ -250,6 +250,7 @@ class LoopConfig(Table):
     clip_grad: Size = 1.0  # 0 = no clipping
     z_loss: Size = 0.0  # weight of log(sum of exponentials of logits)^2 in the gradient; losses are told without it
     label_smoothing: Fraction = 0.0  # share of a target that the vocabulary has alike, in the gradient alone
+    frozen: tuple[str, ...] = ()  # beginnings of parameters' names, as "embedding", "layers.0-3", "layers.*.ffn"
 
     def check(self) -> None:
         steps = [step for step, _ in self.batch_ramp]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sixfold.gpt.config.frozen import is_frozen
 from sixfold.gpt.engine.fsdp_wrap import canonical
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def balance_experts(rank: RankModel, loads: Sequence[float]) -> None:
     change = (by_layer.mean(1, keepdim=True) - by_layer).sign().mul_(model.expert_bias_update_rate).float()
     for record in rank.state_records(weights_only=True):
         name = canonical(record.name)
-        if record.key == "param" and name.endswith(_END):
+        if record.key == "param" and name.endswith(_END) and not is_frozen(rank.config, name):
             layer = int(name.split(".")[1]) - model.expert_layers.start
             part = change[layer, record.start : record.stop]
             record.tensor.detach().reshape(-1).add_(part.to(record.tensor))

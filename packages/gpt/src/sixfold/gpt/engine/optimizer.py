@@ -69,7 +69,8 @@ def build_optimizer(config: OptimizerConfig, named_parameters: Iterable[tuple[st
     Weight decay is on parameters of at least two dimensions (embedding included) and on nothing else.
 
     Args:
-        named_parameters: canonical names and parameters of any device, ``meta`` too; one that comes twice counts once.
+        named_parameters: canonical names and parameters of any device, ``meta`` too; one that comes twice counts once,
+            and one that is frozen not at all.
     Returns:
         ``torch.optim.AdamW``, fused (one pass over weights, gradients and moments), and ``torch.optim.Muon`` with
         ``adjust_lr_fn="match_rms_adamw"``: it takes the same learning rate. A group without parameters is left out, and
@@ -77,7 +78,7 @@ def build_optimizer(config: OptimizerConfig, named_parameters: Iterable[tuple[st
         an optimizer too.
     """
     names = {id(parameter): (name, parameter) for name, parameter in reversed(list(named_parameters))}
-    named = list(reversed(names.values()))
+    named = [(name, parameter) for name, parameter in reversed(names.values()) if parameter.requires_grad]
     matrices = [parameter for name, parameter in named if config.name == "muon" and is_layer_matrix(name)]
     taken = {id(parameter) for parameter in matrices}
     rest = [parameter for _, parameter in named if id(parameter) not in taken]

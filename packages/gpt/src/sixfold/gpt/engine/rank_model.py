@@ -25,6 +25,7 @@ from torch import nn
 import sixfold.pipeline as pipeline
 from sixfold.fsdp import FullyShardedDataParallel, StateRecord, fully_shard_optimizer
 from sixfold.fsdp.residency import Action
+from sixfold.gpt.config.frozen import is_frozen
 from sixfold.gpt.config.train_config import PLAN
 from sixfold.gpt.data.loss_by_dataset import token_loss
 from sixfold.gpt.engine.activation_offload import HostActivations, hooks_of
@@ -282,6 +283,7 @@ def check_provider(config: TrainConfig, provider: ModelProvider | None) -> None:
         ("train.recompute", config.train.recompute, "none"),
         ("train.z_loss", config.train.z_loss, 0.0),
         ("train.label_smoothing", config.train.label_smoothing, 0.0),
+        ("train.frozen", config.train.frozen, ()),
         ("optimizer.name", config.optimizer.name, "adamw"),
         ("model.num_experts", config.model.num_experts, 0),
     ):
@@ -434,6 +436,9 @@ def build_rank(
     )
     if model_provider is not None:
         _check_names(container, mesh)
+    else:
+        for name, parameter in container.named_parameters():
+            parameter.requires_grad_(not is_frozen(config, canonical(name)))
     if not config.parallel.entry.flushed:
         return _versioned_rank(config, mesh, world, container, program, draw=draw)
     first, last = placement[0], placement[-1]

@@ -109,13 +109,13 @@ def _sum_tied_embedding(rank: RankModel) -> None:
     if rank.tied_here is not None:
         mains = dict(rank.model.main_parameters())
         first, second = (mains.get(name) for name in rank.tied_here)
-        if first is not None and second is not None:
+        if first is not None and second is not None and first.requires_grad:
             assert first.grad is not None and second.grad is not None, f"{TIED} has no gradient after finish_grad_sync"
             first.grad.add_(second.grad)
     if rank.tied_group is None:
         return
     for name, parameter in rank.model.main_parameters():
-        if canonical(name) == TIED:
+        if canonical(name) == TIED and parameter.requires_grad:
             assert parameter.grad is not None, f"{name} has no gradient after finish_grad_sync"
             with group_collective(rank.tied_group, "sum of the tied embedding's gradient over its two stages"):
                 dist.all_reduce(parameter.grad, group=rank.tied_group)
@@ -130,7 +130,7 @@ def _sum_over_tensor_parallel(rank: RankModel) -> None:
     sequence = rank.mesh.axes.sequence
     parts = []
     for name, parameter in rank.model.main_parameters():
-        if summed_over_tp(canonical(name), sequence=sequence):
+        if parameter.requires_grad and summed_over_tp(canonical(name), sequence=sequence):
             assert parameter.grad is not None, f"{name} has no gradient after finish_grad_sync"
             parts.append(parameter.grad)
     if not parts:

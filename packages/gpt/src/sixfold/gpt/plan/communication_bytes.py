@@ -148,7 +148,7 @@ def stage_sent(
 def tp_sums(config: TrainConfig, parallel: ParallelConfig, layers: Sequence[int], *, last: bool) -> float:
     """Over tp in a step, for gradients of weights that all of its ranks have: an all-reduce of this rank's shards."""
     shard = 1 if parallel.sharding == "no_shard" else ranks_of(parallel, experts=False)[0]
-    numel = summed_numel(config.model, layers, sequence=parallel.sequence, last=last)
+    numel = summed_numel(config, layers, sequence=parallel.sequence, last=last)
     return 2 * (parallel.tp - 1) / parallel.tp * 4 * numel / shard
 
 
@@ -161,7 +161,7 @@ def dp_bytes(config: TrainConfig, parallel: ParallelConfig, units: Sequence[Unit
     for experts in (False, True):
         shard, copies = ranks_of(parallel, experts=experts)
         streams = [stream for unit in units for stream in unit.streams if stream.experts is experts]
-        numel, part = sum(stream.numel for stream in streams), (shard - 1) / shard
+        numel, part = sum(stream.numel for stream in streams if not stream.frozen), (shard - 1) / shard
         sent += sum(wire_bytes(stream, formats) for stream in streams) * part * moved["all_gather"]
         sent += numel * part * (moved["reduce_scatter"] + 2 * moved["all_reduce"]) * formats.reduce
         if copies > 1:

@@ -234,7 +234,7 @@ def _updated(layout: Layout, rank: int) -> int:
     """Elements of main weights that the optimizer of a rank updates."""
     whole, total = layout.parallel.sharding == "no_shard", 0
     for unit in layout.units(layout.stages_of(rank)):
-        for stream in unit.streams:
+        for stream in unit.trained:
             total += stream.numel // (1 if whole else ranks_of(layout.parallel, experts=stream.experts)[0])
     return total
 

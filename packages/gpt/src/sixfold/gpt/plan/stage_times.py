@@ -158,6 +158,8 @@ def _unit_transfers(
         shard, copies = ranks_of(parallel, experts=stream.experts)
         apart = parallel.ep if stream.experts else 1
         gather += transfer_s(cluster, run, wire_bytes(stream, formats), shard, apart=apart)
+        if stream.frozen:
+            continue
         reduce += transfer_s(cluster, run, stream.numel * formats.reduce, shard, apart=apart)
         if copies > 1:
             reduce += replicate_s(cluster, run, stream.numel * formats.main)

@@ -92,7 +92,7 @@ def stored(
     states: dict[Stream, int] = {}
     for stream in (stream for unit in units for stream in unit.streams if stream not in each):
         ranks, copies = ranks_of(parallel, experts=stream.experts)
-        each[stream] = sizes = StreamSizes(stream.tensors, formats, ranks, copies, stream.quantized)
+        each[stream] = sizes = StreamSizes(stream.tensors, formats, ranks, copies, stream.quantized, not stream.frozen)
         shard = rank // parallel.ep if stream.experts else rank % ranks
         states[stream] = sum(map(mul, stream.moments, sizes.held_numel(shard)))
     moments = sum(states[stream] for unit in units for stream in unit.streams) * formats.main
@@ -149,8 +149,8 @@ def held_gradients(unit: Unit, config: TrainConfig, parallel: ParallelConfig, *,
 
     One tensor's, where each is added to a sum as it comes; all of the unit's, where no single sum can be in a slot.
     """
-    formats = formats_of(config, parallel)
-    sums = len(unit.streams) == 1 and formats.reduce == formats.main and unit.kind != "root"
+    formats, trained = formats_of(config, parallel), unit.trained
+    sums = len(trained) == 1 and formats.reduce == formats.main and unit.kind != "root"
     if sums or not per_microbatch or not formats.strategy.shards_grads:
-        return max(unit.tensors, default=0)
-    return unit.numel
+        return max((numel for stream in trained for numel in stream.tensors), default=0)
+    return sum(stream.numel for stream in trained)

@@ -3,20 +3,23 @@
     OMP_NUM_THREADS=1 python packages/blending/benchmarks/bench_packing.py [--documents 524288] [--only rows,...]
 
 Lengths are drawn: "web" log-normal (median 446, sigma 1.0), "code" log-normal (median 735, sigma 1.4), "heavy" Pareto
-(100 tokens at least, exponent 1.1). CPU seconds, the least of several rounds.
+(100 tokens at least, exponent 1.1). CPU seconds: the least of several rounds, or what a row says.
 """
 
 import argparse
+import contextlib
 import os
 import tempfile
 import time
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 
 from sixfold.blending import GPTDataset, GPTDatasetConfig, Split, packing_costs
-from sixfold.blending.cache.index_files import KnownFiles, making_with
 from sixfold.blending.documents.part import Part
+from sixfold.blending.numbers.kernels import Level, forced, levels
+from sixfold.blending.samples import packed_rows
 from sixfold.blending.samples.best_fit import rows_of
 from sixfold.blending.samples.packed_rows import Windows, window_size
 from sixfold.blending.source import ListSource
@@ -64,8 +67,8 @@ def windows(documents: int) -> None:
                 each = (time.process_time() - begin) / documents
                 mark = " (taken)" if size == window_size(S) else ""
                 print(
-                    f"| {kind} | {S} | {size}{mark} | {found / (lengths.sum() / S):.5f} | {each * 1e6:.2f} | "
-                    f"{each * size * 1e3:.1f} |"
+                    f"| {kind} | {S} | {size}{mark} | {found / (lengths.sum() / S):.5f} | {each * 1e6:.3f} | "
+                    f"{each * size * 1e3:.2f} |"
                 )
 
 
@@ -96,8 +99,45 @@ def batches(documents: int) -> None:
         print(f"| {B} x {S} | {found[0] / 1e3:.1f}k samples/s | {found[1] / 1e3:.1f}k | {found[1] / found[0]:.2f} |")
 
 
+def ways(documents: int) -> None:
+    """What makes one window ready to give a row, by ways to make it faster; NumPy alone unless a kernel is named."""
+    print("| way | lengths | S | rows / concatenated | ms per window, median |\n|" + "---|" * 5)
+    for kind in KINDS:
+        for S in (2048, 8192):
+            lengths = lengths_of(kind, documents)
+
+            def told(way: str, size: int, step: int, numpy: bool, every_range: bool, kind=kind, S=S, lengths=lengths):
+                spent, found = [], 0
+                source = ListSource([])
+                source.sequence_lengths = -(-lengths // step)
+                source.dtype = np.dtype(np.uint16)
+                source.sequence_pointers = (np.cumsum(source.sequence_lengths) - source.sequence_lengths) * 2
+                cut = Windows(Part(source, range(documents)), (1, "web", "train"), S // step, "block")
+                with mock.patch.object(packed_rows, "window_size", return_value=size), contextlib.ExitStack() as stack:
+                    if numpy:
+                        stack.enter_context(forced(Level.NUMPY))
+                    for window in range(len(cut)):
+                        start = time.process_time()
+                        packed = cut.packed(window)
+                        rows = packed.edge_R.size - 1
+                        packed.table(np.arange(rows if every_range else 1))
+                        spent.append(time.process_time() - start)
+                        found += rows
+                ratio = found / (lengths.sum() / S)
+                print(f"| {way} | {kind} | {S} | {ratio:.5f} | {np.median(spent) * 1e3:.2f} |")
+
+            told("16,384 documents, ranges of all rows", 2**14, 1, True, True)
+            told("8,192 documents", 2**13, 1, True, True)
+            told("4,096 documents", 2**12, 1, True, True)
+            told("lengths in steps of 16 tokens", 2**14, 16, True, True)
+            told("lengths in steps of 64 tokens", 2**14, 64, True, True)
+            told("ranges of the row asked alone", 2**14, 1, True, False)
+            told("best fit in a kernel", 2**14, 1, False, True)
+            told("both of these (taken)", 2**14, 1, False, False)
+
+
 class Periodic:
-    """An array whose items repeat and step: lengths and pointers of any number of documents, in no memory."""
+    """An array whose items repeat and step: lengths and pointers of any number of documents, in little memory."""
 
     def __init__(self, period: np.ndarray, step: int, items: int) -> None:
         self._period, self._step, self._items = period, step, items
@@ -107,36 +147,35 @@ class Periodic:
 
     def __getitem__(self, at):
         number = np.arange(*at.indices(self._items)) if isinstance(at, slice) else np.asarray(at)
-        return self._period[number % self._period.size] + number // self._period.size * self._step
+        found = self._period[number & (self._period.size - 1)]  # a power of two, so that this costs next to nothing
+        return found + (number >> self._period.size.bit_length() - 1) * self._step if self._step else found
 
 
 def billion(documents: int) -> None:
-    documents, S = 10**9, 2048
-    period = lengths_of("web", 256)  # blocks are alike, so all windows but the last have as many rows
-    total = int(period.sum())
+    for documents, S in ((10**8, 2048), (10**9, 2048), (10**9, 8192)):
+        synthetic(documents, S)
+
+
+def synthetic(documents: int, S: int) -> None:
+    period = lengths_of("web", 2**20).astype(np.int32)
+    pointers = (np.cumsum(period, dtype=np.int64) - period) * 2
+    total = int(period.sum(dtype=np.int64))
     with tempfile.TemporaryDirectory() as folder:
         prefix = f"{folder}/web"
         for end in ("idx", "bin"):
             open(f"{prefix}.{end}", "wb").close()
         source = SimpleNamespace(
             sequence_lengths=Periodic(period, 0, documents),
-            sequence_pointers=Periodic((np.cumsum(period) - period) * 2, total * 2, documents),
+            sequence_pointers=Periodic(pointers, total * 2, documents),
             dtype=np.dtype(np.uint16), path_prefix=prefix,
             get=lambda idx, offset=0, length=None: np.ones(length, np.uint16),
         )  # fmt: skip
         config = GPTDatasetConfig(
             random_seed=1, sequence_length=S, packing="best_fit", path_to_cache=folder, max_epochs=None
         )
-        cut = Windows(Part(source, range(documents)), (1, "web", "train"), S, "block")
         start = time.process_time()
-        some = cut.rows(range(50))
-        each = (time.process_time() - start) / 50
-        counts = np.full(len(cut), int(some[0]))
-        places = np.arange(len(cut))
-        last = next(int(w) for w in places[::-1] if cut.documents(int(w)).size != cut.documents(0).size)
-        counts[last] = cut.rows([last])[0]
-        with making_with(KnownFiles(rows=counts)):
-            GPTDataset(source, prefix, range(documents), 10, Split.train, config)
+        counted = GPTDataset(source, prefix, range(documents), 10, Split.train, config).order
+        counting, windows = time.process_time() - start, len(counted.windows)
         before, start = rss_MiB(), time.perf_counter()
         data = GPTDataset(source, prefix, range(documents), 10, Split.train, config)
         opened = time.perf_counter() - start
@@ -144,31 +183,39 @@ def billion(documents: int) -> None:
         first = time.perf_counter() - start
         size = sum(entry.stat().st_size for entry in os.scandir(folder) if entry.name.endswith("rows.npy"))
         print(
-            f"1e9 documents, S = {S}: {len(cut)} windows, {size / 2**20:.2f} MiB of counts; opened in {opened:.3f} s, "
-            f"first batch after {first:.3f} s, {rss_MiB() - before:.0f} MiB more; counting {each * 1e3:.1f} ms a window"
+            f"{documents:.0e} documents, S = {S}, shuffled by {data.document_shuffle}: {windows} windows, "
+            f"{size / 2**20:.2f} MiB of counts, counted in {counting:.0f} s ({counting / windows * 1e3:.2f} ms a "
+            f"window); opened in {opened:.3f} s, first batch after {first:.3f} s, {rss_MiB() - before:.0f} MiB more"
         )
-        start, total_rows = time.process_time(), 0
-        for at in range(0, 20_000, 16):
-            total_rows += len(data.order.table(np.arange(at, at + 16)))
-        print(f"rows found one after the other: {(time.process_time() - start) / 20_000 * 1e6:.1f} us per row")
-        anywhere = np.random.default_rng(2).integers(0, 3 * data.order.rows, 50)
         start = time.process_time()
-        for at in anywhere.tolist():
-            data.order.table(np.array([at]))
-        print(f"rows anywhere in three epochs: {(time.process_time() - start) / 50 * 1e3:.1f} ms each, a window packed")
+        for at in range(0, 20_000, 16):
+            data.order.table(np.arange(at, at + 16))
+        print(f"rows found one after the other: {(time.process_time() - start) / 20_000 * 1e6:.1f} us per row")
+        anywhere = np.random.default_rng(2).integers(0, 3 * data.order.rows, 300).tolist()
+        for level in levels():
+            spent = []
+            with forced(level):
+                for at in anywhere:
+                    start = time.process_time()
+                    data.order.table(np.array([at]))
+                    spent.append(time.process_time() - start)
+            some = ", ".join(f"{np.percentile(spent, share) * 1e3:.2f}" for share in (50, 90, 100))
+            print(f"rows anywhere in three epochs, {level.name}: {some} ms (median, 90 %, most of {len(spent)})")
 
 
 def rss_MiB() -> float:
-    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmHWM")) / 1024
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS")) / 1024
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=2**19)
-    parser.add_argument("--only", default="rows,windows,batches,billion")
+    parser.add_argument("--only", default="rows,windows,ways,batches,billion")
     options = parser.parse_args()
     for name in options.only.split(","):
-        {"rows": rows, "windows": windows, "batches": batches, "billion": billion}[name](options.documents)
+        {"rows": rows, "windows": windows, "ways": ways, "batches": batches, "billion": billion}[name](
+            options.documents
+        )
         print()
 
 

@@ -32,6 +32,7 @@ KERNEL(boundaries);
 KERNEL(open_line);
 KERNEL(open_index);
 KERNEL(group_sums);
+KERNEL(best_fit);
 KERNEL(add_epoch);
 KERNEL(add_string);
 KERNEL(find_samples);

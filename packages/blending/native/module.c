@@ -23,6 +23,7 @@ static PyMethodDef methods[] = {
     ENTRY(open_line),
     ENTRY(open_index),
     ENTRY(group_sums),
+    ENTRY(best_fit),
     ENTRY(add_epoch),
     ENTRY(add_string),
     ENTRY(find_samples),

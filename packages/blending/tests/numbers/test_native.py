@@ -163,6 +163,26 @@ def test_wrong_rows_are_refused(kernels, documents, numbers):
         )
 
 
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "listed", "problem"),
+    [
+        ([0, 3], 5, (2, 2), "lengths lie in"),
+        ([6, 3], 5, (2, 2), "lengths lie in"),
+        ([-(2**40)], 5, (0, 0), "lengths lie in"),
+        ([1, 2], 5, (1, 1), "as many items"),
+        ([1, 2], 5, (2, 0), "as many items"),
+        ([1, 2], 5, (0, 2), "as many items"),
+        ([1, 2], 0, (2, 2), "capacity is 0"),
+        ([1, 2], 2**31, (2, 2), "capacity is"),
+    ],
+)
+def test_lengths_that_fit_no_row_are_refused(kernels, lengths, capacity, listed, problem):
+    item, row = (np.zeros(items, dtype=np.int64) for items in listed)
+    with pytest.raises(ValueError, match=problem):
+        kernels.best_fit(np.array(lengths, dtype=np.int64), capacity, item, row)
+    assert not item.any() and not row.any()
+
+
 def long_calls(kernels):
     items, samples = np.zeros(3_000_000, dtype=np.int64), np.zeros(3_000_000, dtype=np.int64)
     tree, numbers = kernels.tree(np.arange(1, 500)), np.random.default_rng(0).integers(0, 2**40, 1_000_000)
@@ -175,10 +195,13 @@ def long_calls(kernels):
         "tree_locate": lambda: kernels.tree_locate(tree, numbers, items[:1_000_000], samples[:1_000_000]),
         "shuffle": lambda: kernels.shuffle(key, 0, items, 1),
         "sample_rows": lambda: kernels.sample_rows(documents, np.full(1, 7), 0, 5, 1, items.reshape(-1, 2)),
+        "best_fit": lambda: kernels.best_fit(numbers % 8192 + 1, 8192, items[:1_000_000], samples[:1_000_000]),
     }
 
 
-@pytest.mark.parametrize("name", ["permute", "permute_range", "greedy", "tree_locate", "shuffle", "sample_rows"])
+@pytest.mark.parametrize(
+    "name", ["permute", "permute_range", "greedy", "tree_locate", "shuffle", "sample_rows", "best_fit"]
+)
 @pytest.mark.slow
 def test_other_threads_run_while_a_kernel_does(kernels, name):
     def gap_and_duration():

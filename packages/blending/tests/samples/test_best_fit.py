@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from packed_helpers import naive_best_fit
 
+from sixfold.blending.numbers.kernels import forced, levels
 from sixfold.blending.samples.best_fit import best_fit, rows_of
 
 
@@ -19,7 +20,7 @@ def lengths_of(kind, documents, seed=0):
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_rows_are_those_of_the_naive_loop(seed):
+def test_rows_are_those_of_the_naive_loop(seed, level):
     rng = np.random.default_rng(seed)
     for _ in range(20):
         capacity = int(rng.integers(1, 60))
@@ -32,7 +33,25 @@ def test_rows_are_those_of_the_naive_loop(seed):
         assert rows_of(lengths, capacity) == len(expected)
 
 
-def test_a_capacity_that_16_bits_do_not_hold():
+@pytest.mark.parametrize("kind", ["web", "code", "heavy"])
+def test_every_level_packs_a_whole_window_alike(kind):
+    lengths = np.minimum(lengths_of(kind, 2**14), 8192)
+    found = []
+    for one in levels():
+        with forced(one):
+            found.append((*best_fit(lengths, 8192), rows_of(lengths, 8192)))
+    for items, rows, count in found[1:]:
+        assert np.array_equal(items, found[0][0]) and np.array_equal(rows, found[0][1]) and count == found[0][2]
+
+
+def test_many_items_of_one_length_and_rows_of_one_item(level):
+    for lengths, expected in (([3] * 1000, 500), ([7] * 10, 10), ([4, 3] * 50, 50), ([], 0)):
+        items, rows = best_fit(np.array(lengths, dtype=np.int64), 7)
+        assert items.size == rows.size == len(lengths)
+        assert rows_of(np.array(lengths, dtype=np.int64), 7) == len(set(rows.tolist())) == expected
+
+
+def test_a_capacity_that_16_bits_do_not_hold(level):
     lengths = np.random.default_rng(1).integers(1, 100_001, 300)
     items, rows = best_fit(lengths, 100_000 + 1)
     expected = naive_best_fit(lengths.tolist(), 100_001)

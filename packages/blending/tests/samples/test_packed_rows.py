@@ -55,6 +55,19 @@ def test_every_array_is_what_loops_over_lists_say(seed, level):
     assert batch["cu_seqlens"].tolist() == [*np.flatnonzero(begins), ids.size]
 
 
+def test_a_row_is_the_same_read_first_again_alone_or_among_others():
+    lengths, S = random_lengths(np.random.default_rng(5), 200), 8
+    naive, texts = NaiveRows(lengths, S), numbered(lengths)
+    samples = np.random.default_rng(6).permutation(naive.per_epoch).tolist()
+    for size in (1, 2, 7):
+        data = packed(texts)
+        for begin in range(0, 3 * size, size):  # the same rows three times: ranges of their own, of all, kept
+            for again in range(3):
+                batch = data.get_batch(samples[begin : begin + size])
+                expected = [naive.arrays(sample, texts)[0] for sample in samples[begin : begin + size]]
+                assert batch["tokens"].tolist() == expected, (size, begin, again)
+
+
 def test_blocks_of_neighbours_stay_in_one_window(monkeypatch):
     monkeypatch.setattr(document_shuffle, "GLOBAL_AT_MOST", 100)
     lengths = random_lengths(np.random.default_rng(3), 2500, 9)

@@ -2,7 +2,7 @@
 
     Windows --> row_counts (this file, through index_files.py) --> orders/best_fit.py
 
-A window takes some milliseconds, so 10,000,000 documents take seconds. Ranks that build together count a share each;
+A window takes about a millisecond, so 10,000,000 documents take a second. Ranks that build together count a share each;
 see ``builder/builder.py``. The file is 8 bytes per window: 0.5 MB for 1,000,000,000 documents.
 """
 

@@ -110,6 +110,12 @@ class Kernels(Protocol):
         Returns how many groups are done; fewer than asked: the next one has a document that does not fit.
         """
 
+    def best_fit(self, length: I64, capacity: int, item: I64, row: I64, /) -> int:
+        """What ``samples.best_fit.best_fit`` returns, into ``item`` and ``row``; returns the number of rows.
+
+        ``item`` and ``row`` have as many items as ``length`` (1 .. capacity); or none, and rows are only counted.
+        """
+
     def add_epoch(self, finder: object, epoch: int, before: I64, block: Ints, keep: int, /) -> object:
         """Give a line's finder the first slots of an epoch; of the earlier ones the last ``keep`` stay."""
 

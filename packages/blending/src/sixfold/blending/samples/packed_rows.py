@@ -29,7 +29,7 @@ import numpy.typing as npt
 from sixfold.blending.documents.part import Part
 from sixfold.blending.errors import BlendingError
 from sixfold.blending.numbers.kernels import I64, Kernels
-from sixfold.blending.numbers.permutation import order_key, permute_range
+from sixfold.blending.numbers.permutation import order_key, permute, permute_range
 from sixfold.blending.samples.best_fit import best_fit, rows_of
 from sixfold.blending.samples.range_table import (
     BEGIN,
@@ -109,25 +109,60 @@ class Windows:
             counts.append(int((length_D // S).sum()) + rows_of(tail_D[tail_D > 0], S))
         return np.array(counts, dtype=np.int64)
 
-    def packed(self, window: int) -> tuple[I64, I64]:
-        """The range table of a window, row by row, and the first range of each row and behind the last.
+    def packed(self, window: int) -> "Packed":
+        """A window's pieces in rows.
 
         Raises:
             The source's own error, or BlendingError: lengths that do not fit their pointers.
         """
-        S, part = self.sequence_length, self.part
+        S = self.sequence_length
         sequence_D = self.documents(window)
-        length_D = part.lengths(sequence_D)
-        document_I, place_I = runs(np.zeros(length_D.size, dtype=np.int64), -(-length_D // S))
-        there_I = length_D[document_I] - place_I * S
+        length_D = self.part.lengths(sequence_D)
+        pieces_D, long = (length_D > 0).astype(np.int64), np.flatnonzero(length_D > S)
+        pieces_D[long] = -(-length_D[long] // S)
+        document_I = np.repeat(np.arange(length_D.size), pieces_D)
+        place_I, there_I = np.zeros(document_I.size, dtype=np.int64), length_D[document_I]
+        first_I = np.cumsum(pieces_D)[long] - pieces_D[long]
+        which, at = runs(first_I, pieces_D[long])
+        place_I[at] = at - first_I[which]
+        there_I[at] -= place_I[at] * S
         item_I, row_I = best_fit(np.minimum(there_I, S), S)
-        document_I, offset_I, there_I = document_I[item_I], place_I[item_I] * S, there_I[item_I]
-        shown_I, sequence_I = np.minimum(there_I, S), sequence_D[document_I]
-        end_I = np.cumsum(shown_I)
         rows = int(row_I[-1]) + 1 if row_I.size else 0
-        piece = np.searchsorted(row_I, np.arange(rows + 1))  # the first of each row
-        column_I = end_I - shown_I - (end_I - shown_I)[piece[:-1]][row_I]
-        first_token_I = part.first_token(sequence_I)
+        edge_R = np.concatenate([[0], np.cumsum(np.bincount(row_I, minlength=rows))])
+        return Packed(self.part, S, sequence_D, document_I, place_I, there_I, item_I, edge_R)
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """The pieces of a window, I of them of D documents in R rows.
+
+    Attributes:
+        sequence_D: number of each document in the source.
+        document_I, place_I, there_I: of each piece its document, its place among the document's pieces, and the tokens
+            from its first one to the end of the document.
+        item_I, edge_R: pieces row by row, and where each row begins there; behind the last row, I.
+    """
+
+    part: Part
+    sequence_length: int
+    sequence_D: I64
+    document_I: I64
+    place_I: I64
+    there_I: I64
+    item_I: I64
+    edge_R: I64
+
+    def table(self, row_R: I64) -> tuple[I64, I64]:
+        """The range table of some rows, one after the other, and how many ranges each has."""
+        S = self.sequence_length
+        number_I, at_I = runs(self.edge_R[row_R], self.edge_R[row_R + 1] - self.edge_R[row_R])
+        item_I = self.item_I[at_I]
+        offset_I, there_I = self.place_I[item_I] * S, self.there_I[item_I]
+        sequence_I, shown_I = self.sequence_D[self.document_I[item_I]], np.minimum(there_I, S)
+        end_I, is_last_I = np.cumsum(shown_I), np.append(number_I[1:] != number_I[:-1], True)
+        full_R = np.append(0, end_I[is_last_I])
+        column_I = end_I - shown_I - full_R[number_I]
+        first_token_I = self.part.first_token(sequence_I)
 
         table = np.zeros((2 * item_I.size, len(FIELDS)), dtype=np.int64)
         text, none = table[::2], table[1::2]
@@ -136,29 +171,48 @@ class Windows:
         text[:, LENGTH] = shown_I + (there_I > S)
         text[:, SHOWN] = shown_I
         text[:, LABELS] = text[:, LENGTH] - 1
+        text[:, ROW] = none[:, ROW] = number_I
         # What has no id behind it, [Note: padding]: the label of a document's last token, and the rest of the row.
         none[:, SOURCE] = 1
         none[:, COLUMN] = column_I + shown_I
-        none[:, SHOWN] = np.where(np.append(row_I[1:], -1) != row_I, S - none[:, COLUMN], 0)
+        none[:, SHOWN] = np.where(is_last_I, S - none[:, COLUMN], 0)
         none[:, LENGTH] = none[:, LABELS] = none[:, SHOWN] + 1
-        table = np.delete(table, 2 * np.flatnonzero(there_I > S) + 1, axis=0)
-        return table, piece * 2 - np.searchsorted(np.flatnonzero(there_I > S), piece)
+        cut_I = there_I > S
+        table = np.delete(table, 2 * np.flatnonzero(cut_I) + 1, axis=0)
+        return table, np.bincount(table[:, ROW], minlength=row_R.size)
 
 
-@dataclass(frozen=True, slots=True)
 class _Window:
-    """One window of one epoch, its rows in reading order.
+    """One window of one epoch.
+
+    [Note: rows before a window] What a cold read needs is few rows, and a table of all takes as long as packing them.
+    So the first read of a window makes the ranges of its own rows alone; the second one makes all.
 
     Attributes:
         first: the dataset's sample that its first row is.
-        table: of its pieces as they are packed.
-        begin, count: (rows,) the pieces of each row in reading order.
+        rows: that it fills.
     """
 
-    first: int
-    table: I64
-    begin: I64
-    count: I64
+    def __init__(self, first: int, packed: Packed, key: int) -> None:
+        self.first, self.rows = first, packed.edge_R.size - 1
+        self._packed, self._key = packed, key
+        self._reads = 0
+        self._whole: tuple[I64, I64, I64] | None = None  # table, and first range and ranges of each row
+
+    def table(self, inside: I64) -> tuple[I64, I64]:
+        """The range table of rows of this window in reading order, and how many ranges each has."""
+        whole, self._reads = self._whole, self._reads + 1
+        if whole is None and self._reads == 1:
+            return self._packed.table(permute(self._key, self.rows, inside))
+        if whole is None:
+            order = np.empty(self.rows, dtype=np.int64)
+            permute_range(self._key, self.rows, 0, order)
+            table, count = self._packed.table(order)
+            whole = self._whole = table, np.cumsum(count) - count, count
+        table, begin_R, count_R = whole
+        count = count_R[inside]
+        _, piece = runs(begin_R[inside], count)
+        return table.take(piece, axis=0), count
 
 
 class PackedRows:
@@ -222,16 +276,14 @@ class PackedRows:
         if known is not None:
             return known
         window = int(window_W[place])
-        table, edges = self.windows.packed(window)
-        rows = edges.size - 1
+        packed = self.windows.packed(window)
+        rows = packed.edge_R.size - 1
         if rows != self._rows_W[window]:
             raise BlendingError(
                 f"{self.windows.part.label}: window {window} fills {rows} rows of {self.only_length} tokens and was "
                 f"counted with {self._rows_W[window]}; the data changed since: build the datasets again"
             )
-        order = np.empty(rows, dtype=np.int64)
-        permute_range(self.windows.key(epoch, window), rows, 0, order)
-        found = _Window(epoch * self.rows + int(before[place]), table, edges[order], np.diff(edges)[order])
+        found = _Window(epoch * self.rows + int(before[place]), packed, self.windows.key(epoch, window))
         kept = OrderedDict([*self._kept.items(), (key, found)][-_WINDOWS_KEPT:])
         self._kept = kept  # a new one: two threads that pack at once lose a window at worst
         return found
@@ -251,13 +303,10 @@ class PackedRows:
         while left.size:
             window = self._window_of(int(samples[left[0]]))
             inside = samples[left] - window.first
-            here = (inside >= 0) & (inside < window.begin.size)
+            here = (inside >= 0) & (inside < window.rows)
             whole = bool(here.all())  # nearly always
             row, inside = (left, inside) if whole else (left[here], inside[here])
-            count = window.count[inside]
-            behind = np.cumsum(count)
-            piece = np.arange(behind[-1]) + np.repeat(window.begin[inside] - behind + count, count)
-            some = window.table.take(piece, axis=0)
+            some, count = window.table(inside)
             some[:, ROW] = np.repeat(row, count)
             if whole and len(parts) == 1:
                 return some

@@ -145,3 +145,24 @@ def test_find_line_has_no_position_from_which_on_the_document_is_dropped(folder)
     data = built("y", "plain", changes=[BlendChange(at=100, drop={"y": [1]})])
     assert data.find_line(*line, 200) == [n for n in before if n < 100]
     assert len(before) > len(data.find_line(*line, 200)) > 0
+
+
+def test_a_dataset_behind_a_url_that_left_the_blend_is_read_while_it_is_there_and_not_needed_after(folder):
+    write("b", write("a", 1))
+    files = {f"{name}{end}": Path(f"{name}{end}").read_bytes() for name in "ab" for end in (".bin", ".idx", ".mask")}
+    with RangeServer(files) as server:
+        a, b = f"{server.url}/a", f"{server.url}/b"
+        changes = [BlendChange(40, blend=([b], [1.0]))]
+        there = built(a, b, changes=changes)
+        tokens = there.get_batch(range(80))["tokens"]
+        assert np.isin(tokens[:40], IndexedDataset("a").tokens).any()
+        state = there.state_dict(60)
+        for end in (".bin", ".idx", ".mask"):
+            del server.files[f"a{end}"]
+        with pytest.warns(UserWarning, match="has left the blend and its files are missing"):
+            gone = built(a, b, changes=changes)
+        assert np.array_equal(gone.get_batch(range(60, 80))["tokens"], tokens[60:])
+        assert gone.load_state_dict(state) == 60
+        server.status = 403
+        with pytest.raises(Exception, match="403"):
+            built(a, b, changes=changes)

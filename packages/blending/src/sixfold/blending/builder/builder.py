@@ -35,7 +35,7 @@ from sixfold.blending.dataset.base import MegatronDataset
 from sixfold.blending.dataset.blended import BlendedDataset
 from sixfold.blending.dataset.checkpoint_state import told_of
 from sixfold.blending.dataset.mock import MockGPTDataset, refuse_a_blend
-from sixfold.blending.documents.idx_bin import pair_of
+from sixfold.blending.documents.idx_bin import is_gone, pair_of
 from sixfold.blending.documents.part import Part
 from sixfold.blending.documents.source import AbsentSource, DocumentSource, several_sequences
 from sixfold.blending.errors import BlendingError
@@ -448,7 +448,12 @@ class BlendedMegatronDatasetBuilder:
                 self._stamps[prefix] = stamps_of(pair_of(path))
             if not self._has_indices:
                 self._warn_of_unused_cache(path)
-            if self._has_left(prefix) and not any(map(os.path.lexists, pair_of(path))):
+            try:
+                with _naming(f"{prefix} was opened"):
+                    self._opened[prefix] = self.cls.build_low_level_dataset(path, self.config)
+            except BlendingError:
+                if not self._has_left(prefix) or not is_gone(path):
+                    raise
                 warnings.warn(
                     f"{prefix} has left the blend and its files are missing: positions before the change that removes "
                     "it cannot be read",
@@ -456,8 +461,6 @@ class BlendedMegatronDatasetBuilder:
                 )
                 self._opened[prefix] = AbsentSource(path, self._told_of(prefix))
                 return self._opened[prefix]
-            with _naming(f"{prefix} was opened"):
-                self._opened[prefix] = self.cls.build_low_level_dataset(path, self.config)
             boundaries = several_sequences(self._opened[prefix])
             if boundaries is not None:
                 warnings.warn(

@@ -15,6 +15,13 @@ def pair_of(prefix: str) -> list[str]:
     return [f"{prefix}.idx", f"{prefix}.bin"]
 
 
+def is_gone(prefix: str) -> bool:
+    """Whether nothing of a prefix is there. Of a URL the store is asked, which raises its own error if it fails."""
+    if "://" not in prefix:
+        return not any(map(os.path.lexists, pair_of(prefix)))
+    return not import_module("sixfold.indexed_data").IndexedDataset.exists(prefix)
+
+
 def open_prefix(prefix: str, *, mmap: bool = True) -> DocumentSource:
     """The dataset at ``prefix``. Cost: a few system calls per file, whatever its size.
 

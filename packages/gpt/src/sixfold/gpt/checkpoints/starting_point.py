@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, MismatchError, retention
@@ -130,6 +131,13 @@ def initial_weights(config: TrainConfig, mesh: RankMesh) -> Path | None:
         return folder
 
     return training_state.chosen(mesh, choose, config.run.timeout_seconds)
+
+
+def data_state(start: StartingPoint) -> dict[str, Any] | None:
+    """What the checkpoint says of the data; None of a fresh start, and of an imported model."""
+    common = {} if start.newest is None else saved_common(start.newest)
+    state: dict[str, Any] | None = None if IMPORTED in common else common.get("data")
+    return state
 
 
 def step_of(checkpoint_folder: Path | None) -> int:

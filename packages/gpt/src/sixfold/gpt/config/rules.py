@@ -8,7 +8,7 @@ Numbers only: no torch, no files. The pure functions here read a TrainConfig and
 """
 
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -359,8 +359,9 @@ def _check_changes(config: "TrainConfig") -> None:
         what = f"data.changes[{number}]"
         if number and change.at <= changes[number - 1].at:
             raise ConfigError(f"{what}.at is {change.at}, and {changes[number - 1].at} comes before it; at ascends")
-        if not change.blend and not change.weights and not change.sequence_length:
-            raise ConfigError(f"{what} at {change.at} changes nothing; give blend or weights")
+        if not change.blend and not change.weights and not change.sequence_length and not change.drop:
+            raise ConfigError(f"{what} at {change.at} changes nothing; give blend, weights or drop")
+        _check_drop(config, what, change.drop)
         blend = config.data.blend_at(number)
         if change.weights and len(change.weights) != len(blend):
             raise ConfigError(
@@ -370,6 +371,22 @@ def _check_changes(config: "TrainConfig") -> None:
         if samples_before(config, step) != change.at:
             near = " or ".join(str(samples_before(config, one)) for one in (step - 1, step))
             raise ConfigError(f"{what}.at is {change.at}, inside a step; it is where a step begins: {near} works")
+
+
+def _check_drop(config: "TrainConfig", what: str, drop: Mapping[str, object]) -> None:
+    """Documents are of datasets that training reads, each said once: by its prefix or by its name."""
+    prefixes = config.data.train_prefixes
+    names = config.data.names_of(prefixes)
+    for key in drop:
+        if key not in (*prefixes, *names):
+            raise ConfigError(
+                f"{what}.drop names {key!r}, of which training reads nothing; it names datasets of data.blend or of a "
+                f"change: {', '.join(names)}"
+            )
+    said = config.data.names_of(drop)
+    twice = next((name for name in said if said.count(name) > 1), None)
+    if twice is not None:
+        raise ConfigError(f"{what}.drop names {twice} twice, by its prefix and by its name; give one list")
 
 
 def _fitting(pp: int, model_ranks: int, world: int) -> str:

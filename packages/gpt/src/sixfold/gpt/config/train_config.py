@@ -40,13 +40,17 @@ _BUFFER_KEYS = (
 
 @dataclass(frozen=True, kw_only=True)
 class DataChange(Table):
-    """An entry of data.changes: from position ``at`` on another blend. Fields left out keep what was."""
+    """An entry of data.changes: from position ``at`` on another blend, or documents taken down.
+
+    Fields left out keep what was.
+    """
 
     TABLE: ClassVar[str] = "data.changes"
     at: Count
     blend: tuple[str, ...] = ()
     weights: tuple[Size, ...] = ()
     sequence_length: Count = 0
+    drop: dict[str, tuple[Count, ...] | str] = field(default_factory=dict)  # dataset -> documents, or a file of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +142,17 @@ class DataConfig(Table):
         """The prefixes blended from ``changes[change]`` on."""
         named = [self.blend, *(one.blend for one in self.changes[: change + 1] if one.blend)]
         return named[-1]
+
+    @property
+    def left(self) -> tuple[str, ...]:
+        """Prefixes that training has read and, from the last change of the blend on, reads no more."""
+        blends = [
+            (self.blend, self.weights),
+            *((self.blend_at(n), c.weights) for n, c in enumerate(self.changes) if c.blend or c.weights),
+        ]
+        last, weights = blends[-1] if len(blends) > 1 else (self.train_prefixes, ())
+        read = {prefix for prefix, weight in zip(last, weights or (1.0,) * len(last), strict=True) if weight}
+        return tuple(prefix for prefix in self.train_prefixes if prefix not in read)
 
     @property
     def train_prefixes(self) -> tuple[str, ...]:

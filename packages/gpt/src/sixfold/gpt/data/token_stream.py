@@ -12,7 +12,7 @@ samples, and each keeps its part of every row (sequence_parts.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from os import PathLike
@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sixfold.gpt.config.batch_schedule import batch_size, samples_before
+from sixfold.gpt.data.blend_changes import blend_changes, prefixes_to_open, prefixes_with_tokenizer
 from sixfold.gpt.errors import ConfigError, FinalError
 from sixfold.gpt.parallel.sequence_parts import WHOLE_ROWS, SequencePart, documents_here
 
@@ -98,7 +99,8 @@ def preflight(config: TrainConfig, datasets: OwnDatasets | None = None) -> None:
 
         check_own(config, datasets)
         return
-    prefixes = (*config.data.train_prefixes, *config.data.valid_prefixes)
+    blend_changes(config.data)  # reads files of documents
+    prefixes = prefixes_to_open(config)
     for prefix in prefixes:
         IndexedDataset(prefix).close()
     check_identity(prefixes, config.data.tokenizer, config.data.eod_token)
@@ -133,11 +135,17 @@ def end_of_documents(config: TrainConfig) -> int:
     """The id that ends a document of the run; -1 where nothing says it. Opens the tokenizer."""
     from sixfold.gpt.data.tokenizer import tokenizer_of
 
-    return tokenizer_of(config.data.blend, config.data.tokenizer, config.data.eod_token).eod
+    data = config.data
+    return tokenizer_of(prefixes_with_tokenizer(data), data.tokenizer, data.eod_token).eod
 
 
 def dataset_builder(
-    config: TrainConfig, group: dist.ProcessGroup | None = None, *, tell: bool = True, valid: str = ""
+    config: TrainConfig,
+    group: dist.ProcessGroup | None = None,
+    *,
+    tell: bool = True,
+    valid: str = "",
+    state: dict[str, Any] | None = None,
 ) -> BlendedMegatronDatasetBuilder:
     """What `build_datasets` builds with; opens nothing.
 
@@ -145,8 +153,9 @@ def dataset_builder(
         group: all ranks: they compare what they opened, and each builds a share of an index.
         tell: whether this rank tells of datasets that are read very often; one of them is enough.
         valid: the name of a validation set, which alone is built; "": training data, and a set without a name.
+        state: of the data, where a run goes on: it stands for datasets that left the blend and were deleted.
     """
-    from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
+    from sixfold.blending import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
     from sixfold.gpt.data.tokenizer import tokenizer_of
 
     data = config.data
@@ -157,11 +166,8 @@ def dataset_builder(
     names: dict[str | bytes | PathLike[str] | PathLike[bytes], str] = dict(
         zip(data.train_prefixes, data.names_of(data.train_prefixes), strict=True)
     )
-    changes = [
-        BlendChange(at=change.at, blend=(list(data.blend_at(number)), list(change.weights) or None))
-        for number, change in enumerate(data.changes)
-    ]
     parts: dict[str, Any]
+    changes = blend_changes(data)
     if data.valid:
         held_out = data.valid_sets.get(valid, ())
         if valid:
@@ -173,7 +179,7 @@ def dataset_builder(
     options = GPTDatasetConfig(
         random_seed=config.train.seed,
         sequence_length=data.seq_length,
-        tokenizer=tokenizer_of(data.blend, data.tokenizer, data.eod_token),
+        tokenizer=tokenizer_of(prefixes_with_tokenizer(data), data.tokenizer, data.eod_token),
         order=data.order,
         packing=data.packing,
         blend_unit=data.blend_unit,
@@ -187,7 +193,7 @@ def dataset_builder(
         **parts,
     )
     sizes = [0 if valid else samples_before(config, config.train.steps), _evaluated(config), 0]
-    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, options, group=group)
+    return BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, options, group=group, state=state)
 
 
 def _evaluated(config: TrainConfig) -> int:
@@ -252,9 +258,16 @@ def _check_length(config: TrainConfig, what: str, part: Valid, size: int) -> Non
         )
 
 
-def open_on_ranks(config: TrainConfig, mesh: RankMesh, own: OwnDatasets | None = None) -> Datasets:
+def open_on_ranks(
+    config: TrainConfig,
+    mesh: RankMesh,
+    own: OwnDatasets | None = None,
+    saved: Callable[[], dict[str, Any] | None] = lambda: None,
+) -> Datasets:
     """Opened by every rank for itself, in every order: ranks compare what they opened, and an index is built in shares.
 
+    Args:
+        saved: the state of the data in the checkpoint that the run goes on from; asked if a dataset was deleted.
     Raises:
         BlendingError: on all ranks: a pair does not open, or a rank has another copy of one, which would give it other
             samples under the same positions.
@@ -268,11 +281,13 @@ def open_on_ranks(config: TrainConfig, mesh: RankMesh, own: OwnDatasets | None =
     if own is not None:
         return own_data.open_on_ranks(config, own, mesh)
 
+    def builder_here(valid: str) -> BlendedMegatronDatasetBuilder:
+        every = {*config.data.train_prefixes, *config.data.valid_prefixes}
+        state = None if every <= set(prefixes_to_open(config)) else saved()
+        return dataset_builder(config, mesh.control, tell=mesh.rank == 0, valid=valid, state=state)
+
     def builder(valid: str = "") -> BlendedMegatronDatasetBuilder:
-        tell = mesh.rank == 0
-        return all_or_raise(
-            mesh.control, mesh.size, lambda: dataset_builder(config, mesh.control, tell=tell, valid=valid)
-        )
+        return all_or_raise(mesh.control, mesh.size, lambda: builder_here(valid))
 
     with world_collective("the opening of the data by all ranks"):
         try:
@@ -309,7 +324,7 @@ def continue_data(train: BlendedDataset | OwnData, state: Mapping[str, Any], con
     if state.get("order") == "stateless":
         # 0.1.0, which does not tell, had blocks alone.
         was = {one["name"]: one.get("document_shuffle", "block") for one in state.get("datasets", {}).values()}
-        now = {one.name: one.document_shuffle for one in train.datasets}
+        now = {one.name: one.document_shuffle for one in train.datasets if not one.is_absent}
         other = [name for name in was if now.get(name, was[name]) != was[name]]
         if other:
             now_key = config.data.document_shuffle

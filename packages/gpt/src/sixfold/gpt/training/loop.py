@@ -21,7 +21,14 @@ import torch
 
 from sixfold.dist_ckpt import AsyncSave, MemoryTier, retention
 from sixfold.gpt.checkpoints import training_state
-from sixfold.gpt.checkpoints.starting_point import StartingPoint, initial_weights, same_config, starting_point, step_of
+from sixfold.gpt.checkpoints.starting_point import (
+    StartingPoint,
+    data_state,
+    initial_weights,
+    same_config,
+    starting_point,
+    step_of,
+)
 from sixfold.gpt.checkpoints.training_state import Progress
 from sixfold.gpt.config.batch_schedule import batch_size
 from sixfold.gpt.config.rules import check_world
@@ -430,7 +437,7 @@ def train_in(
             return opened.enter_context(MetricsWriter(path, fence)) if mesh.rank == 0 else None
 
         metrics = all_or_raise(mesh.control, mesh.size, open_metrics)
-        data = open_on_ranks(config, mesh, datasets)
+        data = open_on_ranks(config, mesh, datasets, lambda: data_state(start))
         run = all_or_raise(mesh.control, mesh.size, lambda: Run(config, rank, metrics, data, kept))
         if kept is not None:
             run.tier = kept.tier(config, mesh)

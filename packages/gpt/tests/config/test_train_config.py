@@ -161,6 +161,7 @@ batches = 8
 [log]
 every = 1
 tensorboard = false
+wandb = ""
 profile_steps = []
 straggler_every = 100
 straggler_factor = 2.0

@@ -129,7 +129,7 @@ class FirstHalf:
     killed: bool = False
 
     def __post_init__(self) -> None:
-        self.tail = MetricsTail(self.metrics, from_start=True)
+        self.tail = MetricsTail(self.metrics, offset=0)
 
     def watch(self) -> None:
         """Called about ten times a second while the ranks run."""

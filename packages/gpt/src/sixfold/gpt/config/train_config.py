@@ -341,6 +341,7 @@ class LogConfig(Table):
     TABLE: ClassVar[str] = "log"
     every: Positive = 1
     tensorboard: bool = False
+    wandb: str = ""  # project of W&B, or team/project; "" = none
     profile_steps: tuple[Positive, ...] = ()  # updates traced by torch.profiler, a file per rank
     straggler_every: Count = 100  # steps between reports of each rank's times; 0 = none
     straggler_factor: Annotated[float, AtLeast(1)] = 2.0  # a rank is named that takes so many times as long

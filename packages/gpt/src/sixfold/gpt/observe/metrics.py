@@ -1,7 +1,7 @@
 """The run's record: metrics.jsonl, one JSON object per line.
 
-    loop.py --> MetricsWriter --> metrics.jsonl   (this file)   --> read_metrics --> plots, TensorBoard, demo.py
-                                                                 `-> ProgressLine --> stderr
+    loop.py --> MetricsWriter --> metrics.jsonl   (this file)   --> read_metrics --> plots, demo.py
+                                                                 `-> MetricsTail --> stderr, curves elsewhere
 
 One rank writes; everything that shows a run reads this file and nothing else. Every line is flushed when written,
 floats are in shortest round-trip form, what is not finite is null. A kill may cut the last line: readers skip it, and
@@ -252,22 +252,29 @@ def _of_what(record: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 class MetricsTail:
-    """Reads the lines of a growing metrics.jsonl once each, from where the file ended when this was made."""
+    """Reads the lines of a growing metrics.jsonl once each.
 
-    def __init__(self, path: str | Path, *, from_start: bool = False) -> None:
+    Args:
+        offset: bytes that are left out; None: those that are there now.
+    Attributes:
+        offset: bytes of the lines that were read.
+    """
+
+    def __init__(self, path: str | Path, *, offset: int | None = None) -> None:
         self.path = Path(path)
-        self._offset = self.path.stat().st_size if self.path.exists() and not from_start else 0
+        there = self.path.stat().st_size if self.path.exists() else 0
+        self.offset = there if offset is None else offset
 
     def read(self) -> list[dict[str, Any]]:
         """Records appended since the last call; a line still being written waits for the next one."""
         try:
             with self.path.open("rb") as file:
-                file.seek(self._offset)
+                file.seek(self.offset)
                 data = file.read()
         except FileNotFoundError:
             return []
         whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
+        self.offset += len(whole)
         return parse_lines(whole.splitlines())
 
 

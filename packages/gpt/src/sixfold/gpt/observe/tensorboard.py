@@ -1,8 +1,6 @@
 """TensorBoard of a run, on request.
 
-    metrics.jsonl --> TensorBoardWriter (this file) --> RUN/tensorboard
-
-It reads metrics.jsonl and nothing else, as the progress line and the plots do.
+curves.py --> TensorBoardSink (this file) --> RUN/tensorboard
 """
 
 from __future__ import annotations
@@ -13,22 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.observe.metrics import MetricsTail
-
-# The fields of a step line that have a curve of their own.
-CURVES = (
-    "loss",
-    "grad_norm",
-    "lr",
-    "tokens",
-    "batch_size",
-    "seconds",
-    "data_seconds",
-    "tokens_per_second",
-    "wall_tokens_per_second",
-    "mfu",
-    "memory_bytes",
-)
 
 
 def check_tensorboard(wanted: bool) -> None:
@@ -44,42 +26,41 @@ def check_tensorboard(wanted: bool) -> None:
         )
 
 
-def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The curves' next values that a line of metrics.jsonl holds, by TensorBoard's names; none is null."""
-    found: dict[str, float | None] = {}
-    if record["kind"] == "step":
-        found |= {f"train/{name}": record.get(name) for name in CURVES}
-        found |= {f"loss by dataset/{name}": loss for name, loss in record.get("loss_by_dataset", {}).items()}
-    elif record["kind"] == "eval":
-        name = record.get("name")
-        found[f"loss by validation set/{name}" if name else "valid/loss"] = record["loss"]
-    elif record["kind"] == "timeline":
-        found |= {"pipeline/bubble": record["bubble"], "pipeline/bubble on paper": record["bubble_on_paper"]}
-    elif record["kind"] == "save":
-        found |= {"save/seconds": record["seconds"], "save/blocked_seconds": record["blocked_seconds"]}
-    return {name: float(value) for name, value in found.items() if value is not None}
+class TensorBoardSink:
+    """Writes events into ``folder``. What is taken back is hidden, as TensorBoard does it: by a new file."""
 
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+        self._hides: int | None = None  # the first step that the newest file hides, while it is empty
 
-class TensorBoardWriter:
-    """Writes what is appended to a run's metrics.jsonl from now on into RUN/tensorboard.
+    def take_back(self, step: int) -> None:
+        """See CurveSink."""
+        if self._hides is not None and self._hides <= step + 1:
+            return
+        if self._writer is not None:
+            self._writer.close()
+        self._open(step + 1)
 
-    Args:
-        step: updates done; what an earlier start wrote of later ones is hidden, as they are done again.
-    """
+    def add(self, step: int, time: float, values: Mapping[str, float]) -> None:
+        """See CurveSink."""
+        if self._writer is None:
+            self._open(None)
+        self._hides = None
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step, walltime=time)
 
-    def __init__(self, run_dir: str | Path, step: int) -> None:
+    def flush(self) -> None:
+        """See CurveSink."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    def close(self, failed: bool) -> None:
+        """See CurveSink."""
+        if self._writer is not None:
+            self._writer.close()
+
+    def _open(self, hides: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._tail = MetricsTail(Path(run_dir) / "metrics.jsonl")
-        self._writer: Any = SummaryWriter(str(Path(run_dir) / "tensorboard"), purge_step=step + 1)
-
-    def poll(self) -> None:
-        """Take over the lines that are new."""
-        for record in self._tail.read():
-            for name, value in scalars(record).items():
-                self._writer.add_scalar(name, value, record["step"], walltime=record["time"])
-
-    def close(self) -> None:
-        """Write what is left."""
-        self.poll()
-        self._writer.close()
+        self._writer, self._hides = SummaryWriter(str(self._folder), purge_step=hides), hides

@@ -50,11 +50,11 @@ from sixfold.gpt.launch.spawn import is_final
 from sixfold.gpt.launch.stop_signals import Interrupted, StopFlag
 from sixfold.gpt.machine.devices import peak_flops_of
 from sixfold.gpt.observe import digest_file, timeline
+from sixfold.gpt.observe.curves import check_sinks, feeds_of
 from sixfold.gpt.observe.metrics import MetricsWriter, read_all
 from sixfold.gpt.observe.profiler import profiled
 from sixfold.gpt.observe.software_versions import software_versions
 from sixfold.gpt.observe.straggler import StragglerReport
-from sixfold.gpt.observe.tensorboard import TensorBoardWriter, check_tensorboard
 from sixfold.gpt.parallel.agreement import all_or_raise, any_rank, from_rank_0, memory_errors, world_collective
 from sixfold.gpt.parallel.mesh import make_mesh
 from sixfold.gpt.parallel.sequence_parts import SequencePart
@@ -117,7 +117,6 @@ class Run:
         self.loss: float | None = None
         self.versions = software_versions()
         self.root = Path(config.run.dir) / "checkpoints"
-        self.board: TensorBoardWriter | None = None  # on rank 0, where the config wants one
         self.digests: digest_file.DigestWriter | None = None  # on rank 0, where the config wants them
         self._weight_digests = WeightDigests(rank)
         self.replicas = ReplicaCheck(self, config.elastic.compare_replicas_every)
@@ -132,8 +131,6 @@ class Run:
         """One line of metrics.jsonl, written by one rank."""
         if self.metrics is not None:
             self.metrics.write(kind, **fields)
-        if self.board is not None:
-            self.board.poll()
 
     def close(self) -> None:
         """Let the data thread end, which reads files that its user may close or delete next; one that hangs is left."""
@@ -422,7 +419,7 @@ def train_in(
     if config.train.offload_activations:
         all_or_raise(mesh.control, mesh.size, lambda: check_offload(world.device))
 
-    all_or_raise(mesh.control, mesh.size, lambda: check_tensorboard(config.log.tensorboard))
+    all_or_raise(mesh.control, mesh.size, lambda: check_sinks(config.log))
     same_config(config, mesh)
     fence = None if kept is None else kept.fence
     start = starting_point(config, mesh, datasets, joins=fence is not None)
@@ -449,8 +446,7 @@ def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
     """From where the run begins to its end; the reason."""
     flag = StopFlag() if run.kept is None else run.kept.flag
     mesh = run.rank.mesh
-    if run.config.log.tensorboard and mesh.rank == 0:
-        run.board = TensorBoardWriter(run.config.run.dir, step_of(start.newest))
+    feeds, ended, goes_on = feeds_of(run.config) if mesh.rank == 0 else [], False, False
     try:
         if run.config.log.digest_every:
             all_or_raise(mesh.control, mesh.size, run.open_digests)
@@ -477,8 +473,10 @@ def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
         if run.kept is not None:
             run.kept.settle(run)
         run.note("end", step=run.progress.step, reason=reason)
+        ended = True
     except BaseException as error:
-        if run.kept is not None and not is_final(error):
+        goes_on = run.kept is not None and not is_final(error)
+        if goes_on:
             raise  # the run has not ended, and a save of a generation that has does not get far
         with suppress(TrainError):  # a full disk may refuse this too; the first error is the one to raise
             run.finish_save()
@@ -489,8 +487,8 @@ def _train(run: Run, start: StartingPoint, source: Path | None) -> str:
         if run.kept is None:
             flag.disarm()
         run.close()
-        if run.board is not None:
-            run.board.close()
+        for feed in feeds:
+            feed.close(failed=not (ended or goes_on), waits=not goes_on)
         if run.digests is not None:
             run.digests.close()
     if reason == "sigterm" and flag.interrupted:

@@ -1,67 +1,17 @@
-"""TensorBoard, timelines and losses by dataset: what is read, and what is refused."""
+"""Timelines and losses by dataset: what is read, and what is refused."""
 
 import pytest
 import torch
-from config_helpers import words_of
 from gpt_helpers import tiny_config
 
 from sixfold.gpt import train
 from sixfold.gpt.data.loss_by_dataset import SampleLosses, mean_by_dataset, sums_by_dataset, token_loss
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.observe import tensorboard as observe
-from sixfold.gpt.observe.metrics import FIELDS, MetricsWriter, describe
-from sixfold.gpt.observe.tensorboard import TensorBoardWriter, check_tensorboard
+from sixfold.gpt.observe.curves import scalars
+from sixfold.gpt.observe.metrics import describe
 from sixfold.gpt.observe.timeline import TimelineWriter, read_timeline, show
 from sixfold.pipeline import Action, PipelineRunner, one_f_one_b
 from sixfold.pipeline.simulation.simulate import measured
-
-STEP = dict.fromkeys(FIELDS["step"], 1.0) | {"mfu": None, "loss_by_dataset": {"wiki": 2.0, "code": None}}
-
-
-def board_of(folder, *losses, first=1, purge=0):
-    """Write steps with these losses and take them over into TensorBoard."""
-    board = TensorBoardWriter(folder, purge)
-    with MetricsWriter(folder / "metrics.jsonl") as writer:
-        for step, loss in enumerate(losses, first):
-            writer.write("step", **STEP | {"step": step, "loss": loss})
-        board.poll()
-        writer.write("eval", step=first, name="", loss=0.5, tokens=10)
-        writer.write("eval", step=first, name="code", loss=0.25, tokens=10)
-    board.close()
-
-
-def curves_of(folder):
-    """(step, value) by name, as TensorBoard itself reads them."""
-    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    found = reader.EventAccumulator(str(folder / "tensorboard"))
-    found.Reload()
-    return {name: [(one.step, one.value) for one in found.Scalars(name)] for name in found.Tags()["scalars"]}
-
-
-def test_tensorboard_has_every_number_of_a_step_and_of_its_datasets(tmp_path):
-    pytest.importorskip("tensorboard", reason="needs tensorboard, an extra")
-    board_of(tmp_path, 4.0, 3.0)
-    found = curves_of(tmp_path)
-    assert found["train/loss"] == [(1, 4.0), (2, 3.0)] and found["valid/loss"] == [(1, 0.5)]
-    assert found["loss by validation set/code"] == [(1, 0.25)]
-    assert found["loss by dataset/wiki"] == [(1, 2.0), (2, 2.0)]
-    assert "train/mfu" not in found and "loss by dataset/code" not in found, "null is no number"
-    assert {f"train/{name}" for name in observe.CURVES} - found.keys() == {"train/mfu"}
-
-
-def test_steps_that_a_resumed_run_repeats_replace_the_first_ones(tmp_path):
-    pytest.importorskip("tensorboard", reason="needs tensorboard, an extra")
-    board_of(tmp_path, 5.0, 4.0, 3.0)
-    board_of(tmp_path, 9.0, first=2, purge=1)
-    assert curves_of(tmp_path)["train/loss"] == [(1, 5.0), (2, 9.0)]
-
-
-def test_tensorboard_that_is_not_installed_is_refused_with_the_extra(monkeypatch):
-    monkeypatch.setattr(observe, "find_spec", lambda name: None)
-    check_tensorboard(False)
-    with pytest.raises(ConfigError) as error:
-        check_tensorboard(True)
-    assert words_of(error).startswith("log.tensorboard is true and ") and "sixfold-gpt[tensorboard]" in words_of(error)
 
 
 def rows(*datasets, targets=4.0):
@@ -103,7 +53,7 @@ def test_a_timeline_that_no_costs_fit_and_one_that_cannot_be_written_end_no_run_
     told = capsys.readouterr().err.splitlines()
     assert len(told) == 1 and told[0].startswith("sixfold: the timeline of step 1 has no bubble on paper: ")
     assert describe({"kind": "timeline", "step": 1} | line).startswith("step 1  bubble 1.000, on paper unknown; ")
-    assert observe.scalars({"kind": "timeline"} | line) == {"pipeline/bubble": 1.0}
+    assert scalars({"kind": "timeline"} | line) == {"pipeline/bubble": 1.0}
     (tmp_path / "full").write_text("no folder")
     assert TimelineWriter(tmp_path / "full").keep(1, program, forwards) is None
     assert "the timeline of step 1 is not kept: " in capsys.readouterr().err

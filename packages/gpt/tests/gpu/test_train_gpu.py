@@ -1,6 +1,7 @@
 """The train loop on CUDA devices: one process alone, and one rank per GPU over NCCL."""
 
 import json
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -37,6 +38,16 @@ def test_what_waits_in_host_memory_changes_no_bit(tmp_path, option):
     train_in(tiny_config(tmp_path, *options, run="plain"), world)
     train_in(tiny_config(tmp_path, *options, option, run="away"), world)
     assert losses(tmp_path / "away") == losses(tmp_path / "plain")
+
+
+def test_a_snapshot_of_memory_has_the_allocations_of_the_step_with_their_lines(tmp_path):
+    config = tiny_config(tmp_path, "run.device=cuda", "train.steps=2", "log.memory_steps=[2]")
+    train_in(config, World(rank=0, size=1, local_rank=0, store=None, device=torch.device("cuda", 0)))
+    [path] = (tmp_path / "run" / "memory").iterdir()
+    assert path.name == "step-00000002-rank-0.pickle"
+    snapshot = pickle.loads(path.read_bytes())
+    frames = {frame["name"] for events in snapshot["device_traces"] for one in events for frame in one["frames"]}
+    assert snapshot["segments"] and "train_step" in frames
 
 
 @pytest.mark.parametrize(

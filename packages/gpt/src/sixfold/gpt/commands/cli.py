@@ -198,6 +198,11 @@ def _add_train(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="with --keep-alive: all machines of the run, the same list on each; --ranks is then of each machine",
     )
     train.add_argument("--node", type=at_least_zero, metavar="N", help="which of --nodes this one is, from 0")
+    train.add_argument(
+        "--profile-memory",
+        action="store_true",
+        help="snapshots of rank 0's GPU memory in updates 1 and 2; log.memory_steps and log.memory_ranks say others",
+    )
     train.add_argument("--print-config", action="store_true", help="print the resolved TOML and end")
     train.set_defaults(run=run_train)
 

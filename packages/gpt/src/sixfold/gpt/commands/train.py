@@ -49,6 +49,8 @@ def run_train(args: argparse.Namespace) -> int:
 
     with early_signals():
         config = configuration(args, TrainConfig)
+        if args.profile_memory and not config.log.memory_steps:
+            config = replace(config, log=replace(config.log, memory_steps=(1, 2)))
         if args.print_config:
             sys.stdout.write(config.to_toml())
             return 0

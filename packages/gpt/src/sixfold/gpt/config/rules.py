@@ -70,6 +70,11 @@ def check_rules(config: "TrainConfig") -> None:
             "train.offload_activations is true and run.device 'cpu', where activations are in host memory; "
             "train.offload_activations = false works"
         )
+    if config.log.memory_steps and config.run.device == "cpu":
+        raise ConfigError(
+            f"log.memory_steps is {list(config.log.memory_steps)} and run.device 'cpu', whose allocator keeps no "
+            "record; log.memory_steps = [] works, and `sixfold plan` says what memory is for"
+        )
     if config.model.num_experts:
         _check_experts(config)
     _check_changes(config)

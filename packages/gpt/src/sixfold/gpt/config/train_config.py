@@ -343,6 +343,8 @@ class LogConfig(Table):
     tensorboard: bool = False
     wandb: str = ""  # project of W&B, or team/project; "" = none
     profile_steps: tuple[Positive, ...] = ()  # updates traced by torch.profiler, a file per rank
+    memory_steps: tuple[Positive, ...] = ()  # updates whose allocations on a GPU are kept, a file per rank
+    memory_ranks: tuple[Count, ...] = (0,)  # ranks that do so; () = all
     straggler_every: Count = 100  # steps between reports of each rank's times; 0 = none
     straggler_factor: Annotated[float, AtLeast(1)] = 2.0  # a rank is named that takes so many times as long
     timeline_steps: tuple[Positive, ...] = ()  # updates whose pipeline is timed, for `sixfold timeline`

@@ -51,6 +51,7 @@ from sixfold.gpt.launch.stop_signals import Interrupted, StopFlag
 from sixfold.gpt.machine.devices import peak_flops_of
 from sixfold.gpt.observe import digest_file, timeline
 from sixfold.gpt.observe.curves import check_sinks, feeds_of
+from sixfold.gpt.observe.memory_snapshot import check_memory_steps, recorded
 from sixfold.gpt.observe.metrics import MetricsWriter, read_all
 from sixfold.gpt.observe.profiler import profiled
 from sixfold.gpt.observe.software_versions import software_versions
@@ -279,8 +280,9 @@ class Run:
             self.kept.heartbeat.step_begins()
         lr, log = learning_rate(self.config, at.step), self.config.log
         traces = profiled(self.config.run.dir, log.profile_steps, number, self.rank.mesh.rank)
+        memory = recorded(self.config.run.dir, log, number, self.rank.mesh.rank)
         try:
-            with world_collective(f"step {number}"), traces, self.rank.clock.part("compute"):
+            with world_collective(f"step {number}"), traces, memory, self.rank.clock.part("compute"):
                 asks = Asks(stop=stop, save=self.save_is_due())
                 outcome = train_step(self.rank, batch, lr, asks, timed=number in log.timeline_steps)
         except NoTargetsError:
@@ -420,6 +422,7 @@ def train_in(
         all_or_raise(mesh.control, mesh.size, lambda: check_offload(world.device))
 
     all_or_raise(mesh.control, mesh.size, lambda: check_sinks(config.log))
+    all_or_raise(mesh.control, mesh.size, lambda: check_memory_steps(config.log, world.device, world.size))
     same_config(config, mesh)
     fence = None if kept is None else kept.fence
     start = starting_point(config, mesh, datasets, joins=fence is not None)

@@ -164,7 +164,7 @@ def test_initial_weights_that_differ_are_told_as_that(tmp_path, capsys):
 def test_an_evaluation_that_differs_stands_behind_the_weights(two, capsys):
     for one, loss in zip(two, (1.0, 1.0 * NEXT), strict=True):
         one.steps(1, 2)
-        one.note("eval", step=2, name="", loss=loss, tokens=64.0)
+        one.note("eval", step=2, name="", loss=loss, tokens=64.0, seconds=0.1)
     found = verify(capsys, *two)[1]
     assert found["first"] == {"step": 2, "what": "validation loss"}
     assert "Training has the same bits so far" in found["verdict"]

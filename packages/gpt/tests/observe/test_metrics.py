@@ -148,7 +148,7 @@ def test_steps_that_a_restart_took_back_are_no_part_of_the_run_before_they_are_d
         for i in (1, 2, 3, 4, 5):
             writer.write("step", **step(i, float(i)))
         for i in (2, 4):
-            writer.write("eval", step=i, name="", loss=1.0, tokens=1)
+            writer.write("eval", step=i, name="", loss=1.0, tokens=1, seconds=0.1)
         writer.write(kind, **dict.fromkeys(FIELDS[kind]) | {"step": 2})
         writer.write("step", **step(3, 30.0))
     found = [(r["kind"], r["step"], r.get("loss")) for r in read_metrics(path)]

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+from sixfold.gpt.commands import plan_and_doctor, watch_run
 from sixfold.gpt.commands.arguments import (
     add_configuration,
     at_least_one,
@@ -23,7 +24,6 @@ from sixfold.gpt.commands.arguments import (
     minutes,
     node_addresses,
 )
-from sixfold.gpt.commands.plan_and_doctor import add_verbs
 from sixfold.gpt.commands.train import run_train
 from sixfold.gpt.errors import ConfigError, raised_inside
 from sixfold.gpt.launch.interrupt import INTERRUPTED
@@ -166,7 +166,8 @@ def _parser() -> argparse.ArgumentParser:
     timeline.set_defaults(run=_timeline)
     _huggingface_verbs(verbs)
     _verbs_of_run_folders(verbs)
-    add_verbs(verbs)
+    plan_and_doctor.add_verbs(verbs)
+    watch_run.add_verbs(verbs)
     return parser
 
 

@@ -61,7 +61,7 @@ def recorded(run_dir: str | Path, log: LogConfig, step: int, rank: int) -> Itera
     finally:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            memory._dump_snapshot(str(path))
+            memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
         except OSError as error:
             print(f"sixfold: the memory snapshot of step {step} is not kept: {error}", file=sys.stderr, flush=True)
         memory._record_memory_history(enabled=None)

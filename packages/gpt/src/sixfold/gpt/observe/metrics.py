@@ -51,7 +51,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "expert_load",
     ),
     "timeline": ("step", "trace", "seconds", "bubble", "bubble_on_paper"),
-    "eval": ("step", "name", "loss", "tokens"),  # name: of the validation set, or ""
+    "eval": ("step", "name", "loss", "tokens", "seconds"),  # name: of the validation set, or ""
     "digest": ("step", "digest", "seconds"),
     "replicas": ("step", "result", "ranks", "tensor", "shards", "seconds"),
     "save": ("step", "checkpoint", "blocked_seconds", "seconds"),
@@ -423,7 +423,7 @@ def _describe_step(record: Mapping[str, Any], steps: int | None, pace: float | N
     if memory:
         parts.append(f"{memory / 2**30:.1f} GiB")
     if steps and seconds:
-        parts.append(f"{_clock((steps - record['step']) * (seconds if pace is None else pace))} left")
+        parts.append(f"{clock((steps - record['step']) * (seconds if pace is None else pace))} left")
     return "  ".join(parts)
 
 
@@ -431,7 +431,8 @@ def _number(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.4f}"
 
 
-def _clock(seconds: float) -> str:
+def clock(seconds: float) -> str:
+    """``41`` -> ``0:41``, ``4833`` -> ``1:20:33``."""
     whole = max(0, round(seconds))
     hours, minutes = whole // 3600, whole // 60 % 60
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

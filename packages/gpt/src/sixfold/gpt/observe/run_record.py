@@ -112,7 +112,10 @@ def read_run(path: str | Path) -> RunRecord:
                 attempt.tensors[step] = tensors[step, whole]
     unreadable = sum(bool(line.strip()) for line in lines) - len(records)
     return RunRecord(
-        folder=metrics.parent, config=_config(metrics.parent), attempts=tuple(attempts), unreadable=unreadable
+        folder=metrics.parent,
+        config=config_keys(metrics.parent) or None,
+        attempts=tuple(attempts),
+        unreadable=unreadable,
     )
 
 
@@ -149,8 +152,8 @@ def _scalars(record: dict[str, Any]) -> Scalars:
     return found | {f"loss of {name}": value for name, value in by_dataset.items()}
 
 
-def _config(folder: Path) -> dict[str, Any] | None:
-    """The keys of the last start: config.resolved.toml where config.toml is the user's own."""
+def config_keys(folder: Path) -> dict[str, Any]:
+    """The keys ``table.key`` of the last start: config.resolved.toml where config.toml is the user's own; {}: none."""
     for name in ("config.resolved.toml", "config.toml"):
         try:
             tables = tomllib.loads((folder / name).read_text(encoding="utf-8"))
@@ -162,4 +165,4 @@ def _config(folder: Path) -> dict[str, Any] | None:
             if isinstance(keys, dict)
             for key, value in keys.items()
         }
-    return None
+    return {}

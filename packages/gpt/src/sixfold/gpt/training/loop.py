@@ -253,14 +253,16 @@ class Run:
         return all(self._evaluate_set(name, flag) for name in (self.valid if names is None else names))
 
     def _evaluate_set(self, name: str, flag: StopFlag) -> bool:
-        what = f"evaluation {name and f'on {name!r} '}after step {self.progress.step}"
+        what, began = f"evaluation {name and f'on {name!r} '}after step {self.progress.step}", time.monotonic()
         batches = (self._await_data(what, self._valid_batch(name, i)) for i in range(self.config.eval.batches))
         with world_collective(what):
             found = evaluate(self.rank, batches, lambda: any_rank(self.rank.mesh.control, flag.asked))
         if found is not None:
+            seconds = time.monotonic() - began
             if self.kept is not None:
                 self.kept.settle(self)
-            self.note("eval", step=self.progress.step, name=name, loss=found[0], tokens=int(found[1]))
+            told = {"name": name, "loss": found[0], "tokens": int(found[1]), "seconds": seconds}
+            self.note("eval", step=self.progress.step, **told)
         return found is not None
 
     def save_is_due(self) -> bool:

@@ -40,6 +40,26 @@ PARAMETERS = {
     "smollm2-360m": 361821120,
     "smollm2-1.7b": 1711376384,
     "tinyllama-1.1b": 1100048384,
+    "mistral-7b-v0.1": 7241732096,
+    "mistral-7b-v0.3": 7248023552,
+    "mixtral-8x7b": 46702792704,
+    "mixtral-8x22b": 140620634112,
+    "olmo-2-1b": 1484916736,
+    "olmo-2-7b": 7298617344,
+    "olmo-2-13b": 13716198400,
+    "olmo-2-32b": 32234279936,
+    "olmo-3-7b": 7298011136,
+    "olmo-3-32b": 32233522176,
+    "gemma-2-2b": 2614341888,
+    "gemma-2-9b": 9241705984,
+    "gemma-2-27b": 27227128320,
+    "gemma-3-270m": 268098176,
+    "gemma-3-1b": 999885952,
+    # Of all weights of the model that sees pictures, without those that read them.
+    "gemma-3-4b": 4300079472 - 416866032 - (1152 * 2560 + 1152),
+    "gemma-3-12b": 12187325040 - 416866032 - (1152 * 3840 + 1152),
+    "gemma-3-27b": 27432406640 - 416866032 - (1152 * 5376 + 1152),
+    "deepseek-v3": 671026419200,  # without the 11.5 billion of its further layer, which predicts one more token
 }
 REST = "\n".join(MINIMAL.split("[data]", 1)[1:])
 
@@ -55,12 +75,33 @@ def test_each_preset_has_the_published_number_of_parameters():
     assert {name: GPTConfig(**keys).num_parameters for name, keys in PRESETS.items()} == PARAMETERS
 
 
-@pytest.mark.parametrize("name", ["llama-3.1-8b", "qwen3-30b-a3b", "qwen2.5-7b"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama-3.1-8b",
+        "qwen3-30b-a3b",
+        "qwen2.5-7b",
+        "mistral-7b-v0.1",
+        "mixtral-8x7b",
+        "olmo-2-7b",
+        "olmo-3-7b",
+        "gemma-2-27b",
+        "gemma-3-1b",
+        "gemma-3-27b",
+        "deepseek-v3",
+    ],
+)
 def test_a_preset_is_a_model_that_hugging_face_has(name):
     from sixfold.gpt.huggingface.config import read, write
 
     config = GPTConfig(**PRESETS[name])
     assert read(write(config, max_positions=8192, dtype="bfloat16", tokens={})) == config
+
+
+def test_layers_that_see_all_of_a_row_are_where_the_models_have_them():
+    for name, every in (("olmo-3-7b", 4), ("gemma-2-9b", 2), ("gemma-3-12b", 6)):
+        kinds = PRESETS[name]["layer_types"]
+        assert {at % every for at, kind in enumerate(kinds) if kind == "full_attention"} == {every - 1}, name
 
 
 def test_a_preset_is_the_model_and_files_and_arguments_change_it(rest):

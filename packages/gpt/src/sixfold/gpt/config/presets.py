@@ -16,6 +16,21 @@ _LLAMA_31 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
+_OLMO_3 = {
+    "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192.0, "beta_fast": 32.0,
+    "beta_slow": 1.0, "attention_factor": 1.2079441541679836,
+}  # fmt: skip
+_DEEPSEEK_V3 = {
+    "vocab_size": 129280, "norm_eps": 1e-6, "rope_interleave": True,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096.0, "beta_fast": 32.0,
+        "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    },
+    "q_lora_rank": 1536, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "num_experts": 256, "experts_per_token": 8, "router_aux_loss": 0.0, "moe_ffn_hidden_size": 2048,
+    "shared_ffn_hidden_size": 2048, "dense_layers": 3, "scoring_func": "sigmoid", "n_group": 8, "topk_group": 4,
+    "routed_scaling_factor": 2.5, "expert_bias": True,
+}  # fmt: skip
 _LLAMA_32 = _LLAMA_31 | {"factor": 32.0}
 
 
@@ -45,6 +60,47 @@ def _qwen_25(*sizes: int, vocab_size: int = 152064, norm_eps: float = 1e-6, **ot
 
 def _qwen_3(*sizes: int, **other: Any) -> dict[str, Any]:
     return _model(*sizes, vocab_size=151936, head_dim=128, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, **other)
+
+
+def _mixtral(*sizes: int, balance: float) -> dict[str, Any]:
+    """``balance`` is router_aux_loss_coef: over all layers together, of shares that sum to a token's 2 experts."""
+    scaled = balance * 2 / sizes[0]
+    return _model(*sizes, vocab_size=32000, rope_theta=1e6, num_experts=8, router_aux_loss=scaled)
+
+
+def _layers(count: int, every: int) -> list[str]:
+    """One layer of ``every``, the last of them, sees the whole row."""
+    return ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(count)]
+
+
+def _olmo_2(*sizes: int, vocab_size: int = 100352, **other: Any) -> dict[str, Any]:
+    norms = {"norm_eps": 1e-6, "qk_norm": True, "qk_norm_over": "projection", "norm_position": "post"}
+    return _model(*sizes, vocab_size=vocab_size, rope_theta=500000.0, **norms, **other)
+
+
+def _olmo_3(*sizes: int) -> dict[str, Any]:
+    """Its rows grew from 8,192 to 65,536 tokens: RoPE's scaling is of the layers that do not slide."""
+    window = {"sliding_window": 4096, "layer_types": _layers(sizes[0], 4), "rope_local_base_freq": 500000.0}
+    return _olmo_2(*sizes, vocab_size=100278, rope_scaling=_OLMO_3, **window)
+
+
+def _gemma(*sizes: int, **other: Any) -> dict[str, Any]:
+    kind = {"norm_position": "both", "zero_centered_norm": True, "hidden_act": "gelu_pytorch_tanh"}
+    return _model(*sizes, norm_eps=1e-6, scale_embeddings=True, **kind, **other) | {"tie_embeddings": True}
+
+
+def _gemma_2(*sizes: int, head_dim: int = 256, **other: Any) -> dict[str, Any]:
+    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    window = {"sliding_window": 4096, "layer_types": _layers(sizes[0], 2)}
+    return _gemma(*sizes, vocab_size=256000, head_dim=head_dim, **caps, **window, **other)
+
+
+def _gemma_3(*sizes: int, head_dim: int = 256, small: bool = False, **other: Any) -> dict[str, Any]:
+    window = {"sliding_window": 512 if small else 1024, "layer_types": _layers(sizes[0], 6)}
+    rope = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    longer = {} if small else {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    vocab = 262144 if small else 262208  # those that see pictures have 64 rows more
+    return _gemma(*sizes, vocab_size=vocab, head_dim=head_dim, qk_norm=True, **window, **rope, **longer, **other)
 
 
 def _experts(moe_ffn: int) -> dict[str, Any]:
@@ -80,6 +136,25 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "smollm2-135m": _model(30, 576, 9, 3, 1536, vocab_size=49152, rope_theta=1e5, tie_embeddings=True),
     "smollm2-360m": _model(32, 960, 15, 5, 2560, vocab_size=49152, rope_theta=1e5, tie_embeddings=True),
     "smollm2-1.7b": _model(24, 2048, 32, 32, 8192, vocab_size=49152, rope_theta=130000.0, tie_embeddings=True),
+    "mistral-7b-v0.1": _model(32, 4096, 32, 8, 14336, vocab_size=32000, sliding_window=4096),
+    "mistral-7b-v0.3": _model(32, 4096, 32, 8, 14336, vocab_size=32768, rope_theta=1e6),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 8, 14336, balance=0.02),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 8, 16384, balance=0.001),
+    "olmo-2-1b": _olmo_2(16, 2048, 16, 16, 8192),
+    "olmo-2-7b": _olmo_2(32, 4096, 32, 32, 11008),
+    "olmo-2-13b": _olmo_2(40, 5120, 40, 40, 13824),
+    "olmo-2-32b": _olmo_2(64, 5120, 40, 8, 27648),
+    "olmo-3-7b": _olmo_3(32, 4096, 32, 32, 11008),
+    "olmo-3-32b": _olmo_3(64, 5120, 40, 8, 27648),
+    "gemma-2-2b": _gemma_2(26, 2304, 8, 4, 9216),
+    "gemma-2-9b": _gemma_2(42, 3584, 16, 8, 14336),
+    "gemma-2-27b": _gemma_2(46, 4608, 32, 16, 36864, head_dim=128, query_pre_attn_scalar=144.0),
+    "gemma-3-270m": _gemma_3(18, 640, 4, 1, 2048, small=True),
+    "gemma-3-1b": _gemma_3(26, 1152, 4, 1, 6912, small=True),
+    "gemma-3-4b": _gemma_3(34, 2560, 8, 4, 10240),
+    "gemma-3-12b": _gemma_3(48, 3840, 16, 8, 15360),
+    "gemma-3-27b": _gemma_3(62, 5376, 32, 16, 21504, head_dim=128, query_pre_attn_scalar=168.0),
+    "deepseek-v3": _model(61, 7168, 128, 128, 18432, **_DEEPSEEK_V3),
     "tinyllama-1.1b": _model(22, 2048, 32, 4, 5632, vocab_size=32000),
 }
 

@@ -160,7 +160,7 @@ def test_an_evaluation_of_one_set_replaces_none_of_another(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with MetricsWriter(path) as writer:
         for name, loss in (("wiki", 1.0), ("code", 2.0), ("wiki", 3.0)):
-            writer.write("eval", step=2, name=name, loss=loss, tokens=1)
+            writer.write("eval", step=2, name=name, loss=loss, tokens=1, seconds=0.1)
     assert [(r["name"], r["loss"]) for r in read_metrics(path)] == [("code", 2.0), ("wiki", 3.0)]
     assert describe(read_metrics(path)[0]) == "step 2  validation loss of code 2.0000 nats/token over 1 tokens"
 

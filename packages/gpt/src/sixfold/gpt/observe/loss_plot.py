@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from math import log10
 from pathlib import Path
 from typing import Any, Literal
 
@@ -311,13 +312,17 @@ def _draw_curve(axes: Any, one: Curve, colour: str) -> None:
 
 
 def _tell_restarts(axes: Any, curves: Sequence[Curve], x_label: str) -> None:
-    """A number above each restart's line, and what it was below the axis: texts never lie over each other or data."""
+    """A number above a restart's line, and what it was below the axis: texts never lie over each other or data.
+
+    Of many the first are told; the others have a line alone.
+    """
     found = [(resume, number) for number, one in enumerate(curves) for resume in one.resumes]
     found.sort(key=lambda pair: pair[0].x)
+    shown = len(found) if len(found) <= _MOST_RESTARTS else _MOST_RESTARTS - 1
     low, high = axes.get_xlim()
     rows: list[float] = []  # where the newest number of each row stands
     told = []
-    for number, (resume, run) in enumerate(found, 1):
+    for number, (resume, run) in enumerate(found[:shown], 1):
         at = (resume.x - low) / (high - low)
         row = next((i for i, last in enumerate(rows) if at - last >= _NUMBER_WIDTH), len(rows))
         rows[row : row + 1] = [at]
@@ -334,8 +339,8 @@ def _tell_restarts(axes: Any, curves: Sequence[Curve], x_label: str) -> None:
         )
         whose = f"{curves[run].name} " if len(curves) > 1 else ""
         told.append(f"{number}: {whose}{resume}")
-    if len(told) > _MOST_RESTARTS:
-        told[_MOST_RESTARTS - 1 :] = [f"and {len(told) - _MOST_RESTARTS + 1} more, in metrics.jsonl"]
+    if shown < len(found):
+        told.append(f"and {len(found) - shown} more, in metrics.jsonl")
     axes.set_xlabel(x_label)
     if told:
         axes.annotate(
@@ -367,7 +372,7 @@ def _dress(
     if lowest > 0 and highest > 1.5 * max(typical, lowest + 0.5):  # a first fall that would press the rest flat
         axes.set_yscale("log")
         axes.set_ylim(lowest / 1.1, highest * 1.1)
-        _number_decades(axes)
+        _number_decades(axes, log10(highest / lowest))
         unit = f"{unit} (logarithmic)"
     else:
         room = 0.06 * max(highest - lowest, 1e-3)
@@ -387,10 +392,11 @@ def _dress(
         axes.figure.legend(handles, names, loc="outside lower left", ncols=4, frameon=False, fontsize=9)
 
 
-def _number_decades(axes: Any) -> None:
-    """Plain numbers on a logarithmic axis, between the decades too."""
+def _number_decades(axes: Any, decades: float) -> None:
+    """Plain numbers on a logarithmic axis, between the decades too where there is room for them."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5, 7)))
+    between = (1, 2, 3, 5, 7) if decades <= 1.5 else (1, 3) if decades <= 3 else (1,)
+    axes.yaxis.set_major_locator(LogLocator(subs=between))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())

@@ -16,11 +16,11 @@ _LLAMA_31 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }  # fmt: skip
-_OLMO_3 = {
+_OLMO_3: dict[str, Any] = {
     "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192.0, "beta_fast": 32.0,
     "beta_slow": 1.0, "attention_factor": 1.2079441541679836,
 }  # fmt: skip
-_DEEPSEEK_V3 = {
+_DEEPSEEK_V3: dict[str, Any] = {
     "vocab_size": 129280, "norm_eps": 1e-6, "rope_interleave": True,
     "rope_scaling": {
         "rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096.0, "beta_fast": 32.0,
@@ -74,31 +74,35 @@ def _layers(count: int, every: int) -> list[str]:
 
 
 def _olmo_2(*sizes: int, vocab_size: int = 100352, **other: Any) -> dict[str, Any]:
-    norms = {"norm_eps": 1e-6, "qk_norm": True, "qk_norm_over": "projection", "norm_position": "post"}
-    return _model(*sizes, vocab_size=vocab_size, rope_theta=500000.0, **norms, **other)
+    norms: dict[str, Any] = {"norm_eps": 1e-6, "qk_norm": True, "qk_norm_over": "projection", "norm_position": "post"}
+    return _model(*sizes, vocab_size=vocab_size, rope_theta=500000.0, **norms) | other
 
 
 def _olmo_3(*sizes: int) -> dict[str, Any]:
     """Its rows grew from 8,192 to 65,536 tokens: RoPE's scaling is of the layers that do not slide."""
-    window = {"sliding_window": 4096, "layer_types": _layers(sizes[0], 4), "rope_local_base_freq": 500000.0}
+    window: dict[str, Any] = {
+        "sliding_window": 4096,
+        "layer_types": _layers(sizes[0], 4),
+        "rope_local_base_freq": 500000.0,
+    }
     return _olmo_2(*sizes, vocab_size=100278, rope_scaling=_OLMO_3, **window)
 
 
 def _gemma(*sizes: int, **other: Any) -> dict[str, Any]:
-    kind = {"norm_position": "both", "zero_centered_norm": True, "hidden_act": "gelu_pytorch_tanh"}
-    return _model(*sizes, norm_eps=1e-6, scale_embeddings=True, **kind, **other) | {"tie_embeddings": True}
+    kind: dict[str, Any] = {"norm_position": "both", "zero_centered_norm": True, "hidden_act": "gelu_pytorch_tanh"}
+    return _model(*sizes, norm_eps=1e-6, scale_embeddings=True, **kind) | other | {"tie_embeddings": True}
 
 
 def _gemma_2(*sizes: int, head_dim: int = 256, **other: Any) -> dict[str, Any]:
-    caps = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    window = {"sliding_window": 4096, "layer_types": _layers(sizes[0], 2)}
+    caps: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+    window: dict[str, Any] = {"sliding_window": 4096, "layer_types": _layers(sizes[0], 2)}
     return _gemma(*sizes, vocab_size=256000, head_dim=head_dim, **caps, **window, **other)
 
 
 def _gemma_3(*sizes: int, head_dim: int = 256, small: bool = False, **other: Any) -> dict[str, Any]:
-    window = {"sliding_window": 512 if small else 1024, "layer_types": _layers(sizes[0], 6)}
-    rope = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
-    longer = {} if small else {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    window: dict[str, Any] = {"sliding_window": 512 if small else 1024, "layer_types": _layers(sizes[0], 6)}
+    rope: dict[str, Any] = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
+    longer: dict[str, Any] = {} if small else {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     vocab = 262144 if small else 262208  # those that see pictures have 64 rows more
     return _gemma(*sizes, vocab_size=vocab, head_dim=head_dim, qk_norm=True, **window, **rope, **longer, **other)
 

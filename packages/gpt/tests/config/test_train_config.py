@@ -134,6 +134,8 @@ beta1 = 0.9
 beta2 = 0.95
 eps = 1e-8
 weight_decay = 0.1
+ema_decay = 0.0
+ema_warmup = true
 
 [schedule]
 shape = "cosine"

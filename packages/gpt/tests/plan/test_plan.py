@@ -40,6 +40,23 @@ def test_parameters_are_those_of_the_model_and_bytes_follow_the_strategies():
         assert stage["optimizer_bytes"] == pytest.approx(optimizer * params, rel=0.01)
 
 
+@pytest.mark.parametrize(("optimizer", "moments"), [("adamw", 2), ("muon", 1)])
+@pytest.mark.parametrize(("sharding", "parts"), [("no_shard", 1), ("optim", 64)])
+def test_an_average_of_weights_is_stored_and_saved_as_main_weights_are(optimizer, moments, sharding, parts):
+    keys = (f"parallel.sharding={sharding}", f"optimizer.name={optimizer}")
+    without, having = (
+        plan_layout(llama(*keys, *more), 64, H100).stages[0].stored.optimizer
+        for more in ((), ("optimizer.ema_decay=0.999",))
+    )
+    assert having - without == pytest.approx(4 * llama().model.num_parameters / parts, rel=0.01)
+    offload = () if optimizer == "muon" else ("fsdp.offload=true",)
+    away, kept = (
+        plan_layout(llama(*keys, *offload, *more), 64, H100).stages[0].stored.optimizer
+        for more in ((), ("optimizer.ema_decay=0.999",))
+    )
+    assert kept - away == having - without, "offload takes the moments away, and not the average"
+
+
 def test_json_has_the_keys_of_the_contract_and_stages_hold_every_layer_once():
     found = as_json(plan_layout(config_with("parallel.pp=4", "train.global_batch_size=128"), 8, DEVICES["cpu"]))
     assert {

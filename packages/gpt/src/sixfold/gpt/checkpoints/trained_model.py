@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sixfold import dist_ckpt
-from sixfold.gpt.checkpoints.training_state import ORIGIN, find
+from sixfold.gpt.checkpoints.training_state import AVERAGES, ORIGIN, find
 from sixfold.gpt.config.resume_rules import forget_idle_keys
 from sixfold.gpt.config.table import build
 from sixfold.gpt.config.toml import read_tables
@@ -39,22 +39,40 @@ def canonical_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
     return {n: (config.vocab_size, *shape[1:]) if n in TABLES_OF_IDS else shape for n, shape in shapes.items()}
 
 
-def check_tensors(folder: Path, config: GPTConfig) -> None:
+def weights_prefix(folder: Path, *, ema: bool) -> str:
+    """What keys of a checkpoint's weights begin with, or those of their average.
+
+    Raises:
+        ConfigError: it has no average.
+    """
+    if not ema:
+        return "model."
+    if not any(key.startswith(AVERAGES) for key in dist_ckpt.load_sharded_metadata(folder)):
+        raise ConfigError(
+            f"{folder} has no average of weights: optimizer.ema_decay was 0. Its weights themselves are there without "
+            f"--ema (ema=False)"
+        )
+    return AVERAGES
+
+
+def check_tensors(folder: Path, config: GPTConfig, prefix: str = "model.") -> None:
     """A checkpoint's ``model.*`` are the tensors of GPTModel, no fewer and no more; vocabulary rows may be padded.
 
+    Args:
+        prefix: of ``weights_prefix``.
     Raises:
         ConfigError: one that lists all that is missing, of another shape or not the model's.
     """
-    stored = {key: one for key, one in dist_ckpt.load_sharded_metadata(folder).items() if key.startswith("model.")}
-    problems = []
+    stored = {key: one for key, one in dist_ckpt.load_sharded_metadata(folder).items() if key.startswith(prefix)}
+    problems, of = [], prefix.removesuffix("model.")
     for name, shape in canonical_shapes(config).items():
-        if (one := stored.pop(f"model.{name}", None)) is None:
-            problems.append(f"no model.{name}")
+        if (one := stored.pop(f"{prefix}{name}", None)) is None:
+            problems.append(f"no {of}model.{name}")
             continue
         found = tuple(one.global_shape)
         rows = name in TABLES_OF_IDS and bool(found) and found[0] >= shape[0]
         if (found[1:] if rows else found) != (shape[1:] if rows else shape):
-            problems.append(f"model.{name} is of shape {list(found)} and [model] says {list(shape)}")
+            problems.append(f"{of}model.{name} is of shape {list(found)} and [model] says {list(shape)}")
     problems += [f"{key}, which is no part of the model" for key in sorted(stored)]
     if problems:
         raise ConfigError(
@@ -165,23 +183,30 @@ def _begins_with(lead: list[int], prefixes: Iterable[str]) -> bool:
 
 
 def load_model(
-    path: str | Path, *, step: int | None = None, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    path: str | Path,
+    *,
+    step: int | None = None,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    ema: bool = False,
 ) -> GPTModel:
     """Load the whole model from a run folder or one checkpoint folder.
 
     Args:
         step: the checkpoint of that step; None takes the newest whole one.
+        ema: the average of its weights (``optimizer.ema_decay``) in their place.
     Returns:
         The model in evaluation mode, weights in ``dtype``.
     Raises:
-        ConfigError: there is no checkpoint, or its tensors are not those of its [model].
+        ConfigError: there is no checkpoint, or its tensors are not those of its [model], or it has no average.
         CheckpointError: the checkpoint is damaged.
     """
     from sixfold.gpt.model.decoder import GPTModel
 
     folder = find(path, step)
     config = saved_model(folder)
-    check_tensors(folder, config)
+    prefix = weights_prefix(folder, ema=ema)
+    check_tensors(folder, config, prefix)
     model = GPTModel(config, device="meta").to_empty(device="cpu")
-    dist_ckpt.load(model.sharded_state_dict(), folder, group=None)
+    dist_ckpt.load(model.sharded_state_dict(prefix), folder, group=None)
     return model.to(device=device, dtype=dtype).eval()

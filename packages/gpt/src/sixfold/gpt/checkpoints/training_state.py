@@ -3,7 +3,8 @@
     model.state_records --> ShardedTensor --.
     step, samples, config, data, scalars ----+--> sixfold.dist_ckpt.save   (this file)   load --> live tensors
 
-Keys, global shapes and dtypes are the same at every layout: ``model.<canonical name>`` (fp32 main weights) and
+Keys, global shapes and dtypes are the same at every layout: ``model.<canonical name>`` (fp32 main weights),
+``ema.model.<canonical name>`` (their average, where a run has one) and
 ``optimizer.state.<state>.model.<canonical name>``. Scalar optimizer state and group options go into common data by
 canonical name, after all ranks have gathered them, because a checkpoint writes common data from one rank. A checkpoint
 without optimizer state (of step 0, or weights alone) is loaded as weights with a fresh optimizer.
@@ -25,6 +26,7 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import retention
 from sixfold.gpt.config.train_config import PLAN
 from sixfold.gpt.engine.rank_model import TIED, RankModel, canonical
+from sixfold.gpt.engine.weight_average import AVERAGE
 from sixfold.gpt.errors import ConfigError, TrainError
 from sixfold.gpt.parallel.agreement import all_or_raise, from_rank_0, gather_objects
 
@@ -37,6 +39,8 @@ SEEN_S = 90.0
 SEEN_POLL_S = 0.05
 END = "eod"  # key of common data: the id that ends a document, for a resume whose tokenizer has another name
 UNTOLD = "untold"  # key of snapshots: lines of metrics.jsonl that wait until the snapshot is whole
+AVERAGES = f"{AVERAGE}.model."  # begins keys of averages of weights
+_PREFIXES = {"param": "model.", AVERAGE: AVERAGES}
 ORIGIN = "origin"  # key of common data: what convert.py's import said that [model] does not; checkpoints hand it on
 
 
@@ -59,7 +63,7 @@ def sharded_state(
         name = canonical(record.name)
         tied = int(rank.tied_copy and name == TIED)
         offsets = [(axis, part, parts) for axis, (part, parts) in sorted(cuts.of(name).items())]
-        key = f"model.{name}" if record.key == "param" else f"optimizer.state.{record.key}.model.{name}"
+        key = _PREFIXES.get(record.key, f"optimizer.state.{record.key}.model.") + name
         state[key] = dist_ckpt.ShardedTensor.from_rank_offsets_flat(
             key,
             record.tensor,
@@ -199,6 +203,9 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
         rank.materialize_state()
     else:
         rank.optimizer.clear_state()  # of a damaged checkpoint that was loaded in part
+    if rank.average is not None:  # without one in the checkpoint it begins with the weights, when all is loaded
+        has_average = any(key.startswith(AVERAGES) for key in saved)
+        (rank.average.make_room if has_average else rank.average.forget)()
     if older := any(key.startswith("optimizer.state.older.") for key in saved):
         older = rank.expect_older()
     state = dict(sharded_state(rank, weights_only=not has_state))
@@ -223,6 +230,8 @@ def load_snapshot(rank: RankModel, tier: MemoryTier) -> tuple[Progress, dict[str
         CorruptError: there were snapshots, and none is whole.
     """
     rank.materialize_state()
+    if rank.average is not None:
+        rank.average.make_room()
     restored = tier.restore(sharded_state(rank) | untold(rank, []))
     if restored is None:
         return None

@@ -30,6 +30,8 @@ from sixfold.gpt.launch.interrupt import INTERRUPTED
 from sixfold.gpt.launch.spawn import RankError, is_typed
 from sixfold.gpt.launch.stop_signals import early_signals
 
+_EMA = "the average of the weights in their place (optimizer.ema_decay)"
+
 
 def main(argv: list[str] | None = None) -> int:
     """Run one verb.
@@ -155,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     sample.add_argument("--seed", type=int, default=0)
     sample.add_argument("--json", action="store_true", help="print one JSON object")
+    sample.add_argument("--ema", action="store_true", help=_EMA)
     sample.set_defaults(run=_sample)
 
     timeline = verbs.add_parser("timeline", help="draw a measured pipeline step above its simulation")
@@ -231,6 +234,7 @@ def _huggingface_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser
     export.add_argument(
         "--max-shard-bytes", type=at_least_one, metavar="N", help="most bytes of values per file (5000000000)"
     )
+    export.add_argument("--ema", action="store_true", help=_EMA)
     export.set_defaults(run=_export)
 
     bring = verbs.add_parser("import", help="make a run folder of a Hugging Face folder, with a checkpoint of step 0")
@@ -289,7 +293,7 @@ def _plot(args: argparse.Namespace) -> int:
 def _sample(args: argparse.Namespace) -> int:
     from sixfold.gpt.commands.sample import stream_run
 
-    names = ("tokenizer", "eod_token", "tokens", "temperature", "top_k", "top_p", "seed")
+    names = ("tokenizer", "eod_token", "ema", "tokens", "temperature", "top_k", "top_p", "seed")
     pieces = stream_run(args.path, args.prompt, **{name: getattr(args, name) for name in names})
     if args.json:
         print(json.dumps({"prompt": args.prompt, "text": "".join(pieces), "seed": args.seed}))
@@ -330,7 +334,7 @@ def _export(args: argparse.Namespace) -> int:
     from sixfold.gpt.huggingface.convert import MAX_SHARD_BYTES, export_model
 
     shard = args.max_shard_bytes or MAX_SHARD_BYTES
-    print(export_model(args.path, args.out, step=args.step, dtype=args.dtype, max_shard_bytes=shard))
+    print(export_model(args.path, args.out, step=args.step, dtype=args.dtype, max_shard_bytes=shard, ema=args.ema))
     return 0
 
 

@@ -152,13 +152,14 @@ class Opened:
     document_mask: bool
 
 
-def open_run(path: str | Path, tokenizer: str = "", eod_token: str = "") -> Opened:
+def open_run(path: str | Path, tokenizer: str = "", eod_token: str = "", *, ema: bool = False) -> Opened:
     """Open a run folder or checkpoint folder on the CPU: the model, the length of its rows and the tokenizer.
 
     Args:
         tokenizer, eod_token: as of `tokenizer_for`; "" are the run's own.
+        ema: the average of the weights in their place.
     Raises:
-        ConfigError: there is no checkpoint or no tokenizer.
+        ConfigError: there is no checkpoint or no tokenizer, or no average.
         CheckpointError: the checkpoint is damaged.
     """
     from sixfold.gpt.checkpoints.trained_model import (
@@ -174,15 +175,15 @@ def open_run(path: str | Path, tokenizer: str = "", eod_token: str = "") -> Open
     folder = find(path)
     found = saved_tokenizer(folder, tokenizer, eod_token)
     apart = IMPORTED not in saved_common(folder) and saved_config(folder).data.document_mask
-    return Opened(model=load_model(folder), context=longest_row(folder), tokenizer=found, document_mask=apart)
+    return Opened(model=load_model(folder, ema=ema), context=longest_row(folder), tokenizer=found, document_mask=apart)
 
 
 def stream_run(
-    path: str | Path, prompt: str = "", *, tokenizer: str = "", eod_token: str = "", **draws: Any
+    path: str | Path, prompt: str = "", *, tokenizer: str = "", eod_token: str = "", ema: bool = False, **draws: Any
 ) -> Iterator[str]:
     """``stream`` with the model, tokenizer and context length of a run folder or checkpoint folder; see `open_run`."""
     Draws(**draws)  # refused before a model is read
-    run = open_run(path, tokenizer, eod_token)
+    run = open_run(path, tokenizer, eod_token, ema=ema)
     return stream(
         run.model, run.tokenizer, prompt, **{"context": run.context, "document_mask": run.document_mask} | draws
     )

@@ -21,7 +21,7 @@ from typing import TextIO
 from sixfold.gpt.commands.arguments import above_zero
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.observe.live_view import BLOCKS, PLAIN_BLOCKS, LiveView
-from sixfold.gpt.observe.metrics import clock, describe, read_all
+from sixfold.gpt.observe.metrics import EVALUATIONS, clock, describe, read_all
 from sixfold.gpt.observe.time_spent import CAUSES, TimeSpent, spent
 
 DRAW_S, GRACE_S = 1.0, 10.0  # between frames; after an error, until no restart is expected
@@ -149,7 +149,7 @@ def _tell(view: LiveView, stream: TextIO, every_s: float) -> None:
     while True:
         new, now = view.poll(), time.time()
         over = _is_over(view, now)
-        events = [describe(one) for one in new if one["kind"] in ("recovery", "nonfinite", "eval", "end")]
+        events = [describe(one) for one in new if one["kind"] in ("recovery", "nonfinite", *EVALUATIONS, "end")]
         if said == "" and len(events) > 5:  # of a run that has been there for long
             events = events[-1:]
         if now - told_at >= every_s or over:

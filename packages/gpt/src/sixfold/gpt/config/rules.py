@@ -65,6 +65,11 @@ def check_rules(config: "TrainConfig") -> None:
             "fsdp.offload is true and optimizer.name 'muon', whose step needs the momentum of all its matrices at "
             "once; optimizer.name = 'adamw' works, or fsdp.offload = false"
         )
+    if config.optimizer.ema_decay and config.fsdp.main_dtype != "float32":
+        raise ConfigError(
+            f"optimizer.ema_decay is {config.optimizer.ema_decay} and fsdp.main_dtype {config.fsdp.main_dtype!r}, in "
+            f"which an average would lose what an update adds; fsdp.main_dtype = 'float32' works"
+        )
     if config.train.offload_activations and config.run.device == "cpu":
         raise ConfigError(
             "train.offload_activations is true and run.device 'cpu', where activations are in host memory; "
@@ -116,6 +121,7 @@ def check_versions(config: "TrainConfig") -> None:
         ("train.clip_grad", config.train.clip_grad, 0.0, "stages are updated one after another, and no norm is of all"),
         ("train.compile", config.train.compile, False, "a compiled layer keeps the weights it first saw"),
         ("train.frozen", list(config.train.frozen), [], "its versions are of all weights of a stage"),
+        ("optimizer.ema_decay", config.optimizer.ema_decay, 0.0, "where a step ends, stages have had other updates"),
         ("log.timeline_steps", list(config.log.timeline_steps), [],
          "a step has parts of several batches, which no program on paper has; log.profile_steps traces it"),
         ("log.digest_every", config.log.digest_every, 0, "where a step ends, stages have weights of different batches"),

@@ -291,6 +291,15 @@ class OptimizerConfig(Table):
     beta2: Fraction = 0.95
     eps: Rate = 1e-8
     weight_decay: Size = 0.1
+    ema_decay: Fraction = 0.0  # of an average of the weights, evaluated beside them; 0 = there is none
+    ema_warmup: bool = True  # its decay after update t is at most (1 + t) / (10 + t)
+
+    def check(self) -> None:
+        if not self.ema_warmup and not self.ema_decay:
+            raise ConfigError(
+                "optimizer.ema_warmup is false and optimizer.ema_decay 0.0, without which nothing reads it; leave it "
+                "out, or set optimizer.ema_decay"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,8 @@ from __future__ import annotations
 import inspect
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -32,6 +33,7 @@ from sixfold.gpt.engine.activation_offload import HostActivations, hooks_of
 from sixfold.gpt.engine.fsdp_wrap import TIED, TIED_COPY, canonical, has_budget, wrapped
 from sixfold.gpt.engine.gather_budget import gather_plan
 from sixfold.gpt.engine.optimizer import Optimizers, build_optimizer
+from sixfold.gpt.engine.weight_average import WeightAverage
 from sixfold.gpt.engine.weight_versions import VersionedModel
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model.decoder import Block, GPTModel
@@ -106,6 +108,7 @@ class RankModel:
     tied_group: dist.ProcessGroup | None = None
     tied_copy: bool = False
     tied_here: tuple[str, str] | None = None
+    average: WeightAverage | None = None  # of its weights, where the config wants one
     activations: HostActivations | None = None  # where they wait for their backward; None: on the device
     stored_plan: dict[str, Any] | None = None  # of searched_schedule.py, or of a checkpoint
     eod: int | None = None  # the id that ends a document of its data, for checkpoints
@@ -160,13 +163,43 @@ class RankModel:
         self.model.go_on(self.runner, make_program(self.config, self.mesh.pp), step)
 
     def state_records(self, *, weights_only: bool = False) -> list[StateRecord]:
-        """Live aliases of everything to save that lies here: weights and, unless ``weights_only``, optimizer state."""
-        found = [record for record in self.model.state_records() if not self.is_second_table(record.name)]
+        """Live aliases of everything to save that lies here: weights, their average if it has begun, optimizer state.
+
+        Args:
+            weights_only: no optimizer state.
+        """
+        found = self._weights()
+        if self.average is not None:
+            found += self.average.state_records()
         for part in () if weights_only else self.optimizer.parts:
             found += [record for record in self.model.state_records(part) if record.key != "param"]
         if not weights_only and isinstance(self.model, VersionedModel):
             found += self.model.older_records()
         return found
+
+    def _weights(self) -> list[StateRecord]:
+        return [record for record in self.model.state_records() if not self.is_second_table(record.name)]
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within it the weights are their average, and the other way round. Collective over the mesh."""
+        assert self.average is not None, "optimizer.ema_decay is 0"
+        if self.before_update is not None:
+            self.before_update()  # a snapshot that is still being copied is of the weights
+        self.average.swap()
+        self._written()
+        try:
+            yield
+        except BaseException:
+            self.average.swap()  # for who saves them; nothing is computed with them any more
+            raise
+        self.average.swap()
+        self._written()
+
+    def _written(self) -> None:
+        """Main weights were written: whatever was made of them is made anew."""
+        self.copy_table()
+        self.model.refresh()
 
     def run_program(
         self, batch: Sequence[Microbatch], program: pipeline.Program, *, timed: bool = False
@@ -466,7 +499,7 @@ def build_rank(
     handles = {s: model.stage_handle(container[str(s)], fused=fused) for s in mine}
     stages = [pipeline.Stage(container[str(s)], s, data_parallel=handle) for s, handle in handles.items()]
     runner = _runner(config, mesh, world, program, stages)
-    return RankModel(
+    rank = RankModel(
         config=config,
         mesh=mesh,
         device=world.device,
@@ -480,3 +513,6 @@ def build_rank(
         plans={} if own and has_budget(config) else None,
         activations=_activations(config, world),
     )
+    if config.optimizer.ema_decay:
+        rank.average = WeightAverage(rank._weights)
+    return rank

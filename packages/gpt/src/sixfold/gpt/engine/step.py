@@ -258,7 +258,13 @@ def _agree(
 
 
 def train_step(
-    rank: RankModel, batch: Sequence[Microbatch], lr: float, asks: Asks = _NOTHING, *, timed: bool = False
+    rank: RankModel,
+    batch: Sequence[Microbatch],
+    lr: float,
+    asks: Asks = _NOTHING,
+    *,
+    timed: bool = False,
+    decay: float = 0.0,
 ) -> StepOutcome | NonFinite:
     """Run one update on this rank's microbatches. Collective over the mesh.
 
@@ -267,6 +273,7 @@ def train_step(
         lr: learning rate of this update.
         asks: what this rank wants after it.
         timed: the outcome's ``ran`` has events, for which the host waits for its device.
+        decay: of the average of weights, where the rank has one.
     Returns:
         The outcome; or, on every rank alike, that loss or norm are not finite. Weights are then untouched.
     """
@@ -300,6 +307,8 @@ def train_step(
     balance_experts(rank, agreed.loads)
     rank.optimizer.step()
     rank.copy_table()
+    if rank.average is not None:
+        rank.average.update(decay)
     rank.model.zero_grad()
     return _outcome(rank, agreed, norm, result, program)
 

@@ -38,6 +38,7 @@ from sixfold.gpt.checkpoints.trained_model import (
     saved_config,
     saved_model,
     saved_tokenizer,
+    weights_prefix,
 )  # fmt: skip
 from sixfold.gpt.checkpoints.training_state import ORIGIN, find
 from sixfold.gpt.config.model_config import EXPERT_KEYS, IDLE_AT_DEFAULT
@@ -279,6 +280,7 @@ def export_model(
     step: int | None = None,
     dtype: str | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    ema: bool = False,
 ) -> Path:
     """Write a run's model as a Hugging Face folder: config.json and model.safetensors, or shards with an index.
 
@@ -287,6 +289,7 @@ def export_model(
         step: the checkpoint of that step; None takes the newest whole one.
         dtype: "fp32", "bf16" or "fp16"; None keeps the dtype of the checkpoint (a run has fp32).
         max_shard_bytes: most bytes of values in a file. A larger model is split into several files with an index.
+        ema: the average of its weights (``optimizer.ema_decay``) in their place.
     Returns:
         ``out_dir``. A tokenizer.json and generation_config.json lie in it if the run has them.
     Raises:
@@ -305,11 +308,13 @@ def export_model(
     folder = find(path, step)
     config = saved_model(folder)
     kind = hf_config.architecture_of(config, _model_type(folder))
-    check_tensors(folder, config)
-    stored, names = dist_ckpt.load_tensors_metadata(folder), canonical_shapes(config)
+    prefix = weights_prefix(folder, ema=ema)
+    check_tensors(folder, config, prefix)
+    names, metadata = canonical_shapes(config), dist_ckpt.load_tensors_metadata(folder)
+    stored = {name: metadata[f"{prefix}{name}"] for name in names}
     ours = {piece.name: (name, piece) for name, shape in names.items() for piece in pieces(name, shape, kind.tensors)}
     records = {
-        key: _record(key, piece.shape, DTYPES[dtype] if dtype else stored[f"model.{name}"].dtype)
+        key: _record(key, piece.shape, DTYPES[dtype] if dtype else stored[name].dtype)
         for key, (name, piece) in ours.items()
     }
     files = model_files.plan_files(records, max_shard_bytes)
@@ -341,7 +346,7 @@ def _values(
     dtypes: list[torch.dtype] = []
     filled = 0
     for name, piece, dtype in wanted:
-        for part in _row_parts(stored[f"model.{name}"], piece):
+        for part in _row_parts(stored[name], piece):
             if filled and filled + _nbytes(part) > PART_BYTES:
                 yield from _converted(folder, batch, dtypes)
                 batch, dtypes, filled = {}, [], 0

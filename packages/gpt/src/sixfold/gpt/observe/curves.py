@@ -95,6 +95,9 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
     elif record["kind"] == "eval":
         name = record.get("name")
         found[f"loss by validation set/{name}" if name else "valid/loss"] = record["loss"]
+    elif record["kind"] == "eval_ema":
+        name = record.get("name")
+        found[f"loss by validation set, ema/{name}" if name else "valid/loss ema"] = record["loss"]
     elif record["kind"] == "timeline":
         found |= {"pipeline/bubble": record["bubble"], "pipeline/bubble on paper": record["bubble_on_paper"]}
     elif record["kind"] == "save":

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.files.output_files import MARK, refuse_foreign
-from sixfold.gpt.observe.metrics import last_of_each_step, read_all
+from sixfold.gpt.observe.metrics import EVALUATIONS, last_of_each_step, read_all
 from sixfold.gpt.observe.run_costs import EVENT_KINDS, events_of
 
 Axis = Literal["step", "tokens", "seconds"]
@@ -69,7 +69,7 @@ class Curve:
     x: list[float]
     loss: list[float]
     smooth: list[float]
-    evals: dict[str, tuple[list[float], list[float]]]  # by validation set, "" without a name: x and loss
+    evals: dict[str, tuple[list[float], list[float]]]  # by validation set, and averaged weights or not: x and loss
     resumes: list[Resume]
     datasets: dict[str, tuple[list[float], list[float]]]  # by name: x and smoothed loss
     events: dict[str, list[float]]  # x of each, by kind; see EVENT_STYLES
@@ -104,7 +104,7 @@ def curve(records: Sequence[dict[str, Any]], name: str, axis: Axis) -> Curve:
         return float(record["time"]) - began if axis == "seconds" else float(record[axis])
 
     at = {int(r["step"]): place(r) for r in steps}
-    evals = [r for r in once if r["kind"] == "eval" and r["loss"] is not None]
+    evals = [r for r in once if r["kind"] in EVALUATIONS and r["loss"] is not None]
 
     def of_step(record: Mapping[str, Any]) -> float:
         """Where a line lies that counts no tokens of training; not every step has a line of its own."""
@@ -138,7 +138,9 @@ def _by_set(
 ) -> dict[str, tuple[list[float], list[float]]]:
     found: dict[str, tuple[list[float], list[float]]] = {}
     for record in evals:
-        places, losses = found.setdefault(record.get("name", ""), ([], []))
+        average = "averaged weights" if record["kind"] == "eval_ema" else ""
+        name = ", ".join(part for part in (record.get("name", ""), average) if part)
+        places, losses = found.setdefault(name, ([], []))
         places.append(place(record))
         losses.append(float(record["loss"]))
     return found

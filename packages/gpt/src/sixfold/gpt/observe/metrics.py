@@ -52,6 +52,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     ),
     "timeline": ("step", "trace", "seconds", "bubble", "bubble_on_paper"),
     "eval": ("step", "name", "loss", "tokens", "seconds"),  # name: of the validation set, or ""
+    "eval_ema": ("step", "name", "loss", "tokens", "seconds"),  # with the average of the weights
     "digest": ("step", "digest", "seconds"),
     "replicas": ("step", "result", "ranks", "tensor", "shards", "seconds"),
     "save": ("step", "checkpoint", "blocked_seconds", "seconds"),
@@ -60,6 +61,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "end": ("step", "reason"),
 }
 
+EVALUATIONS = ("eval", "eval_ema")
 _OF_STEPS = frozenset({"step", "digest", "timeline", "straggler"})  # what `MetricsWriter.holds` holds
 _LAST = frozenset({"nonfinite", "end"})  # nothing waits behind them
 
@@ -215,8 +217,8 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     Args:
         path: a metrics.jsonl or the run folder that holds it.
     Returns:
-        Records in the order in which they were written; ``step``, ``eval`` and ``digest`` lines that were repeated are
-        left out.
+        Records in the order in which they were written; lines of steps, evaluations and digests that were repeated
+        are left out.
     Raises:
         FileNotFoundError: there is none.
     """
@@ -232,11 +234,11 @@ def read_all(path: str | Path) -> list[dict[str, Any]]:
 
 
 def last_of_each_step(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """``records`` without ``step``, ``eval`` and ``digest`` lines that do not count.
+    """``records`` without lines of steps, evaluations and digests that do not count.
 
     A later line of the same step replaces them; and a start or a resume takes back what was done behind its step.
     """
-    repeatable = {"step", "eval", "digest"}
+    repeatable = {"step", *EVALUATIONS, "digest"}
     found: list[dict[str, Any]] = []
     for record in records:
         if record["kind"] in ("start", "resume"):
@@ -308,7 +310,7 @@ class ProgressLine:
                 if record["slow"]:
                     self._flush()
                     self._print(describe(record))
-            elif record["kind"] in ("start", "resume", "recovery", "eval", "timeline", "nonfinite", "end"):
+            elif record["kind"] in ("start", "resume", "recovery", *EVALUATIONS, "timeline", "nonfinite", "end"):
                 self._flush()
                 self._print(describe(record))
         if self._pending and time.monotonic() - self._shown_at >= self._every_s:
@@ -367,8 +369,9 @@ def describe(record: Mapping[str, Any], steps: int | None = None, pace: float | 
     kind, step = record["kind"], record.get("step")
     if kind == "step":
         return _describe_step(record, steps, pace)
-    if kind == "eval":
+    if kind in EVALUATIONS:
         of = f" of {record['name']}" if record.get("name") else ""
+        of += " with averaged weights" if kind == "eval_ema" else ""
         return f"step {step}  validation loss{of} {_number(record['loss'])} nats/token over {record['tokens']:,} tokens"
     if kind == "start":
         read = ", ".join(f"{name} {times:.3g}" for name, times in record.get("epochs", {}).items())

@@ -20,6 +20,7 @@ from itertools import pairwise
 from typing import Any
 
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.observe.metrics import EVALUATIONS
 
 Record = Mapping[str, Any]
 CAUSES: dict[str, str] = {
@@ -206,7 +207,7 @@ def _beside(one: _Attempt, first: float, behind: float, *, waits: bool = False) 
     """
     evaluation = saves = 0.0
     for line in one.lines:
-        if line["kind"] == "eval" and first <= line["step"] < behind:
+        if line["kind"] in EVALUATIONS and first <= line["step"] < behind:
             evaluation += float(line.get("seconds") or 0.0)  # 0.1.0 has none
         elif line["kind"] == "save" and first <= line["step"] < behind:
             saves += float(line["seconds" if waits else "blocked_seconds"])

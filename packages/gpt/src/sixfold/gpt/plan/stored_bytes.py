@@ -90,12 +90,17 @@ def stored(
     formats = formats_of(config, parallel, gloo=gloo)
     each: dict[Stream, StreamSizes] = {}  # layers are alike: worked out once
     states: dict[Stream, int] = {}
+    averages: dict[Stream, int] = {}  # of all weights but a tied table's second copy
     for stream in (stream for unit in units for stream in unit.streams if stream not in each):
         ranks, copies = ranks_of(parallel, experts=stream.experts)
         each[stream] = sizes = StreamSizes(stream.tensors, formats, ranks, copies, stream.quantized, not stream.frozen)
         shard = rank // parallel.ep if stream.experts else rank % ranks
-        states[stream] = sum(map(mul, stream.moments, sizes.held_numel(shard)))
+        held = sizes.held_numel(shard)
+        states[stream] = sum(map(mul, stream.moments, held))
+        own = [stream.frozen or m > 0 for m in stream.moments]
+        averages[stream] = sum(map(mul, own, held)) if config.optimizer.ema_decay else 0
     moments = sum(states[stream] for unit in units for stream in unit.streams) * formats.main
+    averaged = sum(averages[stream] for unit in units for stream in unit.streams) * formats.main
     slots = None
     if formats.main_apart:  # versions of weights: sums in place, or of every rank's part of one tensor after the other
         ranks, _ = ranks_of(parallel, experts=False)
@@ -104,23 +109,26 @@ def stored(
         [(unit.kind, [each[stream] for stream in unit.streams]) for unit in units],
         formats,
         per_microbatch=per_microbatch,
-        state_bytes=0 if config.fsdp.offload else moments,
+        state_bytes=averaged + (0 if config.fsdp.offload else moments),
         slot_bytes=slots,
     )
 
 
 def saved_bytes(config: TrainConfig, parallel: ParallelConfig, units: Sequence[Unit]) -> int:
-    """What a rank writes of a checkpoint or a snapshot: its share of main weights and moments, each of them once.
+    """What a rank writes of a checkpoint or a snapshot: its share of main weights, their average and moments, once.
 
     A tied head is the embedding, which another unit has. What every tensor-parallel rank has counts in equal parts.
     """
     itemsize, nbytes = _ITEMSIZE[config.fsdp.main_dtype], 0
+    copies_of_weights = 2 if config.optimizer.ema_decay else 1
     for unit in units:
         for stream in () if unit.kind == "head" and config.model.tie_embeddings else unit.streams:
             ranks, copies = ranks_of(parallel, experts=stream.experts)
             tp = [parallel.tp if whole else 1 for whole in stream.whole] or [1] * len(stream.tensors)
             sizes = zip(stream.tensors, stream.moments, tp, strict=True)
-            values = sum(numel * (1 + moments) // ranks_with_it for numel, moments, ranks_with_it in sizes)
+            values = sum(
+                numel * (copies_of_weights + moments) // ranks_with_it for numel, moments, ranks_with_it in sizes
+            )
             nbytes += -(-values * itemsize // (ranks * copies))
     return nbytes
 

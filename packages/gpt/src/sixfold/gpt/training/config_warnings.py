@@ -28,7 +28,7 @@ def config_warnings(
     """
     found = [_slow(config) if slow_bfloat16 else ""]
     found += [_export(config) if step == 0 else "", _warmup(config), _done(config, step)]
-    found += [_jump(past, config, step) if past is not None else ""]
+    found += [_jump(past, config, step), _average(past, config, step)] if past is not None else []
     return [line for line in found if line]
 
 
@@ -67,6 +67,18 @@ def _done(config: TrainConfig, step: int) -> str:
     if step < steps or step == 0:
         return ""
     return f"the run has done {step} steps and train.steps is {steps}: nothing is trained; a larger train.steps goes on"
+
+
+def _average(past: TrainConfig, config: TrainConfig, step: int) -> str:
+    was, now = past.optimizer.ema_decay, config.optimizer.ema_decay
+    if now and not was:
+        return (
+            f"optimizer.ema_decay is {now} and the checkpoint has no average of weights: it begins with those of step "
+            f"{step}"
+        )
+    if was and not now:
+        return f"the average of weights in the checkpoint of step {step} is left there: optimizer.ema_decay is 0"
+    return ""
 
 
 def _jump(past: TrainConfig, config: TrainConfig, step: int) -> str:

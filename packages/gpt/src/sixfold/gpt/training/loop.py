@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -42,6 +42,7 @@ from sixfold.gpt.engine.nonfinite import blamed
 from sixfold.gpt.engine.rank_model import ModelProvider, RankModel, build_rank, check_compiler, check_provider
 from sixfold.gpt.engine.searched_schedule import plan_run
 from sixfold.gpt.engine.step import Asks, NonFinite, StepOutcome, evaluate, train_step
+from sixfold.gpt.engine.weight_average import decay_after
 from sixfold.gpt.engine.weight_digests import WeightDigests
 from sixfold.gpt.engine.weight_versions import NotFiniteError
 from sixfold.gpt.errors import ConfigError, FinalError, NoTargetsError, TrainError
@@ -232,27 +233,38 @@ class Run:
         every, step = self.config.eval.every, self.progress.step
         return bool(every) and step > 0 and (step % every == 0 or step == self.config.train.steps)
 
-    def unevaluated(self) -> list[str]:
-        """Validation sets of which metrics.jsonl has no loss of this step; rank 0 looks, and all know."""
+    @property
+    def evaluations(self) -> list[tuple[str, str]]:
+        """Kind of line and name of the set of each: all sets with the weights, then all with their average."""
+        kinds = ("eval",) if self.rank.average is None else ("eval", "eval_ema")
+        return [(kind, name) for kind in kinds for name in self.valid]
 
-        def look() -> list[str]:
+    def unevaluated(self) -> list[tuple[str, str]]:
+        """Those of ``evaluations`` of which metrics.jsonl has no loss of this step; rank 0 looks, and all know."""
+
+        def look() -> list[tuple[str, str]]:
             lines = read_all(Path(self.config.run.dir) / "metrics.jsonl")
-            found = {r.get("name", "") for r in lines if r["kind"] == "eval" and r["step"] == self.progress.step}
-            return [name for name in self.valid if name not in found]
+            found = {(r["kind"], r.get("name", "")) for r in lines if r.get("step") == self.progress.step}
+            return [one for one in self.evaluations if one not in found]
 
         return from_rank_0(self.rank.mesh.control, self.rank.mesh.rank, self.rank.mesh.size, look)
 
-    def evaluate(self, flag: StopFlag, names: Sequence[str] | None = None) -> bool:
+    def evaluate(self, flag: StopFlag, wanted: Sequence[tuple[str, str]] | None = None) -> bool:
         """Loss on validation sets: always the same positions, whatever the training position is.
 
         Args:
-            names: of the sets; None: all.
+            wanted: of ``evaluations``; None: all.
         Returns:
             False if it was given up because a rank was asked to stop; then a line is missing.
         """
-        return all(self._evaluate_set(name, flag) for name in (self.valid if names is None else names))
+        wanted = self.evaluations if wanted is None else wanted
+        plain, averaged = ([one for one in wanted if one[0] == kind] for kind in ("eval", "eval_ema"))
+        if not all(self._evaluate_set(*one, flag) for one in plain):
+            return False
+        with self.rank.averaged() if averaged else nullcontext():
+            return all(self._evaluate_set(*one, flag) for one in averaged)
 
-    def _evaluate_set(self, name: str, flag: StopFlag) -> bool:
+    def _evaluate_set(self, kind: str, name: str, flag: StopFlag) -> bool:
         what, began = f"evaluation {name and f'on {name!r} '}after step {self.progress.step}", time.monotonic()
         batches = (self._await_data(what, self._valid_batch(name, i)) for i in range(self.config.eval.batches))
         with world_collective(what):
@@ -262,7 +274,7 @@ class Run:
             if self.kept is not None:
                 self.kept.settle(self)
             told = {"name": name, "loss": found[0], "tokens": int(found[1]), "seconds": seconds}
-            self.note("eval", step=self.progress.step, **told)
+            self.note(kind, step=self.progress.step, **told)
         return found is not None
 
     def save_is_due(self) -> bool:
@@ -286,7 +298,8 @@ class Run:
         try:
             with world_collective(f"step {number}"), traces, memory, self.rank.clock.part("compute"):
                 asks = Asks(stop=stop, save=self.save_is_due())
-                outcome = train_step(self.rank, batch, lr, asks, timed=number in log.timeline_steps)
+                timed, decay = number in log.timeline_steps, decay_after(self.config.optimizer, number)
+                outcome = train_step(self.rank, batch, lr, asks, timed=timed, decay=decay)
         except NoTargetsError:
             raise NoTargetsError(self.config.data.eod_mask_loss, f"step {number}: ") from None
         except NotFiniteError as found:  # inside the program, where versions of weights are updated

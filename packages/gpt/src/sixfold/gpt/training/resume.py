@@ -47,6 +47,8 @@ def restore(run: Run, start: StartingPoint, source: Path | None) -> None:
         if source is not None:
             training_state.load_weights(run.rank, source)
         _tell(run, None)
+    if run.rank.average is not None and not run.rank.average.has_begun:
+        run.rank.average.begin()
 
 
 def _tell(run: Run, past: TrainConfig | None) -> None:

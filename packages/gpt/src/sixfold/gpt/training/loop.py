@@ -437,7 +437,8 @@ def train_in(
         all_or_raise(mesh.control, mesh.size, lambda: check_offload(world.device))
 
     all_or_raise(mesh.control, mesh.size, lambda: check_sinks(config.log))
-    all_or_raise(mesh.control, mesh.size, lambda: check_memory_steps(config.log, world.device, world.size))
+    if config.log.memory_steps:
+        all_or_raise(mesh.control, mesh.size, lambda: check_memory_steps(config.log, world.device, world.size))
     same_config(config, mesh)
     fence = None if kept is None else kept.fence
     start = starting_point(config, mesh, datasets, joins=fence is not None)

@@ -2,6 +2,9 @@
 
 import os
 import pickle
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +19,7 @@ from sixfold.indexed_data import (
     StoreError,
     build,
 )
+from sixfold.indexed_data.piece_files import PieceFiles
 from sixfold.indexed_data.remote import WASTE, RemoteObject, coalesced
 
 
@@ -285,3 +289,50 @@ def test_a_pair_with_provenance_tells_it_behind_a_url_too(folder):
     build(["a.jsonl"], "wiki", provenance=True)
     with RangeServer({f"wiki{end}": Path(f"wiki{end}").read_bytes() for end in (".bin", ".idx", ".sources")}) as server:
         assert IndexedDataset(f"{server.url}/wiki").provenance.of(1) == ("a.jsonl", 3)
+
+
+KILLED = """
+import os, sys
+from sixfold.indexed_data.piece_files import PieceFiles
+
+pieces = PieceFiles("cache", "http://any/wiki.bin", 100, "one", 10_000)
+pieces.write(0, 10, bytes(10))
+os.replace = lambda *names: (print("written", flush=True), sys.stdin.read())
+pieces.write(10, 20, bytes(10))
+"""
+
+
+def test_what_a_killed_writer_leaves_goes_and_nothing_else_does(folder):
+    for _ in range(2):
+        with subprocess.Popen([sys.executable, "-c", KILLED], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+            assert process.stdout.readline() == b"written\n"
+            process.kill()
+    pieces = {path.name for path in Path("cache").iterdir() if path.suffix == ".piece"}
+    left = [path for path in Path("cache").iterdir() if path.suffix != ".piece"]
+    assert len(pieces) == 1 and len(left) == 1, "the second writer removed what the first one left"
+    name = left[0].name
+    ours, process = name.replace(f"-{name.split('-')[-2]}-", f"-{os.getpid()}-"), name.split("-")[-2]
+    other = name.replace(name.split(".piece.")[1][:8], "0" * 8)
+    untold = name.replace(name.split(".piece.")[1][:9], "")  # as 0.2.0.dev0 called them
+    kept = [ours, other, untold, "notes.txt", f"{name}.bak", f"x{name}", name.replace(".piece.", ".part.")]
+    for each in kept:
+        Path("cache", each).write_bytes(b"1")
+    old = [other.replace(process, "1"), untold.replace(process, "1")]
+    for each in old:
+        Path("cache", each).write_bytes(b"1")
+        os.utime(Path("cache", each), (time.time() - 4000,) * 2)
+    Path("cache", name.replace(process, "999999999")).mkdir()
+    found = PieceFiles("cache", "http://any/wiki.bin", 100, "one", 10_000)
+    assert found.read(0, 10) == bytes(10)
+    assert {path.name for path in Path("cache").iterdir()} == {*pieces, *kept, name.replace(process, "999999999")}
+    os.utime(Path("cache", kept[3]), (0, 0))
+    PieceFiles("cache", "http://any/wiki.bin", 100, "one", 10_000)
+    assert Path("cache", "notes.txt").exists(), "only our own names"
+
+
+def test_a_writer_whose_file_was_removed_keeps_one_piece_less(folder, monkeypatch):
+    pieces, replace = PieceFiles("cache", "http://any/wiki.bin", 100, "one", 10_000), os.replace
+    monkeypatch.setattr(os, "replace", lambda old, new: (os.unlink(old), replace(old, new)))
+    pieces.write(0, 10, bytes(10))
+    assert not pieces.has(0, 10) and not list(Path("cache").iterdir())
+    monkeypatch.undo()

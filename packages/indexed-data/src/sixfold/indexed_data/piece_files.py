@@ -4,13 +4,19 @@ pieces --> PieceFiles (this file) --> FOLDER/KEY-BEGIN-END.piece
 
 Several processes may use one folder. A file appears whole by a rename, and ends with the CRC-32 of its piece: one that
 a disk has damaged is fetched anew. The least recently used go first; only names of this form are ever removed.
+
+[Note: what a killed writer leaves] A piece is written under a name that says machine and process. Whoever opens the
+folder removes such files of processes of this machine that are gone, and those that no one has written to for an hour.
+A writer that loses its file by that keeps one piece less.
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import re
 import threading
+import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from contextlib import suppress
@@ -18,6 +24,8 @@ from contextlib import suppress
 from sixfold.indexed_data.errors import IndexedDataError
 
 _NAME = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)\.piece")
+_UNFINISHED = re.compile(_NAME.pattern + r"\.(?:([0-9a-f]{8})-)?(\d+)-\d+")  # machine, process, thread
+_ABANDONED_S = 3600.0
 CRC_BYTES = 4  # behind a piece
 _KEPT = 0.9  # of the limit, after files were removed
 
@@ -33,6 +41,7 @@ class PieceFiles:
         self._lock = threading.Lock()
         try:
             os.makedirs(folder, exist_ok=True)
+            _remove_unfinished(folder)
             self._held = 0
             self._ends: dict[int, int] = {}
             for name, nbytes, _ in self._listed():
@@ -73,7 +82,7 @@ class PieceFiles:
     def write(self, begin: int, end: int, data: bytes) -> None:
         """Keep a piece; a full disk keeps none, and costs a request later."""
         path = self._path(begin, end)
-        temporary = f"{path}.{os.getpid()}-{threading.get_ident()}"
+        temporary = f"{path}.{_machine()}-{os.getpid()}-{threading.get_ident()}"
         try:
             with open(temporary, "wb") as file:
                 file.write(data)
@@ -114,6 +123,34 @@ class PieceFiles:
 
     def _path(self, begin: int, end: int) -> str:
         return os.path.join(self._folder, f"{self._key}-{begin}-{end}.piece")
+
+
+def _remove_unfinished(folder: str) -> None:
+    """See [Note: what a killed writer leaves]."""
+    for entry in os.scandir(folder):
+        name = _UNFINISHED.fullmatch(entry.name)
+        if name is None or not entry.is_file(follow_symlinks=False):
+            continue
+        with suppress(OSError):  # gone meanwhile, or of somebody else
+            old = time.time() - entry.stat().st_mtime > _ABANDONED_S
+            if old or (name[4] == _machine() and not _is_running(int(name[5]))):
+                os.unlink(entry.path)
+
+
+def _machine() -> str:
+    import hashlib
+
+    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except (OSError, OverflowError):  # of another user
+        return True
+    return True
 
 
 def _crc(piece: bytes) -> bytes:

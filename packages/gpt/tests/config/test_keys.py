@@ -16,7 +16,8 @@ from sixfold.gpt.errors import ConfigError
 # A value that a key may not have, because nothing would read it. Two are read by what they ask for alone.
 REFUSED = {
     "model.experts_per_token": "3", "model.router_aux_loss": "0.5", "model.norm_topk_prob": "false",
-    "pipeline.steps": "3", "pipeline.waves": "2", "train.cuda_graphs": "true",
+    "pipeline.steps": "3", "lora.alpha": "8", "lora.targets": '["q"]',
+    "pipeline.waves": "2", "train.cuda_graphs": "true",
 }  # fmt: skip
 BY_NAME = {  # handed on as a mapping, or read before there are tables
     "fsdp": {"reduce_dtype", "main_dtype", "grad_dtype", *config_module._BUFFER_KEYS},
@@ -43,7 +44,8 @@ def attributes_read() -> set[tuple[str, str]]:
 OWNERS = {
     "model": {"config", "model", "self"}, "data": {"data", "config", "self"}, "parallel": {"parallel", "p"},
     "pipeline": {"pipeline"}, "fsdp": {"fsdp"}, "train": {"train"}, "optimizer": {"config", "optimizer"},
-    "schedule": {"schedule"}, "checkpoint": {"checkpoint", "keep"}, "eval": {"eval"}, "log": {"log"},
+    "schedule": {"schedule"}, "lora": {"lora", "self"},
+    "checkpoint": {"checkpoint", "keep"}, "eval": {"eval"}, "log": {"log"},
     "elastic": {"elastic"}, "run": {"run"},
 }  # fmt: skip
 

@@ -128,6 +128,12 @@ label_smoothing = 0.0
 frozen = []
 tokens = 0
 
+[lora]
+rank = 0
+alpha = 16.0
+targets = ["q", "k", "v", "out", "gate", "up", "down"]
+dropout = 0.0
+
 [optimizer]
 name = "adamw"
 beta1 = 0.9

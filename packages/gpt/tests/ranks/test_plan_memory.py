@@ -266,6 +266,9 @@ FROZEN = {
     "tp": ('train.frozen=["layers.0", "layers.1.attention_norm", "norm", "head"]', "parallel.tp=2",
            "model.tie_embeddings=false"),
     "experts": ('train.frozen=["layers.*.ffn.experts.gate", "layers.1"]', "model.num_experts=4", "parallel.ep=2"),
+    "lora": ("lora.rank=16", "train.precision=fp32"),
+    "lora tp": ("lora.rank=16", "parallel.tp=2", 'lora.targets=["q", "out", "up", "down"]'),
+    "lora pp": ("lora.rank=16", "parallel.pp=2", "model.tie_embeddings=false", "train.recompute=full"),
     "muon, fp8": (AMONG, "optimizer.name=muon", "train.precision=fp8"),
 }  # fmt: skip
 

@@ -27,7 +27,13 @@ from sixfold import dist_ckpt
 from sixfold.dist_ckpt import CorruptError, MismatchError, retention
 from sixfold.dist_ckpt.tools import verify
 from sixfold.gpt.checkpoints import training_state
-from sixfold.gpt.checkpoints.trained_model import IMPORTED, model_differences, saved_common, saved_config
+from sixfold.gpt.checkpoints.trained_model import (
+    IMPORTED,
+    check_adapters,
+    model_differences,
+    saved_common,
+    saved_config,
+)
 from sixfold.gpt.checkpoints.training_state import END
 from sixfold.gpt.config.resume_rules import resume_changes
 from sixfold.gpt.config.train_config import TrainConfig
@@ -126,6 +132,7 @@ def initial_weights(config: TrainConfig, mesh: RankMesh) -> Path | None:
 
     def choose() -> Path:
         folder = training_state.find(config.checkpoint.init_from)
+        check_adapters(folder, config.lora)
         for differ in model_differences(folder, config.model):
             print(f"sixfold: checkpoint.init_from is of another {differ}", file=sys.stderr, flush=True)
         return folder

@@ -15,6 +15,7 @@ import torch
 
 from sixfold import dist_ckpt
 from sixfold.gpt.checkpoints.training_state import AVERAGES, ORIGIN, find
+from sixfold.gpt.config.lora import LoraConfig
 from sixfold.gpt.config.resume_rules import forget_idle_keys
 from sixfold.gpt.config.table import build
 from sixfold.gpt.config.toml import read_tables
@@ -28,14 +29,14 @@ if TYPE_CHECKING:
 
 IMPORTED = "imported"  # key of the common data of a checkpoint that convert.py made: no run, a model alone
 
+NO_ADAPTERS = LoraConfig()
+
 TABLES_OF_IDS = ("embedding.weight", "head.weight")  # have vocabulary padding
 
 
-def canonical_shapes(config: GPTConfig) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape without vocabulary padding, of every tensor of the model."""
-    from sixfold.gpt.model.decoder import GPTModel
-
-    shapes = {name: tuple(p.shape) for name, p in GPTModel(config, device="meta").named_parameters()}
+def canonical_shapes(config: GPTConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, tuple[int, ...]]:
+    """Canonical name -> shape without vocabulary padding, of every tensor of the model, and of its adapters."""
+    shapes = {name: tuple(p.shape) for name, p in _empty_model(config, lora).named_parameters()}
     return {n: (config.vocab_size, *shape[1:]) if n in TABLES_OF_IDS else shape for n, shape in shapes.items()}
 
 
@@ -55,7 +56,17 @@ def weights_prefix(folder: Path, *, ema: bool) -> str:
     return AVERAGES
 
 
-def check_tensors(folder: Path, config: GPTConfig, prefix: str = "model.") -> None:
+def _empty_model(config: GPTConfig, lora: LoraConfig) -> GPTModel:
+    """On meta, with adapters."""
+    from sixfold.gpt.model.decoder import GPTModel
+    from sixfold.gpt.model.lora import add_adapters
+
+    model = GPTModel(config, device="meta")
+    add_adapters(model, lora)
+    return model
+
+
+def check_tensors(folder: Path, config: GPTConfig, prefix: str = "model.", lora: LoraConfig = NO_ADAPTERS) -> None:
     """A checkpoint's ``model.*`` are the tensors of GPTModel, no fewer and no more; vocabulary rows may be padded.
 
     Args:
@@ -65,7 +76,7 @@ def check_tensors(folder: Path, config: GPTConfig, prefix: str = "model.") -> No
     """
     stored = {key: one for key, one in dist_ckpt.load_sharded_metadata(folder).items() if key.startswith(prefix)}
     problems, of = [], prefix.removesuffix("model.")
-    for name, shape in canonical_shapes(config).items():
+    for name, shape in canonical_shapes(config, lora).items():
         if (one := stored.pop(f"{prefix}{name}", None)) is None:
             problems.append(f"no {of}model.{name}")
             continue
@@ -105,6 +116,28 @@ def saved_model(folder: Path) -> GPTConfig:
     values = read_tables(common["config"], (), TABLES, str(folder))
     model: GPTConfig = build(GPTConfig, values["model"], "model")
     return model
+
+
+def saved_lora(folder: Path) -> LoraConfig:
+    """The [lora] that a checkpoint carries; of an import one without adapters."""
+    common = dist_ckpt.load_common_state_dict(folder)
+    return NO_ADAPTERS if IMPORTED in common or "config" not in common else saved_config(folder).lora
+
+
+def check_adapters(folder: Path, lora: LoraConfig) -> None:
+    """Refuse to begin from adapters that the run does not have.
+
+    Raises:
+        ConfigError: the checkpoint has adapters, and ``lora`` says others or none.
+    """
+    saved = saved_lora(folder)
+    if saved.rank and saved != lora:
+        pairs = [f"lora.{key} (was {then!r}, is {getattr(lora, key)!r})" for key, then in asdict(saved).items()
+                 if getattr(lora, key) != then]  # fmt: skip
+        raise ConfigError(
+            f"checkpoint.init_from has adapters of another {', '.join(pairs)}; put back what was, or add them to the "
+            f"weights: `sixfold export {folder} MERGED`, then `sixfold import MERGED RUN_DIR`"
+        )
 
 
 def saved_config(folder: Path) -> TrainConfig:
@@ -196,17 +229,15 @@ def load_model(
         step: the checkpoint of that step; None takes the newest whole one.
         ema: the average of its weights (``optimizer.ema_decay``) in their place.
     Returns:
-        The model in evaluation mode, weights in ``dtype``.
+        The model in evaluation mode, weights in ``dtype``; adapters stay beside them.
     Raises:
         ConfigError: there is no checkpoint, or its tensors are not those of its [model], or it has no average.
         CheckpointError: the checkpoint is damaged.
     """
-    from sixfold.gpt.model.decoder import GPTModel
-
     folder = find(path, step)
-    config = saved_model(folder)
+    config, lora = saved_model(folder), saved_lora(folder)
     prefix = weights_prefix(folder, ema=ema)
-    check_tensors(folder, config, prefix)
-    model = GPTModel(config, device="meta").to_empty(device="cpu")
+    check_tensors(folder, config, prefix, lora)
+    model = _empty_model(config, lora).to_empty(device="cpu")
     dist_ckpt.load(model.sharded_state_dict(prefix), folder, group=None)
     return model.to(device=device, dtype=dtype).eval()

@@ -24,8 +24,9 @@ from torch import nn
 
 from sixfold import dist_ckpt
 from sixfold.dist_ckpt import retention
+from sixfold.gpt.config.lora import is_adapter
 from sixfold.gpt.config.train_config import PLAN
-from sixfold.gpt.engine.rank_model import TIED, RankModel, canonical
+from sixfold.gpt.engine.rank_model import TIED, RankModel, canonical, draw_start_values
 from sixfold.gpt.engine.weight_average import AVERAGE
 from sixfold.gpt.errors import ConfigError, TrainError
 from sixfold.gpt.parallel.agreement import all_or_raise, from_rank_0, gather_objects
@@ -133,10 +134,12 @@ def save(
     versions: Mapping[str, str],
     *,
     background: bool,
+    since: Path | None = None,
 ) -> tuple[float, dist_ckpt.AsyncSave | None]:
     """Write the whole training state to ``folder``, complete or not at all. Collective over all ranks.
 
     Args:
+        since: an older checkpoint, of which what has not changed is linked.
         background: return when the values are copied; a worker process of each rank writes them.
     Returns:
         Seconds for which training was blocked, and the handle of a background save.
@@ -145,9 +148,9 @@ def save(
     state = whole_state(rank, progress, data_state, versions)
     timeout = rank.config.run.timeout_seconds
     if background:
-        handle = dist_ckpt.async_save(state, folder, group=rank.mesh.control, timeout_s=timeout)
+        handle = dist_ckpt.async_save(state, folder, since=since, group=rank.mesh.control, timeout_s=timeout)
         return time.monotonic() - start, handle
-    dist_ckpt.save(state, folder, group=rank.mesh.control, timeout_s=timeout)
+    dist_ckpt.save(state, folder, since=since, group=rank.mesh.control, timeout_s=timeout)
     return time.monotonic() - start, None
 
 
@@ -208,7 +211,7 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
         (rank.average.make_room if has_average else rank.average.forget)()
     if older := any(key.startswith("optimizer.state.older.") for key in saved):
         older = rank.expect_older()
-    state = dict(sharded_state(rank, weights_only=not has_state))
+    state = _without_new_adapters(rank, sharded_state(rank, weights_only=not has_state), saved)
     common = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
     if has_state:
         _set_scalars(rank, common["optimizer"]["scalars"])
@@ -216,6 +219,14 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
     if older:
         rank.go_on_behind(common["step"])
     return progress, common
+
+
+def _without_new_adapters(rank: RankModel, state: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """``state`` without adapters where a checkpoint is of a base that has none: these are drawn."""
+    if not rank.config.lora.rank or any(map(is_adapter, saved)):
+        return dict(state)
+    draw_start_values(rank.model, rank.config, rank.mesh.cuts, is_adapter)
+    return {key: value for key, value in state.items() if not is_adapter(key)}
 
 
 def untold(rank: RankModel, lines: list[dict[str, Any]]) -> dict[str, dist_ckpt.ShardedObject]:
@@ -252,7 +263,8 @@ def _take(rank: RankModel, common: dict[str, Any]) -> Progress:
 
 def load_weights(rank: RankModel, folder: Path) -> None:
     """Fill the model alone; optimizer state stays fresh. Collective over all ranks."""
-    state = dict(sharded_state(rank, weights_only=True))
+    saved = dist_ckpt.load_tensors_metadata(folder)
+    state = _without_new_adapters(rank, sharded_state(rank, weights_only=True), saved)
     loaded = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
     _set_extra_state(rank, loaded)
     rank.origin = loaded.get(ORIGIN)

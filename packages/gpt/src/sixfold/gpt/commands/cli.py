@@ -235,6 +235,9 @@ def _huggingface_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser
         "--max-shard-bytes", type=at_least_one, metavar="N", help="most bytes of values per file (5000000000)"
     )
     export.add_argument("--ema", action="store_true", help=_EMA)
+    export.add_argument(
+        "--lora", action="store_true", help="the adapters alone, as peft writes them; default: added to the weights"
+    )
     export.set_defaults(run=_export)
 
     bring = verbs.add_parser("import", help="make a run folder of a Hugging Face folder, with a checkpoint of step 0")
@@ -331,6 +334,15 @@ def _verify_run(args: argparse.Namespace) -> int:
 
 
 def _export(args: argparse.Namespace) -> int:
+    if args.lora:
+        from sixfold.gpt.huggingface.adapters import export_adapters
+
+        if args.dtype or args.max_shard_bytes:
+            raise ConfigError(
+                "export --lora writes one file in the dtype of the checkpoint; leave --dtype and --max-shard-bytes out"
+            )
+        print(export_adapters(args.path, args.out, step=args.step, ema=args.ema))
+        return 0
     from sixfold.gpt.huggingface.convert import MAX_SHARD_BYTES, export_model
 
     shard = args.max_shard_bytes or MAX_SHARD_BYTES

@@ -1,10 +1,10 @@
 """Which parameters a run does not train.
 
-    train.frozen: patterns --> is_frozen (this file) --> rank_model.py: requires_grad; plan: no gradient, no moments
-                           `-> check_frozen (this file) --> rules.py
+    train.frozen: patterns, [lora] --> is_frozen (this file) --> rank_model.py: requires_grad; plan: no moments
+                                   `-> check_frozen (this file) --> rules.py
 
-A pattern is the beginning of a canonical name: ``embedding``, ``layers.0-3``, ``layers.*.attention.q``. Texts alone: no
-torch.
+With adapters all else is frozen. A pattern is the beginning of a canonical name: ``embedding``, ``layers.0-3``,
+``layers.*.attention.q``. Texts alone: no torch.
 """
 
 import re
@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from sixfold.gpt.config.layer_tensors import parameter_names
+from sixfold.gpt.config.lora import is_adapter
 from sixfold.gpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 def is_frozen(config: "TrainConfig", name: str) -> bool:
     """Whether the parameter ``name``, canonical, stays as it is."""
+    if config.lora.rank:
+        return not is_adapter(name)
     return any(matches(pattern, name) for pattern in config.train.frozen)
 
 

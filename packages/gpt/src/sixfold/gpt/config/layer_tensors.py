@@ -1,11 +1,12 @@
 """The tensors of a layer: their names, and how many elements of each a rank has before fsdp shards them.
 
-    [model], layer, tp, ep --> layer_tensors (this file) --> plan's sizes
+    [model], [lora], layer, tp, ep --> layer_tensors (this file) --> plan's sizes
     [model] --> parameter_names (this file) --> frozen.py: patterns over canonical names
 
 Integers and texts: no torch. A test compares both with the modules of GPTModel.
 """
 
+from sixfold.gpt.config.lora import ENDS, LoraConfig
 from sixfold.gpt.config.model_config import GPTConfig
 
 QK_NORMS = ("q_norm", "k_norm")
@@ -13,7 +14,9 @@ _OF_THE_LAYER = ("attention_norm", "attention_post_norm", "ffn_norm", "ffn_post_
 _OF_THE_SECOND_PART = ("router", "experts", "shared", "shared_gate", "gate", "up", "down")
 
 
-def layer_tensors(model: GPTConfig, layer: int, tp: int = 1, ep: int = 1) -> dict[str, int]:
+def layer_tensors(
+    model: GPTConfig, layer: int, tp: int = 1, ep: int = 1, lora: LoraConfig | None = None
+) -> dict[str, int]:
     """Elements of each tensor of a layer on one rank, before fsdp shards them, in the order of the module."""
     hidden = model.hidden_size
     queries = model.num_attention_heads * model.head_dim // tp
@@ -33,7 +36,25 @@ def layer_tensors(model: GPTConfig, layer: int, tp: int = 1, ep: int = 1) -> dic
         sizes |= {"q_norm": queries * tp, "k_norm": keys * tp} if whole else dict.fromkeys(QK_NORMS, model.head_dim)
     sizes |= {"attention_post_norm": hidden} if behind else {}
     sizes |= {"ffn_norm": hidden} if before else {}
-    return sizes | _second_part(model, layer, tp, ep) | ({"ffn_post_norm": hidden} if behind else {})
+    sizes |= _second_part(model, layer, tp, ep) | ({"ffn_post_norm": hidden} if behind else {})
+    return sizes if lora is None or not lora.rank else _with_adapters(sizes, model, lora, tp)
+
+
+def _with_adapters(sizes: dict[str, int], model: GPTConfig, lora: LoraConfig, tp: int) -> dict[str, int]:
+    """Behind each target that the layer has: A, whose width is what the target reads, and B."""
+    heads, groups = model.num_attention_heads * model.head_dim // tp, model.num_query_groups * model.head_dim // tp
+    hidden, inner = model.hidden_size, model.ffn_hidden_size // tp
+    widths = {
+        "q": (hidden, heads), "k": (hidden, groups), "v": (hidden, groups), "out": (heads, hidden),
+        "gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden),
+    }  # fmt: skip
+    found: dict[str, int] = {}
+    for name, size in sizes.items():
+        found[name] = size
+        target = name.removesuffix(".bias")
+        if target in lora.targets and (name != target or f"{name}.bias" not in sizes):
+            found |= {f"{target}{end}": lora.rank * width for end, width in zip(ENDS, widths[target], strict=True)}
+    return found
 
 
 def _latent_tensors(model: GPTConfig, tp: int) -> dict[str, int]:
@@ -71,7 +92,7 @@ def _second_part(model: GPTConfig, layer: int, tp: int, ep: int) -> dict[str, in
 
 def full_name(layer: int, short: str) -> str:
     """``q`` of layer 3 -> ``layers.3.attention.q.weight``; ``short`` as ``layer_tensors`` has it."""
-    named = short if short.endswith(".bias") else f"{short}.weight"
+    named = short if short.endswith((".bias", *ENDS)) else f"{short}.weight"
     if short in _OF_THE_LAYER:
         return f"layers.{layer}.{named}"
     part = "ffn" if short.partition(".")[0] in _OF_THE_SECOND_PART else "attention"

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from sixfold.gpt.config.batch_schedule import batch_sizes, samples_before
 from sixfold.gpt.config.degrees import check_degrees, check_ranks, multiples
 from sixfold.gpt.config.frozen import check_frozen
+from sixfold.gpt.config.lora import check_lora
 from sixfold.gpt.errors import ConfigError
 from sixfold.pipeline.schedules import by_name, registered
 
@@ -53,6 +54,7 @@ def check_config(config: "TrainConfig") -> None:
 def check_rules(config: "TrainConfig") -> None:
     """Refuse what no world can run; what is not supported passes: it can be planned."""
     check_degrees(config)
+    check_lora(config)
     check_frozen(config)
     _check_stages(config)
     _check_schedule_lr(config)

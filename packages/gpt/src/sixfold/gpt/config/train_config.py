@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 from typing import Annotated, Any, ClassVar, Literal, Self
 
+from sixfold.gpt.config.lora import LoraConfig
 from sixfold.gpt.config.model_config import GPTConfig
 from sixfold.gpt.config.presets import preset_named
 from sixfold.gpt.config.resume_rules import resume_changes
@@ -24,8 +25,8 @@ from sixfold.pipeline.schedules.registry import Schedule
 
 __all__ = [
     "TABLES", "CheckpointConfig", "DataChange", "DataConfig", "ElasticConfig", "EvalConfig", "FsdpConfig", "GPTConfig",
-    "LogConfig", "LoopConfig", "OptimizerConfig", "ParallelConfig", "PipelineConfig", "RunConfig", "ScheduleConfig",
-    "TrainConfig", "check_world", "resume_changes",
+    "LogConfig", "LoopConfig", "LoraConfig", "OptimizerConfig", "ParallelConfig", "PipelineConfig", "RunConfig",
+    "ScheduleConfig", "TrainConfig", "check_world", "resume_changes",
 ]  # fmt: skip
 
 DTypeName = Literal["float32", "bfloat16", "float16"]
@@ -411,6 +412,7 @@ class TrainConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     train: LoopConfig
+    lora: LoraConfig = field(default_factory=LoraConfig)
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -479,7 +481,7 @@ class TrainConfig:
 TABLES: Mapping[str, type[Table]] = {
     table.TABLE: table
     for table in (
-        GPTConfig, DataConfig, ParallelConfig, PipelineConfig, FsdpConfig, LoopConfig, OptimizerConfig,
+        GPTConfig, DataConfig, ParallelConfig, PipelineConfig, FsdpConfig, LoopConfig, LoraConfig, OptimizerConfig,
         ScheduleConfig, CheckpointConfig, EvalConfig, LogConfig, ElasticConfig, RunConfig,
     )
 }  # fmt: skip

@@ -91,4 +91,4 @@ def _mixed_precision(config: TrainConfig) -> MixedPrecision:
 
 
 def _leave_empty(name: str, module: nn.Module) -> None:
-    """For fsdp: the shards are filled after it has cut them, see ``_draw_start_values``."""
+    """For fsdp: the shards are filled after it has cut them, see ``draw_start_values``."""

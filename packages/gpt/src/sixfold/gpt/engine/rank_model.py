@@ -38,6 +38,7 @@ from sixfold.gpt.engine.weight_versions import VersionedModel
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model.decoder import Block, GPTModel
 from sixfold.gpt.model.initial_weights import fill_elements
+from sixfold.gpt.model.lora import add_adapters
 from sixfold.gpt.model.loss import LossTerms
 from sixfold.gpt.observe.straggler import Clock
 from sixfold.gpt.parallel.agreement import all_or_raise, gather_objects
@@ -59,6 +60,7 @@ __all__ = [
     "canonical",
     "check_compiler",
     "check_provider",
+    "draw_start_values",
     "make_program",
 ]
 
@@ -277,6 +279,7 @@ def _stage_modules(
             two_tables=config.two_tables,
             device="meta",
         )
+        add_adapters(stage, config.lora)
         stage.recompute = config.train.recompute
         stage.loss_terms = LossTerms(z_loss=config.train.z_loss, label_smoothing=config.train.label_smoothing)
         if config.train.compile:
@@ -317,6 +320,7 @@ def check_provider(config: TrainConfig, provider: ModelProvider | None) -> None:
         ("train.z_loss", config.train.z_loss, 0.0),
         ("train.label_smoothing", config.train.label_smoothing, 0.0),
         ("train.frozen", config.train.frozen, ()),
+        ("lora.rank", config.lora.rank, 0),
         ("optimizer.name", config.optimizer.name, "adamw"),
         ("model.num_experts", config.model.num_experts, 0),
     ):
@@ -373,12 +377,18 @@ def _tables_here(placement: tuple[int, ...]) -> tuple[str, str]:
     return f"0.{TIED}", f"{last}.{TIED if last else TIED_COPY}"
 
 
-def _draw_start_values(model: FullyShardedDataParallel | VersionedModel, config: TrainConfig, cuts: Cuts) -> None:
-    """Initial weights of this rank's shards; nobody draws what another rank holds."""
+def draw_start_values(
+    model: FullyShardedDataParallel | VersionedModel,
+    config: TrainConfig,
+    cuts: Cuts,
+    wanted: Callable[[str], bool] = lambda name: True,
+) -> None:
+    """Initial weights of this rank's shards, of those ``wanted`` by canonical name; nobody draws another rank's."""
     seed = config.train.seed
     for record in model.state_records():
         name, shape = canonical(record.name), record.global_shape
-        fill_elements(config.model, seed, name, shape, record.start, record.tensor, cuts.of(name))
+        if wanted(name):
+            fill_elements(config.model, seed, name, shape, record.start, record.tensor, cuts.of(name))
     model.refresh()
 
 
@@ -397,7 +407,7 @@ def _versioned_rank(
     container.to_empty(device=world.device)
     model = VersionedModel(container, config, mesh)
     if draw:
-        _draw_start_values(model, config, mesh.cuts)
+        draw_start_values(model, config, mesh.cuts)
     stages = [
         pipeline.Stage(container[str(s)], s, data_parallel=weights, optimizer=weights)  # type: ignore[arg-type]
         for s, weights in model.weights.items()
@@ -493,7 +503,7 @@ def build_rank(
     for part in optimizer.parts:
         fully_shard_optimizer(part, model)
     if draw and model_provider is None:
-        _draw_start_values(model, config, mesh.cuts)
+        draw_start_values(model, config, mesh.cuts)
     # Whatever the number of microbatches: a schedule of split backwards may have a whole one here and there.
     fused = not config.parallel.entry.split
     handles = {s: model.stage_handle(container[str(s)], fused=fused) for s in mine}

@@ -1,4 +1,4 @@
 """Models of Hugging Face, in and out: config.json and safetensors <--> [model] and checkpoints.
 
-From outside: config, convert.
+From outside: adapters, config, convert.
 """

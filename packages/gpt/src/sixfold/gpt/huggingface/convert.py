@@ -36,6 +36,7 @@ from sixfold.gpt.checkpoints.trained_model import (
     longest_row,
     saved_common,
     saved_config,
+    saved_lora,
     saved_model,
     saved_tokenizer,
     weights_prefix,
@@ -50,6 +51,7 @@ from sixfold.gpt.data.tokenizer import FileTokenizer, Tokenizer, recorded_identi
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.files.atomic_folder import new_folder, refuse_taken
 from sixfold.gpt.huggingface import config as hf_config
+from sixfold.gpt.huggingface.adapters import Adapters
 from sixfold.gpt.huggingface.tensor_names import Piece, hf_name, pieces
 from sixfold.gpt.parallel.weight_sharding import is_expert
 
@@ -284,6 +286,8 @@ def export_model(
 ) -> Path:
     """Write a run's model as a Hugging Face folder: config.json and model.safetensors, or shards with an index.
 
+    Adapters ([lora]) are added to the weights.
+
     Args:
         path: run folder or checkpoint folder, of any layout.
         step: the checkpoint of that step; None takes the newest whole one.
@@ -309,7 +313,8 @@ def export_model(
     config = saved_model(folder)
     kind = hf_config.architecture_of(config, _model_type(folder))
     prefix = weights_prefix(folder, ema=ema)
-    check_tensors(folder, config, prefix)
+    lora = saved_lora(folder)
+    check_tensors(folder, config, prefix, lora)
     names, metadata = canonical_shapes(config), dist_ckpt.load_tensors_metadata(folder)
     stored = {name: metadata[f"{prefix}{name}"] for name in names}
     ours = {piece.name: (name, piece) for name, shape in names.items() for piece in pieces(name, shape, kind.tensors)}
@@ -321,7 +326,11 @@ def export_model(
     order = [key for file in files for key in file.keys]
     with new_folder(target, "a Hugging Face folder") as draft:
         model_files.write_files(
-            draft, files, _values(folder, stored, [(*ours[key], records[key].dtype) for key in order])
+            draft,
+            files,
+            _values(
+                folder, stored, [(*ours[key], records[key].dtype) for key in order], Adapters(folder, lora, prefix)
+            ),
         )
         if len(files) > 1:
             (draft / INDEX).write_bytes(model_files.index_of(files))
@@ -340,6 +349,7 @@ def _values(
     folder: Path,
     stored: Mapping[str, dist_ckpt.ShardedTensor],
     wanted: Sequence[tuple[str, Piece, torch.dtype]],
+    adapters: Adapters,
 ) -> Iterator[torch.Tensor]:
     """The rows of each piece in the dtype wanted, ``PART_BYTES`` read at a time; padding is left out."""
     batch: dict[int, dist_ckpt.ShardedTensor] = {}
@@ -348,12 +358,12 @@ def _values(
     for name, piece, dtype in wanted:
         for part in _row_parts(stored[name], piece):
             if filled and filled + _nbytes(part) > PART_BYTES:
-                yield from _converted(folder, batch, dtypes)
+                yield from _converted(folder, batch, dtypes, adapters)
                 batch, dtypes, filled = {}, [], 0
             batch[len(batch)] = part
             dtypes.append(dtype)
             filled += _nbytes(part)
-    yield from _converted(folder, batch, dtypes)
+    yield from _converted(folder, batch, dtypes, adapters)
 
 
 def _row_parts(whole: dist_ckpt.ShardedTensor, piece: Piece) -> Iterator[dist_ckpt.ShardedTensor]:
@@ -371,15 +381,16 @@ def _nbytes(part: dist_ckpt.ShardedTensor) -> int:
 
 
 def _converted(
-    folder: Path, batch: dict[int, dist_ckpt.ShardedTensor], dtypes: list[torch.dtype]
+    folder: Path, batch: dict[int, dist_ckpt.ShardedTensor], dtypes: list[torch.dtype], adapters: Adapters
 ) -> Iterator[torch.Tensor]:
     """Read a batch of rows; each is let go of when the next is asked for."""
     loaded = dist_ckpt.load(dict(batch), folder, group=None, validate_access_integrity=False)
     for number, dtype in enumerate(dtypes):
-        values = loaded.pop(number)
+        part = batch[number]
+        values = adapters.add(part.key.rpartition("model.")[2], part.global_offset[0], loaded.pop(number))
         converted = values.to(dtype)
         if converted.dtype != values.dtype and bool((converted.isinf() & ~values.isinf()).any()):
-            largest, key = float(values.abs().max()), batch[number].key
+            largest, key = float(values.abs().max()), part.key
             raise ConfigError(f"{key} has values up to {largest:g}, which {dtype} does not hold: use bf16 or fp32")
         yield converted
 

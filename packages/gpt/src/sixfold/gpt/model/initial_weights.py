@@ -78,7 +78,8 @@ def initializer(config: GPTConfig, seed: int, cuts: Cuts = WHOLE) -> Callable[[s
         are materialised, of any dtype and device. It is what ``FullyShardedDataParallel(init_fn=...)`` takes.
 
     Normal of ``init_std``; ``attention.out`` and ``ffn.down`` of init_std / sqrt(2 * num_layers);
-    norms 1 (those that add 1 to their weight 0), biases 0, rows of vocabulary padding 0.
+    norms 1 (those that add 1 to their weight 0), biases 0, rows of vocabulary padding 0. Of adapters A of the standard
+    deviation 1 / sqrt(3 * width), B 0.
     """
 
     def fill(name: str, module: nn.Module) -> None:
@@ -101,7 +102,7 @@ def fill_elements(
         cut: which part of the canonical parameter that is.
     No elements but those wanted are drawn, and where rows are cut those between them.
     """
-    if name.endswith(".bias"):
+    if name.endswith((".bias", ".lora_b")):
         out.zero_()
     elif len(shape) < 2:
         out.fill_(0.0 if config.zero_centered_norm else 1.0)
@@ -114,6 +115,8 @@ def _draw(
 ) -> None:
     module = name.rpartition(".")[0]
     whole, std = whole_shape(cut, shape), _std(config, module)
+    if name.endswith(".lora_a"):
+        std = 1 / math.sqrt(3 * whole[1])  # the variance of peft's uniform values
     # Rows of padding are 0 and are not drawn.
     real = config.vocab_size * whole[1] if module in ("embedding", "head") else math.prod(whole)
     window = range(0)  # of the canonical elements that were drawn last: short runs share one

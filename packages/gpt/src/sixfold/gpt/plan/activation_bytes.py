@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sixfold.gpt.config.lora import ATTENTION, FEED_FORWARD
+
 if TYPE_CHECKING:
     from sixfold.gpt.config.train_config import ParallelConfig, TrainConfig
 
@@ -125,10 +127,16 @@ def post_norm_bytes(config: TrainConfig, shape: Shape) -> int:
     return norm_bytes(shape) if config.model.norm_position == "both" else 0
 
 
+def adapter_bytes(config: TrainConfig, shape: Shape, among: Sequence[str]) -> int:
+    """Of adapters of linears ``among``: what A gives."""
+    return config.lora.rank * shape.t * shape.item * len(set(among) & set(config.lora.targets))
+
+
 def attention_bytes(config: TrainConfig, shape: Shape, device: str, layer: int) -> int:
     """Of attention and its norm: norm, its output, what the back end saves, what the output matrix reads."""
     item, t = shape.item, shape.t
     found = post_norm_bytes(config, shape) + norm_bytes(shape) + shape.hidden_bytes
+    found += adapter_bytes(config, shape, ATTENTION)
     if config.model.qk_norm:
         whole = config.model.qk_norm_over == "projection"
         scales = 2 if whole else shape.heads + shape.heads // shape.repeats
@@ -216,6 +224,8 @@ def expert_bytes(config: TrainConfig, shape: Shape) -> int:
 def second_part_bytes(config: TrainConfig, shape: Shape, layer: int) -> int:
     """Of a layer behind attention."""
     second = expert_bytes(config, shape) if config.model.has_experts(layer) else feed_forward_bytes(shape)
+    if not config.model.has_experts(layer):
+        second += adapter_bytes(config, shape, FEED_FORWARD)
     return second + post_norm_bytes(config, shape)
 
 

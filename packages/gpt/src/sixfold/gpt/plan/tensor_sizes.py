@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from sixfold.gpt.config.frozen import is_frozen
 from sixfold.gpt.config.layer_tensors import QK_NORMS, full_name, layer_tensors
+from sixfold.gpt.config.lora import ROWS
 
 if TYPE_CHECKING:
     from sixfold.gpt.config.train_config import GPTConfig, ParallelConfig, TrainConfig
@@ -139,7 +140,7 @@ def _frozen_tensors(config: TrainConfig, layer: int) -> tuple[bool, ...]:
 
 def _layer_streams(config: TrainConfig, layer: int, tp: int, ep: int) -> tuple[Stream, ...]:
     """What all ranks of dp x cp share and, where ep splits them, the experts; of both what is trained and frozen."""
-    sizes = layer_tensors(config.model, layer, tp, ep)
+    sizes = layer_tensors(config.model, layer, tp, ep, config.lora)
     muon, fp8 = config.optimizer.name == "muon", config.train.precision == "fp8"
     still = {name for name in sizes if is_frozen(config, full_name(layer, name))}
     found = []
@@ -147,9 +148,15 @@ def _layer_streams(config: TrainConfig, layer: int, tp: int, ep: int) -> tuple[S
         names = [n for n in sizes if (ep > 1 and n.startswith("experts.")) is experts and (n in still) is frozen]
         moments = tuple(0 if frozen else 1 if muon and name in _MATRICES else 2 for name in names)
         quantized = tuple(name in _QUANTIZED for name in names) if fp8 else ()
-        whole = tuple("norm" in name or name in _WHOLE for name in names) if tp > 1 else ()
+        whole = tuple("norm" in name or name in _WHOLE or _is_whole_adapter(name) for name in names) if tp > 1 else ()
         found.append(Stream(tuple(sizes[name] for name in names), moments, quantized, whole, experts, frozen))
     return tuple(stream for stream in found if stream.tensors)
+
+
+def _is_whole_adapter(name: str) -> bool:
+    """One matrix of an adapter, which every tensor-parallel rank has: the other is cut as the weight beside it is."""
+    target, _, end = name.partition(".")
+    return end in ("lora_a", "lora_b") and (end == "lora_b") == (target in ROWS)
 
 
 def summed_numel(config: TrainConfig, layers: Iterable[int], *, sequence: bool, last: bool) -> int:
@@ -158,8 +165,8 @@ def summed_numel(config: TrainConfig, layers: Iterable[int], *, sequence: bool, 
     inside = sum(
         size
         for layer in layers
-        for name, size in layer_tensors(config.model, layer).items()
-        if (name in always or (sequence and ("norm" in name or name in more)))
+        for name, size in layer_tensors(config.model, layer, lora=config.lora).items()
+        if (name in always or _is_whole_adapter(name) or (sequence and ("norm" in name or name in more)))
         and not is_frozen(config, full_name(layer, name))
     )
     norm = last and sequence and not is_frozen(config, "norm.weight")

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from sixfold.dist_ckpt import AsyncSave, MemoryTier, retention
+from sixfold.dist_ckpt import AsyncSave, CorruptError, MemoryTier, retention
 from sixfold.gpt.checkpoints import training_state
 from sixfold.gpt.checkpoints.starting_point import (
     StartingPoint,
@@ -194,11 +194,24 @@ class Run:
         background = goes_on and self.config.checkpoint.background
         with world_collective(f"save of step {step}"), self.rank.clock.part("save"):
             blocked, handle = training_state.save(
-                self.rank, folder, self.progress, data, self.versions, background=background
+                self.rank, folder, self.progress, data, self.versions, background=background, since=self._since(folder)
             )
         self._saved = step, blocked, handle
         if handle is None:
             self.finish_save()
+
+    def _since(self, folder: Path) -> Path | None:
+        """The newest checkpoint, where parts of the model stay as they are: their files are linked."""
+        if not (self.config.train.frozen or self.config.lora.rank):
+            return None
+
+        def newest() -> Path | None:
+            with suppress(CorruptError):
+                return retention.latest(self.root) if self.root.is_dir() else None
+            return None
+
+        found = training_state.chosen(self.rank.mesh, newest, self.config.run.timeout_seconds)
+        return None if found == folder else found
 
     def finish_save(self) -> None:
         """Wait for the newest save, say that it is there, and drop what retention says.

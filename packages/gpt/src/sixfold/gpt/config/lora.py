@@ -1,0 +1,93 @@
+"""The table [lora]: low-rank adapters beside frozen matrices (Hu et al. 2021, arXiv 2106.09685).
+
+    [lora] --> LoraConfig (this file) --> model/lora.py: the linears;  layer_tensors.py: their names and sizes
+                                      `-> check_lora (this file) --> rules.py
+
+With adapters everything else is frozen (frozen.py). No torch.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, ClassVar
+
+from sixfold.gpt.config.table import Count, OneOf, Rate, Size, Table
+from sixfold.gpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config.train_config import TrainConfig
+
+ATTENTION = ("q", "k", "v", "out")
+FEED_FORWARD = ("gate", "up", "down")
+ROWS = ("out", "down")  # whose columns tensor parallelism cuts, and with them A; of the others it cuts rows, and so B
+ENDS = (".lora_a", ".lora_b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig(Table):
+    """[lora]: adapters of every layer; the product of a target becomes W x + alpha / rank * B (A x)."""
+
+    TABLE: ClassVar[str] = "lora"
+    rank: Count = 0  # rows of A and columns of B; 0 = no adapters
+    alpha: Rate = 16.0
+    targets: tuple[Annotated[str, OneOf((*ATTENTION, *FEED_FORWARD))], ...] = (*ATTENTION, *FEED_FORWARD)
+    dropout: Size = 0.0  # refused
+
+    def check(self) -> None:
+        plain = {"alpha": type(self).alpha, "targets": type(self).targets}
+        for key, idle in plain.items():
+            value = getattr(self, key)
+            if not self.rank and value != idle:
+                shown = list(value) if isinstance(value, tuple) else value
+                raise ConfigError(
+                    f"lora.{key} is {shown!r} and lora.rank 0, without which there are no adapters; leave it out, or "
+                    f"set lora.rank"
+                )
+        if not self.targets or len(set(self.targets)) < len(self.targets):
+            raise ConfigError(
+                f"lora.targets is {list(self.targets)}; it names one or more of "
+                f"{', '.join((*ATTENTION, *FEED_FORWARD))}, each once"
+            )
+
+    @property
+    def scale(self) -> float:
+        """By which what an adapter gives is multiplied."""
+        return self.alpha / self.rank
+
+
+def is_adapter(name: str) -> bool:
+    """Whether ``name``, canonical, is of an adapter."""
+    return name.endswith(ENDS)
+
+
+def check_lora(config: "TrainConfig") -> None:
+    """Refuse what adapters are not combined with.
+
+    Raises:
+        ConfigError: naming the keys, the reason and what works.
+    """
+    lora, model = config.lora, config.model
+    if not lora.rank:
+        return
+    inside = [name for name in lora.targets if name in FEED_FORWARD]
+    needs: list[tuple[str, object, object, str, str]] = [
+        ("lora.dropout", lora.dropout, 0.0, "adapters read what the base reads", "lora.dropout = 0 works"),
+        ("train.frozen", list(config.train.frozen), [], "all but adapters is frozen already", "leave the key out"),
+        ("optimizer.name", config.optimizer.name, "adamw", "Muon's matrices are frozen",
+         "optimizer.name = 'adamw' works"),
+        ("train.precision", config.train.precision == "fp8", False, "a product beside bytes has no kernel",
+         "train.precision = 'bf16' works"),
+        ("model.kv_lora_rank", model.kv_lora_rank, 0, "linears of latent attention have no adapters",
+         "lora.rank = 0 works"),
+        ("parallel.schedule", config.parallel.entry.flushed, True, "its versions are of all weights of a stage",
+         "parallel.schedule = 'one_f_one_b' works"),
+    ]  # fmt: skip
+    for key, value, needed, why, works in needs:
+        if value != needed:
+            table, _, name = key.partition(".")
+            shown = getattr(getattr(config, table), name)
+            shown = list(shown) if isinstance(shown, tuple) else shown
+            raise ConfigError(f"{key} is {shown!r} and lora.rank {lora.rank}: {why}; {works}")
+    if model.num_experts and inside:
+        raise ConfigError(
+            f"lora.targets has {', '.join(inside)} and model.num_experts is {model.num_experts}, whose matrices are "
+            f"one tensor for all experts and have no adapters: lora.targets = {list(ATTENTION)} works"
+        )

@@ -27,7 +27,7 @@ COMMANDS = {
     "python -m sixfold.blending": "sixfold.blending.__main__",
     "python -m sixfold.fsdp.cost_model": "sixfold.fsdp.cost_model",
 }
-SETTINGS = ("config/model_config.py", "config/train_config.py")
+SETTINGS = ("config/model_config.py", "config/train_config.py", "config/lora.py")
 # Modules that a package's __init__ does not hold and its users import by name.
 BESIDE = {
     "blending": ("torch",),

@@ -15,6 +15,7 @@ from run_helpers import assert_same_tensors, final_tensors, losses, run, run_all
 from sixfold import dist_ckpt
 from sixfold.gpt import ConfigError, TrainConfig, global_batches, load_model
 from sixfold.gpt.commands.cli import main
+from sixfold.gpt.huggingface.adapters import export_adapters
 from sixfold.gpt.huggingface.convert import export_model, import_model
 
 pytest.importorskip("safetensors", reason="needs the extra hf")
@@ -123,7 +124,7 @@ def test_adapters_train_as_in_peft_at_every_layout_and_the_base_keeps_its_bits(t
 
 @pytest.mark.slow
 def test_a_run_with_adapters_goes_on_links_its_base_and_is_exported_as_peft_and_merged(tmp_path, capsys):
-    some = ('lora.targets=["q", "out", "down"]', "schedule.shape=constant")
+    some = ('lora.targets=["q", "out", "down"]', "schedule.shape=constant", "optimizer.ema_decay=0.5")
     whole, cut = (config_of(tmp_path, *some, run=name, case="qwen2") for name in ("whole", "cut"))
     run(whole, 1)
     run(TrainConfig.from_text(cut.to_toml(), ["train.steps=3"]), 1)
@@ -146,6 +147,14 @@ def test_a_run_with_adapters_goes_on_links_its_base_and_is_exported_as_peft_and_
         merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(tokens).logits
     assert (plain - theirs).abs().max() > 1e-2, "five steps changed the model"
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+    torch.testing.assert_close(merged, theirs, rtol=0, atol=1e-5)
+    export_adapters(whole.run.dir, tmp_path / "average", ema=True)
+    export_model(whole.run.dir, tmp_path / "merged average", ema=True)
+    with torch.no_grad():
+        base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "average").eval()(tokens).logits
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged average").eval()(tokens).logits
+    assert (ours - theirs).abs().max() > 1e-4, "an average is behind"
     torch.testing.assert_close(merged, theirs, rtol=0, atol=1e-5)
 
     with pytest.raises(ConfigError, match=r"init_from has adapters of another lora\.rank \(was 4, is 0\).*export"):

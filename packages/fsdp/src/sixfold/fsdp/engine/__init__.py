@@ -1,4 +1,4 @@
 """The events of a step: gather, compute, reduce, free.
 
-From outside: backward, engine, gather, grouped_gather, rank_agreement, reduce, reduction_paths.
+From outside: backward, engine, gather, grouped_gather, rank_agreement, reduce, reduction_paths, transforms.
 """

@@ -25,6 +25,7 @@ from sixfold.fsdp.engine.backward import Backward, CallContext, old_graph, refus
 from sixfold.fsdp.engine.gather import Gathering
 from sixfold.fsdp.engine.rank_agreement import OrderCheck
 from sixfold.fsdp.engine.reduce import ReducePolicy, Reduction, StageState
+from sixfold.fsdp.engine.transforms import refuse_transforms
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.faults.deadlines import Faults
 from sixfold.fsdp.parameter_access.guard import UnitGuard, guard_of, written_in_place
@@ -63,6 +64,7 @@ class Engine:
             record.parameter: record for unit in units for record in unit.records
         }
         self.numbered = tuple(self.records.values())
+        self._gathers = any(not one.weights.whole_here for unit in units for one in unit.flat_buffers)
         self._trained = [flat_buffer for unit in units for flat_buffer in unit.trained]
         self._trainable = [record for flat_buffer in self._trained for record in flat_buffer.records]
         self._by_name = {unit.name: unit for unit in units}
@@ -131,6 +133,8 @@ class Engine:
         return context
 
     def _begin_call(self, stage: StageState | None) -> CallContext:
+        if self._gathers:
+            refuse_transforms(None, self.faults.step)
         if in_backward() == -1 and not self._calls:
             if self.main_parameters.look():
                 self._order_check.edited()
@@ -213,6 +217,8 @@ class Engine:
         return self._calls[-1] if self._calls else None
 
     def _use(self, unit: Unit, in_step: bool) -> None:
+        if self._gathers:
+            refuse_transforms(unit.name, self.faults.step)
         if in_step:
             self._order_check.use(unit)
         busy = self.running or unit.around
@@ -270,6 +276,7 @@ class Engine:
         return True
 
     def _begin_backward(self) -> Backward:
+        refuse_transforms(None, self.faults.step, functions=self._gathers)
         self._backward = Backward(self.reduce_policy.reducing(self.units))
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._backward
@@ -397,6 +404,7 @@ class Engine:
     def finish_grad_sync(self, *, inside_step: bool = False) -> None:
         """Reduce what is local and wait for all. Inside ``optimizer.step()`` no exchange stands before a reduction."""
         self.faults.check()
+        refuse_transforms(None, self.faults.step)
         self._put_touched(self.units, inside_step=inside_step)
         self._order_check.gradients_done(inside_step=inside_step)
         self.reduction.finish(self.reduce_policy.over)
@@ -416,6 +424,7 @@ class Engine:
             FsdpError: a parameter was written to in a call of its unit, and the state would not show it.
         """
         self.faults.check()
+        refuse_transforms(None, self.faults.step)
         written = None if self.gathering.versions is None else self.gathering.versions.look()
         guard = None if written is None else guard_of(written)
         if guard is not None:
@@ -473,6 +482,7 @@ class Engine:
         """
         if self.faults.failed is not None:
             return
+        refuse_transforms(None, self.faults.step)
         self._leave_backward()
         if parameters is not None and self.reduce_policy.tree:
             self.reduction.finish(self.reduce_policy.over)  # the others keep what they have

@@ -32,7 +32,7 @@ CASES = {  # weights of the model and groups of the optimizer, then and now
     "unfrozen, new ones last": ("abcd", ["cd"], "abcd", ["cdab"]),
     "frozen": ("abcd", ["abcd"], "abcd", ["cd"]),
     "the last ones frozen": ("abcd", ["abcd"], "abcd", ["ab"]),
-    "others": ("abcd", ["ab"], "abcd", ["cd"]),
+    "all but one": ("abcd", ["ab"], "abcd", ["bcd"]),
     "in two groups": ("abcd", ["ab", "cd"], "abcd", ["b", "cd"]),
     "a new layer": ("bc", ["bc"], "abc", ["abc"]),
     "a lost layer": ("abc", ["abc"], "bc", ["bc"]),
@@ -99,3 +99,20 @@ def test_a_weight_that_went_into_another_group_is_an_error_also_if_others_came(t
     now = layers("abcd")
     with pytest.raises(MismatchError, match=r"model\.a\.weight was in group 0, and is in group 1 now"):
         dist_ckpt.load({"model": now, "optimizer": adam(now, "b", "acd")}, tmp_path)
+
+
+@pytest.mark.parametrize("key", ["model", "net"])
+def test_an_optimizer_of_which_no_weight_was_saved_is_an_error_unless_it_had_no_state(tmp_path, key):
+    then, now = layers("abcd"), layers("abcd")
+    optimizer, own = adam(then, "ab"), adam(now, "ab" if key == "net" else "cd")
+    before = copy.deepcopy(now.state_dict())
+    dist_ckpt.save({"model": then, "optimizer": optimizer}, tmp_path / "without")
+    stepped(then, optimizer)
+    dist_ckpt.save({"model": then, "optimizer": optimizer}, tmp_path / "with")
+    first = "a" if key == "net" else "c"
+    wanted = rf"state of model\.a\.weight, model\.b\.weight alone, and this one holds {key}\.{first}\.weight"
+    with pytest.raises(MismatchError, match=wanted):
+        dist_ckpt.load({key: now, "optimizer": own}, tmp_path / "with", strict="ignore_all")
+    assert all(torch.equal(value, before[name]) for name, value in now.state_dict().items()) and not own.state
+    dist_ckpt.load({key: now, "optimizer": own}, tmp_path / "without", strict="ignore_all")
+    assert not own.state

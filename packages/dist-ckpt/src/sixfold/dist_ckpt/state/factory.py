@@ -119,7 +119,7 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
         return None if saved is None else {*saved.tensors, *tree.names_of_tensors(saved.common)}
 
     @cache
-    def known() -> dict[int, parameter_names.Name]:
+    def known() -> dict[int, list[parameter_names.Name]]:
         return parameter_names.names_in(node)
 
     def changed(path: tree.KeyPath, part: Any) -> Any:

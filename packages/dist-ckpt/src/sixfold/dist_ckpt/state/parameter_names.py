@@ -7,15 +7,18 @@
 another order would get the moments of other weights, while weights go by name. So the names are kept beside the groups,
 under ``KEY``, where torch and older versions do not look. A load asks for the state of each parameter by the number
 that it had. A parameter that is new has no state then, and that of one that is gone is passed over; both are logged.
-torch's ``get_state_dict`` has names for numbers. Where a parameter belongs to no module of the state dict, the names of
-none are known, and state goes by place.
+A weight that stands in the state dict more than once, as a tied one does or that of a module under two keys, has all
+its names, and its state is found by any. torch's ``get_state_dict`` has names for numbers, and an optimizer that was
+made with ``named_parameters()`` has names of its own, ``param_names``. Where both sides have none of these, state goes
+by place.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -39,9 +42,9 @@ class Name(NamedTuple):
         return f"{self.module}.{self.within}"
 
 
-def names_in(state: Any) -> dict[int, Name]:
-    """``id(parameter)`` -> its name, for the modules of a state dict. Of several names it is the first by alphabet."""
-    found = dict[int, Name]()
+def names_in(state: Any) -> dict[int, list[Name]]:
+    """``id(parameter)`` -> its names by alphabet, for the modules of a state dict."""
+    found = defaultdict[int, set[Name]](set)
     for path, leaf in tree.leaves(state):
         module = module_names.inside(leaf)
         if not isinstance(module, torch.nn.Module):
@@ -49,67 +52,118 @@ def names_in(state: Any) -> dict[int, Name]:
         named = [*module.named_parameters(remove_duplicate=False)]
         plain = module_names.plain_names(module, [name for name, _ in named])
         for name, parameter in named:
-            own = Name(tree.key_text(path), plain.get(name, name))
-            found[id(parameter)] = min(own, found.get(id(parameter), own))
-    return found
+            found[id(parameter)].add(Name(tree.key_text(path), plain.get(name, name)))
+    return {parameter: sorted(names) for parameter, names in found.items()}
 
 
-def names_of(owner: torch.optim.Optimizer, known: Mapping[int, Name]) -> list[Name]:
-    """The names of an optimizer's parameters in its order; none if not all are known."""
-    found = [known.get(id(parameter)) for group in owner.param_groups for parameter in group["params"]]
-    names = [name for name in found if name is not None]
-    return names if len(names) == len(found) else []
+def names_of(owner: torch.optim.Optimizer, known: Mapping[int, list[Name]]) -> list[list[Name]]:
+    """The names of each of an optimizer's parameters in its order; none if one of them has none."""
+    found = [known.get(id(parameter), []) for group in owner.param_groups for parameter in group["params"]]
+    return found if all(found) else []
+
+
+def kept(names: Sequence[Sequence[Name]]) -> list[str | list[str]]:
+    """What a save keeps of ``names_of``: of a parameter its name, or all of them."""
+    keys = [[name.key for name in each] for each in names]
+    return [each if len(each) > 1 else each[0] for each in keys]
 
 
 def numbers_of_then(
-    own: Sequence[Mapping[str, Any]], now: Sequence[Name], stored: Any, key: str, *, tells: bool = False
+    own: Sequence[Mapping[str, Any]],
+    now: Sequence[Sequence[Name]],
+    stored: Any,
+    key: str,
+    has_state: Callable[[], bool],
+    *,
+    tells: bool = False,
 ) -> dict[Any, Any]:
     """For each number of a parameter in its optimizer, under which one its state was saved; {} where that is the same.
 
     Args:
         own: groups of the optimizer's state dict; now: names of its parameters.
         stored: what common data has of the optimizer; key: the optimizer's name.
+        has_state: whether any state is stored beside the groups.
         tells: names of parameters that came or went are logged.
     Raises:
-        MismatchError: there are more or fewer groups, or parameters without names. A parameter was in another group, or
-            the groups have names of their own in another order.
+        MismatchError: there are more or fewer groups, or parameters without names. A parameter was in another group.
+            All state that is stored is of other parameters.
     """
     groups = tree.get(stored, ("param_groups",))
     if type(groups) is not list or not all(map(_has_parameters, groups)):
         return {}
     mine, theirs = ([list[Any](group["params"]) for group in each] for each in (own, groups))
     numbers, ids = ([number for one in each for number in one] for each in (mine, theirs))
-    then, labels = tree.get(stored, (KEY,)), [name.key for name in now]
-    if type(then) is not list and len({name.module for name in now}) == 1:  # of get_state_dict
-        then, labels = ids, [name.within for name in now]
-    is_known = now and type(then) is list and len(then) == len(ids) and all(isinstance(name, str) for name in then)
+    labels, then = _labels(own, now, groups, ids, tree.get(stored, (KEY,)))
     sizes, before = ([len(group) for group in each] for each in (mine, theirs))
-    if len(sizes) != len(before) or (sizes != before and not is_known):
+    if len(sizes) != len(before) or (sizes != before and not then):
         raise MismatchError(
             f"{key}: it was saved with {_counts(before)}, and this one has {_counts(sizes)}. Make it with the groups "
             f"of then, and name model and optimizer in one state dict in save and load; or leave {key} out"
         )
-    if not is_known:
+    if not then:
         return {}
-    was, at = dict(zip(then, ids, strict=True)), _places(mine)
-    of_group = dict(zip(then, _places(theirs), strict=True))
-    is_named = any("param_names" in group for group in (*own, *groups))
-    for number, (label, place) in enumerate(zip(labels, at, strict=True)):
-        stood = then[number] if number < len(then) else None
-        if (before_at := of_group.get(label, place)) != place and sizes != before:
+    by_name = {name: at for at, names in enumerate(labels) for name in names}
+    was, gone = dict[int, int](), list[str]()  # by place of a parameter now, its place then
+    for at_then, names in enumerate(then):
+        at = next((by_name[name] for name in names if name in by_name and by_name[name] not in was), None)
+        if at is None:
+            gone.append(names[0])
+        else:
+            was[at] = at_then
+    if labels and not was and has_state():
+        mine_now = _some([names[0] for names in labels])
+        raise MismatchError(
+            f"{key}: the checkpoint has state of {_some(gone)} alone, and this one holds {mine_now}. Name the model in "
+            f"the state dict as in the save; or leave {key} out, and this one begins without state"
+        )
+    group_now, group_then = _places(mine), _places(theirs)
+    for at, at_then in sorted(was.items()):
+        if group_now[at] != group_then[at_then]:
             raise MismatchError(
-                f"{key}: {label} was in group {before_at}, and is in group {place} now. Make the optimizer with the "
-                f"groups of then; or leave {key} out, and this one begins without state"
+                f"{key}: {labels[at][0]} was in group {group_then[at_then]}, and is in group {group_now[at]} now. Make "
+                f"the optimizer with the groups of then; or leave {key} out, and this one begins without state"
             )
-        if label != stood and (before_at != place or (is_named and label in was)):
-            raise MismatchError(other_order(key, label, str(stood)))
-    came, gone = [label for label in labels if label not in was], sorted(was.keys() - {*labels})
+    came = [names[0] for at, names in enumerate(labels) if at not in was]
     if tells and came:
-        _log.warning("%s: nothing is saved of its state for %s, which begins without", key, _some(came))
+        _log.warning("%s: no saved state goes to %s, which begins without", key, _some(came))
     if tells and gone:
-        _log.warning("%s: it holds no more %s, whose saved state is passed over", key, _some(gone))
-    found = {number: was.get(label, label) for number, label in zip(numbers, labels, strict=True)}
+        _log.warning("%s: it does not hold %s, whose saved state is passed over", key, _some(gone))
+    found = {n: ids[was[at]] if at in was else f"{labels[at][0]} of now" for at, n in enumerate(numbers)}
     return {} if [*found] == [*found.values()] and sizes == before else found
+
+
+def _labels(
+    own: Sequence[Mapping[str, Any]], now: Sequence[Sequence[Name]], groups: Sequence[Any], ids: list[Any], saved: Any
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Names of each parameter now, and of each then, of the first kind that both sides have; none where state goes by
+    place. Names that are an optimizer's own are such only if the two sides have one in common."""
+    whole = set[str].intersection(*({name.module for name in names} for names in now)) if now else set[str]()
+    keys = [[name.key for name in names] for names in now]
+    within = [sorted({name.within for name in names if name.module in whole}) for names in now] if whole else []
+    mine, theirs = _own_names(own), _own_names(groups)
+    for kind, (labels, found) in enumerate(((keys, saved), (within, ids), (within, theirs), (mine, theirs))):
+        then = [[name] if isinstance(name, str) else name for name in found] if type(found) is list else []
+        if not labels or len(then) != len(ids) or not all(map(_is_names, then)):
+            continue
+        if kind > 1:
+            labels, then = ([[*map(module_names.unwrapped, names)] for names in each] for each in (labels, then))
+        names_now, names_then = ([name for names in each for name in names] for each in (labels, then))
+        is_unique = all(len({*names}) == len(names) for names in (names_now, names_then))
+        if is_unique and (kind < 2 or {*names_now} & {*names_then}):
+            return labels, then
+    return [], []
+
+
+def _own_names(groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """What torch's optimizers keep of ``named_parameters()``; none if a group lacks it."""
+    found = [group.get("param_names") for group in groups]
+    if any(not _is_names(each) or len(each) != len(group["params"]) for each, group in zip(found, groups, strict=True)):
+        return []
+    return [[name] for each in found for name in each or ()]
+
+
+def _is_names(names: Any) -> TypeGuard[list[str]]:
+    return type(names) is list and bool(names) and all(isinstance(name, str) for name in names)
 
 
 def _places(groups: Sequence[Sequence[Any]]) -> list[int]:
@@ -130,22 +184,15 @@ def _has_parameters(group: Any) -> bool:
 
 
 def without_names(own: Any) -> Any:
-    """What an optimizer gets: its state dict without ``KEY``, and without state of parameters that it has not.
+    """What an optimizer gets: its state dict without names of then, and without state of parameters that it has not.
 
-    torch would keep that under the number of another parameter.
+    torch would keep that under the number of another parameter. In place of ``param_names`` it keeps those that it has.
     """
     groups, state = (tree.get(own, (part,)) for part in ("param_groups", "state"))
     if type(own) is not dict or type(groups) is not list or type(state) is not dict:
         return own
     numbers = {number for group in groups for number in group.get("params", ())}
-    kinds = tuple(({int} if KEY in own else set()) | ({str} & {*map(type, numbers)}))
+    kinds = tuple({int} | ({str} & {*map(type, numbers)}))
     state = {number: part for number, part in state.items() if number in numbers or not isinstance(number, kinds)}
-    return {name: part for name, part in own.items() if name != KEY} | {"state": state}
-
-
-def other_order(key: str, mine: str, theirs: str) -> str:
-    """What an error says of parameters that stand in another order, or group."""
-    return (
-        f"{key}: its parameters had another order: {mine} stands where {theirs} stood, and state goes by "
-        "place. Make the optimizer with its parameters in the order of then"
-    )
+    groups = [{name: value for name, value in group.items() if name != "param_names"} for group in groups]
+    return {name: part for name, part in own.items() if name != KEY} | {"state": state, "param_groups": groups}

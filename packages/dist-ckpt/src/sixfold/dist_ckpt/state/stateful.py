@@ -87,7 +87,7 @@ def named_state_of(module: torch.nn.Module, key: str, names: Collection[str] | N
 
 
 def state_of(
-    owner: Any, own: Any, path: tree.KeyPath, saved: Saved | None, known: Callable[[], Mapping[int, Name]]
+    owner: Any, own: Any, path: tree.KeyPath, saved: Saved | None, known: Callable[[], Mapping[int, list[Name]]]
 ) -> Any:
     """The state dict of an object; at a load with what is stored and not made yet, and without what is not stored.
 
@@ -97,7 +97,7 @@ def state_of(
     is_optimizer = isinstance(owner, torch.optim.Optimizer)
     if saved is None:
         names = parameter_names.names_of(owner, known()) if is_optimizer and type(own) is dict else []
-        return {parameter_names.KEY: [name.key for name in names]} | own if names else own
+        return {parameter_names.KEY: parameter_names.kept(names)} | own if names else own
     if not is_optimizer:
         schedulers.check_is_same(owner, own, tree.get(saved.common, path), tree.key_text(path))
         return _without_grown(own, path, saved, is_module=isinstance(owner, torch.nn.Module))
@@ -115,7 +115,13 @@ def state_of(
     stored, key = tree.get(saved.common, path), tree.key_text(path)
     _check_is_same(owner, groups, tree.get(stored, ("param_groups",)), key)
     names = parameter_names.names_of(owner, known())
-    then = parameter_names.numbers_of_then(groups, names, stored, key, tells=saved.tells)
+    where = (*path, "state")
+    start, state_then = f"{tree.key_text(where)}.", tree.get(stored, ("state",))
+
+    def has_state() -> bool:
+        return (type(state_then) is dict and bool(state_then)) or any(name.startswith(start) for name in saved.tensors)
+
+    then = parameter_names.numbers_of_then(groups, names, stored, key, has_state, tells=saved.tells)
     if then:
         parameters, state = (
             {then.get(number, number): of for number, of in each.items()} for each in (parameters, state)
@@ -124,10 +130,9 @@ def state_of(
             group | {"params": LocalNonpersistentObject([then[number] for number in group["params"]])}
             for group in groups
         ]
-    where = (*path, "state")
-    moments = _moments(tree.key_text(where) + ".", tree.get(stored, ("state",)), parameters, saved.tensors)
+    moments = _moments(start, state_then, parameters, saved.tensors)
     labels = dict(zip(parameters, names, strict=False))
-    _check_shapes(owner, parameters, moments, {number: f" ({name.key})" for number, name in labels.items()}, key)
+    _check_shapes(owner, parameters, moments, {number: f" ({of[0].key})" for number, of in labels.items()}, key)
     made = dict(_without_new(state, where, saved))
     for name, found in moments.items():
         for number, tensor in found.items():
@@ -202,11 +207,6 @@ def _check_is_same(owner: torch.optim.Optimizer, groups: list[Any], stored: Any,
                 f"{name} is {type(owner).__name__}, and another optimizer was saved: it had {min(beyond)} and no "
                 f"{min(lacking)}. Make that one; or leave {name} out, and this one begins without state"
             )
-    own, old = ([one for group in each for one in group.get("param_names") or ()] for each in (groups, then))
-    if sorted(own) == sorted(old) and (
-        other := next((pair for pair in zip(own, old, strict=True) if len({*pair}) > 1), None)
-    ):
-        raise MismatchError(parameter_names.other_order(name, *other))
 
 
 def hand_over_all(found: Iterable[tuple[Any, Any]]) -> None:

@@ -80,7 +80,7 @@ def _plain(module: torch.nn.Module, name: str) -> str:
             prefix = _prefix(at)
         if prefix is None:
             kept.append(part)
-        below = at._modules.get(part)
+        below = dict(at._modules.items()).get(part)  # of TorchScript ``_modules`` is no dict
         at = _NONE if below is None else below
     return ".".join(kept)
 
@@ -89,7 +89,7 @@ def _prefix(module: torch.nn.Module) -> str | None:
     """What a wrapper puts before the names of the module inside."""
     if isinstance(module, torch.nn.parallel.DistributedDataParallel | torch.nn.DataParallel):
         return "module"
-    children = [*module._modules]
+    children = [*module._modules.keys()]
     return children[0] if len(children) == 1 and children[0] in _SOLE_CHILDREN else None  # by name: a class loads much
 
 

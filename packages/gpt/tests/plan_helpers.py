@@ -42,6 +42,8 @@ def microbatch_of(config: TrainConfig, seed: int, part: SequencePart = WHOLE_ROW
         alone = part.size == 1
         kwargs["cu_seqlens"] = bounds if alone else documents_here(bounds.numpy(), b, part).to(torch.from_numpy)
         kwargs["position_ids"] = cut(torch.cat((torch.arange(s // 3), torch.arange(s - s // 3))).repeat(b, 1))
+    if config.train.hidden_dropout:
+        kwargs["row_numbers"] = torch.arange(b)
     return Microbatch(tokens=mine, kwargs=kwargs, targets=float(mine.numel()))
 
 

@@ -17,7 +17,7 @@ from sixfold.gpt.errors import ConfigError
 REFUSED = {
     "model.experts_per_token": "3", "model.router_aux_loss": "0.5", "model.norm_topk_prob": "false",
     "pipeline.steps": "3", "lora.alpha": "8", "lora.targets": '["q"]',
-    "pipeline.waves": "2", "train.cuda_graphs": "true",
+    "pipeline.waves": "2", "train.cuda_graphs": "true", "train.attention_dropout": "0.1",
 }  # fmt: skip
 BY_NAME = {  # handed on as a mapping, or read before there are tables
     "fsdp": {"reduce_dtype", "main_dtype", "grad_dtype", *config_module._BUFFER_KEYS},

@@ -125,6 +125,9 @@ recompute = "none"
 clip_grad = 1.0
 z_loss = 0.0
 label_smoothing = 0.0
+hidden_dropout = 0.0
+embedding_dropout = 0.0
+attention_dropout = 0.0
 frozen = []
 tokens = 0
 

@@ -80,6 +80,9 @@ ONE = {
     "sigmoid experts": (*LATENTS, *ROUTED),
     "gemma, long rows": (*LONG, *GEMMA, "model.layer_types=[]"),
     "windows": ("model.sliding_window=50",),
+    "dropout": ("train.hidden_dropout=0.1", "train.embedding_dropout=0.1"),
+    "dropout, selective": ("train.hidden_dropout=0.1", "train.recompute=selective"),
+    "dropout, full": ("train.hidden_dropout=0.1", "train.recompute=full"),
     "long plain rows, windows": (
         *LONG, "data.document_mask=false", "model.sliding_window=50", f"model.layer_types={FULL_AND_SLIDING}",
     ),

@@ -29,6 +29,12 @@ _UNSUPPORTED: tuple[tuple[str, Callable[[Any], bool], str, str], ...] = (
     ("pipeline.steps", lambda value: value == 2, "2, or no such key", "another number of batches in a program"),
     ("train.cuda_graphs", lambda value: not value, "train.compile instead", "graph capture"),
     (
+        "train.attention_dropout",
+        lambda value: not value,
+        "train.hidden_dropout",
+        "dropout of probabilities, which kernels of attention never write,",
+    ),
+    (
         "data.changes",
         lambda value: not any(change.sequence_length for change in value),
         "changes of blend and weights",
@@ -67,6 +73,12 @@ def check_rules(config: "TrainConfig") -> None:
             "fsdp.offload is true and optimizer.name 'muon', whose step needs the momentum of all its matrices at "
             "once; optimizer.name = 'adamw' works, or fsdp.offload = false"
         )
+    for key in ("hidden_dropout", "embedding_dropout"):
+        if getattr(config.train, key) and config.train.compile:
+            raise ConfigError(
+                f"train.{key} is {getattr(config.train, key)} and train.compile true: what is dropped depends on the "
+                f"number of a layer, and compiled layers share one program; train.compile = false works"
+            )
     if config.optimizer.ema_decay and config.fsdp.main_dtype != "float32":
         raise ConfigError(
             f"optimizer.ema_decay is {config.optimizer.ema_decay} and fsdp.main_dtype {config.fsdp.main_dtype!r}, in "

@@ -265,6 +265,9 @@ class LoopConfig(Table):
     recompute: Literal["none", "selective", "full"] = "none"
     clip_grad: Size = 1.0  # 0 = no clipping
     z_loss: Size = 0.0  # weight of log(sum of exponentials of logits)^2 in the gradient; losses are told without it
+    hidden_dropout: Fraction = 0.0  # share of what attention and the feed-forward part add that is 0 in training
+    embedding_dropout: Fraction = 0.0  # the same of embedded tokens
+    attention_dropout: Fraction = 0.0  # the same of attention's probabilities; refused
     label_smoothing: Fraction = 0.0  # share of a target that the vocabulary has alike, in the gradient alone
     frozen: tuple[str, ...] = ()  # beginnings of parameters' names, as "embedding", "layers.0-3", "layers.*.ffn"
 

@@ -37,6 +37,7 @@ from sixfold.gpt.engine.weight_average import WeightAverage
 from sixfold.gpt.engine.weight_versions import VersionedModel
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model.decoder import Block, GPTModel
+from sixfold.gpt.model.dropout import Dropout
 from sixfold.gpt.model.initial_weights import fill_elements
 from sixfold.gpt.model.lora import add_adapters
 from sixfold.gpt.model.loss import LossTerms
@@ -282,6 +283,9 @@ def _stage_modules(
         add_adapters(stage, config.lora)
         stage.recompute = config.train.recompute
         stage.loss_terms = LossTerms(z_loss=config.train.z_loss, label_smoothing=config.train.label_smoothing)
+        stage.dropout = Dropout(
+            seed=config.train.seed, hidden=config.train.hidden_dropout, embedding=config.train.embedding_dropout
+        )
         if config.train.compile:
             for block in stage.layers.values():
                 block.compile_layer()  # type: ignore[operator]
@@ -319,6 +323,8 @@ def check_provider(config: TrainConfig, provider: ModelProvider | None) -> None:
         ("train.recompute", config.train.recompute, "none"),
         ("train.z_loss", config.train.z_loss, 0.0),
         ("train.label_smoothing", config.train.label_smoothing, 0.0),
+        ("train.hidden_dropout", config.train.hidden_dropout, 0.0),
+        ("train.embedding_dropout", config.train.embedding_dropout, 0.0),
         ("train.frozen", config.train.frozen, ()),
         ("lora.rank", config.lora.rank, 0),
         ("optimizer.name", config.optimizer.name, "adamw"),

@@ -37,6 +37,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from sixfold.gpt.config.train_config import GPTConfig
+from sixfold.gpt.model.dropout import TokenKeys
 from sixfold.gpt.model.rope import inverse_frequencies, magnitude, tables
 from sixfold.gpt.parallel.axes import ALONE, Axes
 from sixfold.gpt.parallel.context_parallel import RingPlan, gathered_keys, ring
@@ -67,6 +68,7 @@ class Rows:
         attend: q, k, v -> (b, s, heads, head_dim).
         recompute: "none", or what a layer computes again in backward: "selective" (attention) or "full".
         sliding: the same of sliding layers, where there are others too.
+        dropout: keys of its tokens, where something is dropped.
     """
 
     cos: Tensor
@@ -74,6 +76,7 @@ class Rows:
     attend: Attend
     recompute: str = "none"
     sliding: "Rows | None" = None
+    dropout: TokenKeys | None = None
 
     def of(self, *, sliding: bool) -> "Rows":
         """What a layer that slides, or does not, needs to know."""

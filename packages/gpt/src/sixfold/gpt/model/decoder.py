@@ -4,12 +4,13 @@
                pre_process      any range       \\___ post_process ___/
 
 Parameters carry canonical names with global layer numbers (``layers.3.attention.q.weight``), whatever stage holds them.
-The model computes in the dtype of its weights, has no dropout, and knows no sharding: Block is the unit that
+The model computes in the dtype of its weights and knows no sharding: Block is the unit that
 sixfold.fsdp gathers. Over tensor-parallel ranks its modules are those of the rank's part: with sequence parallelism
 hidden states between them are (b, s / tp, hidden), logits are (b, s, padded vocabulary / tp).
 """
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from sixfold.gpt.config.train_config import GPTConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model.attention import Rows, plan_rows
+from sixfold.gpt.model.dropout import EMBEDDING, NONE, TokenKeys, dropped, token_keys
 from sixfold.gpt.model.initial_weights import initializer
 from sixfold.gpt.model.latent_attention import LatentAttention
 from sixfold.gpt.model.loss import PLAIN, token_losses
@@ -106,6 +108,7 @@ class Block(nn.Module):
 
     def __init__(self, config: GPTConfig, axes: Axes = ALONE, number: int = 0) -> None:
         super().__init__()
+        self.number = number
         before, behind = config.norm_position != "post", config.norm_position != "pre"
         self.attention_norm = norm_of(config, config.hidden_size) if before else None
         attention = LatentAttention if config.kv_lora_rank else Attention
@@ -141,10 +144,16 @@ class Block(nn.Module):
 
     def _parts(self, x: Tensor, rows: Rows) -> Tensor:
         if rows.recompute == "selective" and torch.is_grad_enabled():
-            x = x + _again(self._attend, x, rows)
+            x = x + self._thinned(_again(self._attend, x, rows), rows, 1)
         else:
-            x = x + self._attend(x, rows)
-        return x + self._feed(x, rows)
+            x = x + self._thinned(self._attend(x, rows), rows, 1)
+        return x + self._thinned(self._feed(x, rows), rows, 2)
+
+    def _thinned(self, x: Tensor, rows: Rows, part: int) -> Tensor:
+        """What a part of the layer adds, behind dropout where there is one."""
+        if rows.dropout is None:
+            return x
+        return dropped(x, rows.dropout.keys_BS, 2 * self.number + part, rows.dropout.hidden)
 
     def _attend(self, x: Tensor, rows: Rows) -> Tensor:
         attended = self.attention(x if self.attention_norm is None else self.attention_norm(x), rows)
@@ -212,6 +221,7 @@ class GPTModel(nn.Module):
         self.pre_process, self.post_process, self.vp_stage = pre_process, post_process, vp_stage
         self.recompute = "none"  # train.recompute: "none", "selective" or "full"
         self.loss_terms = PLAIN  # train.z_loss, train.label_smoothing
+        self.dropout = NONE  # train.hidden_dropout, train.embedding_dropout
         self.vocab_rows = config.padded_vocab_size // axes.tp.size  # of this rank
         if pre_process:
             self.embedding: nn.Module = nn.Embedding(self.vocab_rows, config.hidden_size, device="meta")
@@ -236,6 +246,7 @@ class GPTModel(nn.Module):
         cu_seqlens: "Tensor | DocumentsHere[Tensor] | None" = None,
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
+        row_numbers: Tensor | None = None,
     ) -> Tensor:
         """Run the layers held.
 
@@ -248,6 +259,7 @@ class GPTModel(nn.Module):
                 boundaries of whole rows of S, or what ``documents_here`` has made of them on the host.
             labels: int64 (b, s), already moved: labels[:, t] is what follows token t.
             loss_mask: (b, s), 0 where a target does not count.
+            row_numbers: int64 (b,): which rows of the run's order these are; read by dropout alone, in training.
         Returns:
             Hidden states as x without ``post_process``; logits (b, s, vocab_size) without ``labels``; else losses of
             each token in nats, float32 (b, s), 0 where masked. Logits and losses are whole on every tensor-parallel
@@ -258,6 +270,9 @@ class GPTModel(nn.Module):
             x = embedded(x, self.embedding, self.vocab_rows, self.axes)
             if self.config.scale_embeddings:  # as transformers: the root is rounded to the weights' dtype
                 x = x * float(torch.tensor(math.sqrt(self.config.hidden_size), dtype=x.dtype))
+        keys = self._token_keys(x, row_numbers)
+        if self.pre_process and keys is not None:
+            x = dropped(x, keys.keys_BS, EMBEDDING, self.dropout.embedding)
         if self.layers:
             rows = plan_rows(
                 self.config,
@@ -268,6 +283,7 @@ class GPTModel(nn.Module):
                 axes=self.axes,
                 layers=map(int, self.layers),
             )
+            rows = rows if keys is None else replace(rows, dropout=keys)
             for layer in self.layers.values():
                 x = layer(x, rows)
         if not self.post_process:
@@ -278,6 +294,13 @@ class GPTModel(nn.Module):
         if labels is None:
             return whole_rows(logits, self.axes.tp)[..., : self.config.vocab_size]
         return token_losses(logits, labels, loss_mask, self.config.vocab_size, self.axes.tp, self.loss_terms)
+
+    def _token_keys(self, x: Tensor, row_numbers: Tensor | None) -> TokenKeys | None:
+        if not (self.training and self.dropout.is_on):
+            return None
+        if row_numbers is None:
+            raise ConfigError("a model with dropout trains on rows that have numbers; give forward its row_numbers")
+        return token_keys(self.dropout, row_numbers, x, self.axes)
 
     @property
     def cuts(self) -> Cuts:
@@ -318,7 +341,7 @@ class GPTModel(nn.Module):
 
 
 def _again(function: Any, x: Tensor, rows: Rows) -> Tensor:
-    """``function(x, rows)``, inner activations computed again in backward. Without dropout there is no random state."""
+    """``function(x, rows)``, inner activations computed again in backward. Dropout has no random state: dropout.py."""
     out: Tensor = checkpoint(function, x, rows, use_reentrant=False, preserve_rng_state=False)
     return out
 

@@ -238,12 +238,17 @@ def index_bytes(config: TrainConfig, shape: Shape, layers: Sequence[int]) -> int
     return each * sum(map(config.model.has_experts, layers))
 
 
+def dropped_bytes(config: TrainConfig, shape: Shape) -> int:
+    """Of a layer: which elements dropout has left, of both of its parts."""
+    return 2 * shape.t * shape.h // shape.between if config.train.hidden_dropout else 0
+
+
 def layer_bytes(config: TrainConfig, shape: Shape, device: str, layer: int) -> int:
     """What a layer keeps until its backward."""
     recompute = config.train.recompute
     if recompute == "full":
         return shape.hidden_bytes
-    second = second_part_bytes(config, shape, layer)
+    second = second_part_bytes(config, shape, layer) + dropped_bytes(config, shape)
     return second + (shape.hidden_bytes if recompute == "selective" else attention_bytes(config, shape, device, layer))
 
 
@@ -281,6 +286,7 @@ def stage_bytes(
     if layers and config.train.recompute == "none":
         found += shared_bytes(config, shape, device, layers)
     tokens = shape.t * (8 + (shape.tp > 1))  # and which of them are in this rank's rows
+    tokens += shape.t * shape.h // shape.between if config.train.embedding_dropout else 0
     return found + (tokens if first else 0) + (head_bytes(shape) if last else 0)
 
 
@@ -301,7 +307,9 @@ def backward_bytes(
         again = {
             "none": 0,
             "selective": attention_bytes(config, shape, device, layer),
-            "full": attention_bytes(config, shape, device, layer) + second_part_bytes(config, shape, layer),
+            "full": attention_bytes(config, shape, device, layer)
+            + second_part_bytes(config, shape, layer)
+            + dropped_bytes(config, shape),
         }[config.train.recompute]
         inside = again + max(_attention_gradients(shape), _second_gradients(config, shape, layer))
         worst = max(worst, inside + weights)

@@ -50,6 +50,7 @@ _EAGER_HALF = _Passes(norm=(13, 20), rotary=(7, 7), swiglu=(5, 9), residual=(3, 
 _EAGER_FULL = _Passes(norm=(5, 12), rotary=(7, 7), swiglu=(5, 9), residual=(3, 7.5))
 _COMPILED = _Passes(norm=(3, 4), rotary=(2, 2), swiglu=(3, 5), residual=(2, 4.5))
 _PROBABILITIES = (6, 8)  # of the CPU's blocks of attention: mask, softmax; a flash kernel writes none
+_DROPPED = (96, 5)  # bytes of an element: its share of a 64-bit word's hash, eleven passes; what stays, and its scale
 _ROWS = (4, 6)  # of an expert's rows: sorted, sent back, weighted and summed
 # Bytes of a logit, beside its own item: cast to float32, logsumexp; cast, difference, exp, product, cast back.
 _LOSS = (20, 34)
@@ -82,8 +83,13 @@ def elementwise_bytes(
 
 def _layer(config: TrainConfig, shape: Shape, device: str, passes: _Passes, *, experts: bool) -> ElementwiseBytes:
     first, second = _attention(config, shape, device, passes), _second(config, shape, passes, experts=experts)
-    again = {"none": 0.0, "selective": first.forward, "full": first.forward + second.forward}[config.train.recompute]
-    return first + second + ElementwiseBytes(forward=0.0, backward=again)
+    elements = 2 * shape.t * shape.h / shape.between if config.train.hidden_dropout else 0
+    dropped = ElementwiseBytes(
+        forward=elements * (_DROPPED[0] + 3 * shape.item), backward=elements * (_DROPPED[1] + 3 * shape.item)
+    )
+    whole = first.forward + second.forward + dropped.forward
+    again = {"none": 0.0, "selective": first.forward, "full": whole}[config.train.recompute]
+    return first + second + dropped + ElementwiseBytes(forward=0.0, backward=again)
 
 
 def _attention(config: TrainConfig, shape: Shape, device: str, passes: _Passes) -> ElementwiseBytes:

@@ -113,7 +113,7 @@ def state_of(
         for number, parameter in zip(named["params"], group["params"], strict=True)
     }
     stored, key = tree.get(saved.common, path), tree.key_text(path)
-    _check_is_same(owner, groups, tree.get(stored, ("param_groups",)), key)
+    _check_is_same(owner, groups, stored, key)
     names = parameter_names.names_of(owner, known())
     where = (*path, "state")
     start, state_then = f"{tree.key_text(where)}.", tree.get(stored, ("state",))
@@ -198,8 +198,15 @@ _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_moment
 
 
 def _check_is_same(owner: torch.optim.Optimizer, groups: list[Any], stored: Any, name: str) -> None:
-    """MismatchError where moments would go to other parameters, or to an optimizer that takes no such moments."""
-    then = [group for group in stored if type(group) is dict] if type(stored) is list else []
+    """MismatchError where no optimizer was saved, or one that has other moments."""
+    if stored is not tree.GONE and (type(kept := tree.get(stored, ("param_groups",))) is not list):
+        has = ", ".join(sorted(map(str, stored))[:2]) if isinstance(stored, dict) and stored else repr(stored)[:40]
+        raise MismatchError(
+            f"{name} is {type(owner).__name__}, and what was saved there has {has} and no param_groups. If "
+            "get_optimizer_state_dict of torch has flattened it, pass what that gives with the same options, and the "
+            f"result to set_optimizer_state_dict; or leave {name} out, and this one begins without state"
+        )
+    then = [group for group in kept if type(group) is dict] if stored is not tree.GONE else []
     for mine, theirs in zip(groups, then, strict=False):
         lacking = owner.defaults.keys() - theirs.keys()
         if lacking and (beyond := theirs.keys() - mine.keys() - {"params", "param_names"} - _OF_SCHEDULERS):

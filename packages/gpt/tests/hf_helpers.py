@@ -13,6 +13,11 @@ from typing import Any
 
 import torch
 
+from sixfold import dist_ckpt
+from sixfold.gpt import GPTConfig, GPTModel
+from sixfold.gpt.config.table import keys_of
+from sixfold.gpt.config.toml import write_tables
+
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 16,
@@ -62,6 +67,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_tied_scaling": ("qwen3", {"head_dim": 6, "tie_word_embeddings": True, "rope_parameters": LLAMA3}),
 }
 
+# [model] of runs of one's own, each as an architecture has it, for ``model_helpers.small``.
+UNCUT = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "truncate": False}
+OLMO = {"qk_norm": True, "qk_norm_over": "projection", "norm_position": "post"}
+GEMMA = {
+    "norm_position": "both", "zero_centered_norm": True, "hidden_act": "gelu_pytorch_tanh", "scale_embeddings": True,
+    "sliding_window": 5, "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+}  # fmt: skip
+OURS: dict[str, dict[str, Any]] = {
+    "olmo2": OLMO,
+    "deepseek": {
+        "num_query_groups": 4, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
+        "v_head_dim": 8, "rope_interleave": True, "num_experts": 4, "n_group": 2, "topk_group": 1,
+        "scoring_func": "sigmoid", "expert_bias": True, "router_aux_loss": 0.0, "routed_scaling_factor": 1.5,
+        "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 24, "dense_layers": 1,
+    },
+    "gemma2": {
+        **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
+    },
+    "gemma3": {**GEMMA, "qk_norm": True, "rope_local_base_freq": 500.0, "query_pre_attn_scalar": 12.0},
+    "olmo3": {
+        **OLMO, "sliding_window": 5, "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
+        "rope_local_base_freq": 500.0, "rope_scaling": {k: v for k, v in UNCUT.items() if k != "truncate"},
+    },
+    "mistral": {"sliding_window": 9, "rope_scaling": UNCUT},
+    "mixtral": {"num_experts": 4, "moe_ffn_hidden_size": 20, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+    "llama": {"tie_embeddings": False, "head_dim": 12},
+    "llama_rope_scaling": {"rope_theta": 500.0, "rope_scaling": CASES["qwen3_tied_scaling"][1]["rope_parameters"]},
+    "qwen2": {"qkv_bias": True, "norm_eps": 1e-3, "tie_embeddings": False},
+    "qwen3": {"qk_norm": True, "head_dim": 6},
+    "qwen3_moe": {"qk_norm": True, "dense_layers": 1, "num_experts": 5, "moe_ffn_hidden_size": 20},
+    "qwen2_moe": {
+        "qkv_bias": True, "num_experts": 4, "norm_topk_prob": False, "shared_ffn_hidden_size": 24,
+        "shared_expert_gate": True,
+    },
+}  # fmt: skip
+
 
 def peer(case: str, **sizes: int) -> Any:
     """transformers' model of a case, float32; 100 ids, which is no multiple of 128, if nothing else is said."""
@@ -106,6 +147,40 @@ def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 
     return {name: tensor for file in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+
+
+def run_of(folder: Path, model: GPTModel, **config: object) -> Path:
+    """A run folder of a model, as a checkpoint of `sixfold train` has it: whole, fp32, with its configuration."""
+    text = write_tables(
+        {
+            "model": {key: getattr(model.config, key) for key in keys_of(GPTConfig)},
+            "data": {"blend": ["nowhere"], "seq_length": 64, **config},
+            "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1},
+            "optimizer": {"lr": 0.1},
+            "run": {"dir": str(folder)},
+        }
+    )
+    common = {"step": 3, "samples": 3, "tokens": 9, "config": text}
+    dist_ckpt.save(model.sharded_state_dict() | common, folder / "checkpoints/step-00000003", group=None)
+    return folder
+
+
+def from_folder(folder: Path, **options: Any) -> Any:
+    """transformers' model of a folder, with eager attention."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", **options).eval()
+
+
+def stepwise_logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    """Logits of transformers' model that reads each row but six tokens, and these one by one, with its cache."""
+    begin = tokens.shape[1] - 6
+    out = model(tokens[:, :begin], use_cache=True)
+    found = [out.logits]
+    for at in range(begin, tokens.shape[1]):
+        out = model(tokens[:, at : at + 1], past_key_values=out.past_key_values, use_cache=True)
+        found.append(out.logits)
+    return torch.cat(found, 1)
 
 
 class Peak:

@@ -9,44 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from hf_helpers import CASES, edit_json, peer, tensors_of, write_folder
+from hf_helpers import CASES, OURS, edit_json, from_folder, peer, run_of, tensors_of, write_folder
 from model_helpers import boundaries, small
 
 pytest.importorskip("safetensors", reason="needs the extra hf")
 pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
 
 from sixfold import dist_ckpt
-from sixfold.gpt import GPTConfig, GPTModel, load_model
+from sixfold.gpt import GPTModel, load_model
 from sixfold.gpt.commands.cli import main
-from sixfold.gpt.config.table import keys_of
-from sixfold.gpt.config.toml import write_tables
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.huggingface import convert
 from sixfold.gpt.huggingface.convert import INDEX, export_model, import_model
 
 TOKENS = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(0))
-
-
-def run_of(folder, model, **config):
-    """A run folder of a model, as a checkpoint of `sixfold train` has it: whole, fp32, with its configuration."""
-    text = write_tables(
-        {
-            "model": {key: getattr(model.config, key) for key in keys_of(GPTConfig)},
-            "data": {"blend": ["nowhere"], "seq_length": 64, **config},
-            "train": {"steps": 1, "global_batch_size": 1, "micro_batch_size": 1},
-            "optimizer": {"lr": 0.1},
-            "run": {"dir": str(folder)},
-        }
-    )
-    common = {"step": 3, "samples": 3, "tokens": 9, "config": text}
-    dist_ckpt.save(model.sharded_state_dict() | common, folder / "checkpoints/step-00000003", group=None)
-    return folder
-
-
-def from_folder(folder):
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -67,40 +43,6 @@ def test_an_imported_model_has_the_logits_of_the_peer_of_rows_and_of_packed_docu
 
 
 NEWER = ["mistral", "mistral_plain", "mixtral", "olmo2", "olmo3", "gemma2", "gemma3_text", "deepseek_v3"]
-YARN = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64, "truncate": False}
-OLMO = {"qk_norm": True, "qk_norm_over": "projection", "norm_position": "post"}
-GEMMA = {
-    "norm_position": "both", "zero_centered_norm": True, "hidden_act": "gelu_pytorch_tanh", "scale_embeddings": True,
-    "sliding_window": 5, "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
-}  # fmt: skip
-OURS = {
-    "olmo2": OLMO,
-    "deepseek": {
-        "num_query_groups": 4, "q_lora_rank": 20, "kv_lora_rank": 12, "qk_nope_head_dim": 6, "qk_rope_head_dim": 4,
-        "v_head_dim": 8, "rope_interleave": True, "num_experts": 4, "n_group": 2, "topk_group": 1,
-        "scoring_func": "sigmoid", "expert_bias": True, "router_aux_loss": 0.0, "routed_scaling_factor": 1.5,
-        "moe_ffn_hidden_size": 12, "shared_ffn_hidden_size": 24, "dense_layers": 1,
-    },
-    "gemma2": {
-        **GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0,
-    },
-    "gemma3": {**GEMMA, "qk_norm": True, "rope_local_base_freq": 500.0, "query_pre_attn_scalar": 12.0},
-    "olmo3": {
-        **OLMO, "sliding_window": 5, "layer_types": ("sliding_attention", "full_attention", "sliding_attention"),
-        "rope_local_base_freq": 500.0, "rope_scaling": {k: v for k, v in YARN.items() if k != "truncate"},
-    },
-    "mistral": {"sliding_window": 9, "rope_scaling": YARN},
-    "mixtral": {"num_experts": 4, "moe_ffn_hidden_size": 20, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
-    "llama": {"tie_embeddings": False, "head_dim": 12},
-    "llama_rope_scaling": {"rope_theta": 500.0, "rope_scaling": CASES["qwen3_tied_scaling"][1]["rope_parameters"]},
-    "qwen2": {"qkv_bias": True, "norm_eps": 1e-3, "tie_embeddings": False},
-    "qwen3": {"qk_norm": True, "head_dim": 6},
-    "qwen3_moe": {"qk_norm": True, "dense_layers": 1, "num_experts": 5, "moe_ffn_hidden_size": 20},
-    "qwen2_moe": {
-        "qkv_bias": True, "num_experts": 4, "norm_topk_prob": False, "shared_ffn_hidden_size": 24,
-        "shared_expert_gate": True,
-    },
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", OURS)

@@ -30,6 +30,8 @@ DEFAULTS: Mapping[str, Any] = {
     "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096, "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False, "initializer_range": 0.02, "rope_theta": 10000.0, "head_dim": None,
 }  # fmt: skip
+# Of one whose layers never slide: transformers drops keys and values behind a window from its cache all the same.
+NO_WINDOW: Mapping[str, Any] = {"sliding_window": None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -70,7 +70,8 @@ def read(raw: Mapping[str, Any]) -> GPTConfig:
     for key, value in raw.items():
         if key in fixed:
             if value != fixed[key] and value is not None:
-                problems.append(f"{key} is {value!r}, and only {fixed[key]!r} is supported")
+                only = "null" if fixed[key] is None else repr(fixed[key])
+                problems.append(f"{key} is {value!r}, and only {only} is supported")
         elif key not in neutral and key not in known and value is not None:
             said = f"{key} is {shortened(value)}, which is not known"
             problems.append(f"{said}; take it out if it has no part in the logits")
@@ -203,7 +204,9 @@ def _size(raw: Mapping[str, Any], kind: Architecture, key: str, problems: list[s
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if isinstance(default, bool):
         right, rule = isinstance(value, bool), "true or false"
-    elif isinstance(default, float) or key in _NUMBERS_OR_NULL:
+    elif key in _NUMBERS_OR_NULL:
+        right, rule = number and value > 0, "a number > 0, or null for none"  # transformers divides by it
+    elif isinstance(default, float):
         right, rule = number and value >= 0, "a number >= 0"
     else:
         right, rule = number and isinstance(value, int) and value > 0, "a whole number > 0"

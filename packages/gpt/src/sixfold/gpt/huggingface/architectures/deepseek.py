@@ -11,7 +11,7 @@ from typing import Any
 
 from sixfold.gpt.config.train_config import GPTConfig
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.huggingface.architecture import DEFAULTS, Architecture, Problems
+from sixfold.gpt.huggingface.architecture import DEFAULTS, NO_WINDOW, Architecture, Problems
 
 _LATENTS = {
     "q_lora_rank": "q_lora_rank", "kv_lora_rank": "kv_lora_rank", "qk_nope_head_dim": "qk_nope_head_dim",
@@ -72,7 +72,7 @@ DEEPSEEK_V3 = Architecture(
     model={"scoring_func": "sigmoid", "expert_bias": True, "router_aux_loss": 0.0},
     free=frozenset({"head_dim", "shared_ffn_hidden_size", "dense_layers", "expert_bias_update_rate"}),
     needs=("num_experts", "kv_lora_rank", "shared_ffn_hidden_size"),
-    fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},
+    fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1, **NO_WINDOW},
     read=_read,
     write=_write,
     more_keys=frozenset({_SHARED, _DENSE, "head_dim"}),

@@ -2,7 +2,8 @@
 
     gemma.py (this file) --> architectures/__init__.py --> config.py
 
-Soft caps of attention are those of the eager attention of transformers: its sdpa ignores them.
+Soft caps of attention are those of the eager attention of transformers: its sdpa ignores them. Its Gemma 3 keeps that
+cap and applies it nowhere, so one has none here.
 """
 
 from collections.abc import Mapping
@@ -21,7 +22,8 @@ _GEMMA = {
 _MODEL = {
     "norm_position": "both", "zero_centered_norm": True, "hidden_act": "gelu_pytorch_tanh", "scale_embeddings": True,
 }  # fmt: skip
-_CAPS = {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
+_FINAL = {"final_logit_softcapping": "final_logit_softcapping"}
+_CAPS = _FINAL | {"attn_logit_softcapping": "attn_logit_softcapping"}
 _ACT = {"hidden_act": "gelu_pytorch_tanh", "hidden_activation": "gelu_pytorch_tanh"}
 _NAMES = {
     "attention_post_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
@@ -81,17 +83,17 @@ GEMMA3 = Architecture(
     name="Gemma3ForCausalLM",
     defaults=_GEMMA
     | {"vocab_size": 262208, "max_position_embeddings": 131072, "rope_theta": 1e6, "rope_local_base_freq": 1e4}
-    | dict.fromkeys(_CAPS.values()),
-    keys=_CAPS,
+    | dict.fromkeys(_FINAL.values()),
+    keys=_FINAL,
     model=_MODEL | {"qk_norm": True},
     free=_FREE | {"rope_local_base_freq"},
-    fixed=_ACT | {"use_bidirectional_attention": False},
+    fixed=_ACT | {"use_bidirectional_attention": False, "attn_logit_softcapping": None},
     read=_read_3,
     write=_write_3,
     more_keys=frozenset({"sliding_window", "query_pre_attn_scalar", "sliding_window_pattern", "rope_local_base_freq"}),
     by_layer=True,
     local_rope=True,
     check=refuse_by_layer,
-    constant=_ACT | {"attention_bias": False},
+    constant=_ACT | {"attention_bias": False, "attn_logit_softcapping": None},
     tensors=_NAMES,
 )

@@ -5,7 +5,7 @@ llama.py (this file) --> architectures/__init__.py --> config.py
 
 from sixfold.gpt.config.train_config import GPTConfig
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.huggingface.architecture import DEFAULTS, Architecture
+from sixfold.gpt.huggingface.architecture import DEFAULTS, NO_WINDOW, Architecture
 
 
 def _check(config: GPTConfig) -> None:
@@ -23,6 +23,7 @@ LLAMA = Architecture(
         **DEFAULTS, "vocab_size": 32000, "intermediate_size": 11008, "num_key_value_heads": None,
         "max_position_embeddings": 2048,
     },
+    fixed=NO_WINDOW,
     constant={"attention_bias": False, "mlp_bias": False},
     check=_check,
 )  # fmt: skip

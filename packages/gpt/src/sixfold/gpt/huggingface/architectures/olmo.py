@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sixfold.gpt.config.train_config import GPTConfig
-from sixfold.gpt.huggingface.architecture import DEFAULTS, Architecture, Problems
+from sixfold.gpt.huggingface.architecture import DEFAULTS, NO_WINDOW, Architecture, Problems
 from sixfold.gpt.huggingface.layer_types import read_layer_types, written_layer_types
 from sixfold.gpt.huggingface.rope_config import refuse_by_layer
 
@@ -34,6 +34,7 @@ OLMO2 = Architecture(
     name="Olmo2ForCausalLM",
     defaults=_OLMO,
     model=_NORMS,
+    fixed=NO_WINDOW,
     constant={"attention_bias": False},
     tensors=_NAMES,
 )

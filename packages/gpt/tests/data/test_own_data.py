@@ -108,6 +108,22 @@ ITEMS = {
     "floats": (torch.zeros(33), "is of float32; ids are whole numbers"),
     "negative": (torch.arange(33) - 5, "has the id -5"),
     "large": (torch.arange(33) + 250, r"a: document \d+, token 7 is id 257; model.vocab_size is 257"),
+    "large label": (
+        {"tokens": np.arange(32), "labels": np.arange(32) + 240},
+        r"a: document \d+, label 17 is id 257; model.vocab_size is 257, ids lie below it",
+    ),
+    "large label that does not count": (
+        {"tokens": np.arange(32), "labels": [257] + [1] * 31, "loss_mask": np.arange(32) > 0},
+        r"a: document \d+, label 0 is id 257; model.vocab_size is 257",
+    ),
+    "large last label": (
+        {"tokens": np.arange(32), "labels": [1] * 31 + [300]},
+        r"a: document \d+, label 31 is id 300; model.vocab_size is 257",
+    ),
+    "large token": (
+        {"tokens": [1] * 31 + [300], "labels": [999] * 32},
+        r"a: document \d+, token 31 is id 300; model.vocab_size is 257",
+    ),
     "no labels": ({"tokens": torch.arange(32)}, r"has \['tokens'\]; it has tokens, labels"),
     "strange": ({"tokens": 0, "labels": 0, "input_ids": 0}, "input_ids"),
     "mask": ({"tokens": np.arange(32), "labels": [1] * 32, "loss_mask": np.full(32, np.nan)}, "loss_mask"),

@@ -403,17 +403,21 @@ class TokenStream:
         return batch
 
     def _refuse_ids(self, positions: Sequence[int], batch: dict[str, npt.NDArray[Any]]) -> None:
-        ids = np.concatenate([batch["tokens"], batch["labels"][:, -1:]], axis=1)
-        row, column = (int(i) for i in np.argwhere(ids >= self.vocab_size)[0])
-        why, at = self.dataset.why(positions[row]), column
+        tokens, labels, most = batch["tokens"], batch["labels"], self.vocab_size - 1
+        row = int(np.flatnonzero(np.maximum(tokens, labels).max(axis=1) > most)[0])
+        what, ids = "token", np.append(tokens[row], labels[row, -1])
+        if not np.array_equal(tokens[row, 1:], labels[row, :-1]):  # an own dataset's, which are no next tokens
+            what, ids = ("token", tokens[row]) if tokens[row].max() > most else ("label", labels[row])
+        at = int(np.flatnonzero(ids > most)[0])
+        found, why = int(ids[at]), self.dataset.why(positions[row])
         for r in why.ranges:
             if at < r.length:
                 raise FinalError(
-                    f"{why.dataset_name}: document {r.document}, token {r.offset + at} is id {ids[row, column]}; "
+                    f"{why.dataset_name}: document {r.document}, {what} {r.offset + at} is id {found}; "
                     f"model.vocab_size is {self.vocab_size}, ids lie below it. Use the tokenizer that made the data"
                 )
             at -= r.length
-        raise FinalError(f"sample {positions[row]} holds id {ids[row, column]}; model.vocab_size is {self.vocab_size}")
+        raise FinalError(f"sample {positions[row]} holds id {found}; model.vocab_size is {self.vocab_size}")
 
     def microbatch(self, first: int, size: int) -> Microbatch:
         """The ``size`` samples from position ``first`` on: this rank's part of their rows, on its way to the device."""

@@ -180,6 +180,17 @@ def test_the_command_takes_files_presets_and_changes_anywhere(rest, tmp_path, ca
     assert printed == wanted
 
 
+@pytest.mark.parametrize("last", ["optimizer.lr=8e-4", "--set optimizer.lr=8e-4", "--set=optimizer.lr=8e-4"])
+@pytest.mark.parametrize(
+    "before", ["optimizer.lr=7e-4", "--set optimizer.lr=7e-4", "optimizer.lr=8e-4 --set optimizer.lr=7e-4"]
+)
+def test_of_two_changes_of_a_key_the_last_counts_in_whatever_form(rest, capsys, before, last):
+    rest.write_text("[model]\n" + rest.read_text())
+    words = ["train", "--preset", "llama-3.2-1b", *before.split(), str(rest), *last.split(), "--print-config"]
+    assert main(words) == 0
+    assert TrainConfig.from_text(capsys.readouterr().out).optimizer.lr == 8e-4
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -201,7 +212,7 @@ def test_a_file_may_have_an_equals_sign_in_its_name(tmp_path):
 
     file = tmp_path / "lr=3.toml"
     file.write_text(MINIMAL)
-    args = argparse.Namespace(words=[str(file)], changes=[], preset="")
+    args = argparse.Namespace(words=[str(file)], changes=[], preset="", given=[str(file)])
     assert configuration(args, TrainConfig) == TrainConfig.from_toml(file)
 
 

@@ -42,7 +42,9 @@ def configuration(args: argparse.Namespace, kind: type[Config]) -> Config:
     files = [word for word in args.words if word not in overrides]
     if not files and not args.preset:
         raise ConfigError("no configuration is named; give a TOML file, or --preset with the name of a model")
-    return kind.from_toml(files, [*overrides, *args.changes], preset=args.preset)
+    at = {word.partition("=")[2] if word.startswith("--") else word: place for place, word in enumerate(args.given)}
+    changes = sorted([*overrides, *args.changes], key=lambda change: at[change])  # in both forms the last one counts
+    return kind.from_toml(files, changes, preset=args.preset)
 
 
 def at_least_one(text: str) -> int:

@@ -67,6 +67,7 @@ def _fail(error: BaseException, status: int) -> int:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = _parser()
     args, rest = parser.parse_known_args(argv)
+    args.given = sys.argv[1:] if argv is None else argv
     # argparse stops filling a list at the next option; files and overrides may stand anywhere.
     if rest and args.verb in ("train", "plan") and not any(word.startswith("-") for word in rest):
         args.words += rest

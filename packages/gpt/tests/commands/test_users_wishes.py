@@ -107,6 +107,13 @@ def test_steps_that_end_within_the_warm_up_are_told_with_the_rate_that_is_reache
     assert lines_of("schedule.warmup_steps=3", "train.steps=3") == []
 
 
+def test_a_rate_that_is_to_decay_and_never_does_is_told():
+    [line] = lines_of("schedule.shape=wsd")
+    assert "shape is 'wsd' without schedule.decay_steps" in line and "stays at optimizer.lr = 0.001 to the end" in line
+    assert lines_of("schedule.shape=wsd", "schedule.decay_steps=1") == lines_of("schedule.shape=constant") == []
+    assert lines_of("schedule.shape=wsd", "schedule.decay_tokens=1") == []
+
+
 def test_bfloat16_on_a_cpu_without_instructions_for_it_is_told_and_the_remedy_is_silent():
     config = config_with("schedule.warmup_steps=2")
     [line] = config_warnings(config, None, 0, slow_bfloat16=True)

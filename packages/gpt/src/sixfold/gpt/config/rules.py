@@ -347,6 +347,13 @@ def _check_schedule_lr(config: "TrainConfig") -> None:
             f"the key out"
         )
     room = max(steps - schedule.warmup_steps, 0)
+    read = [samples_before(config, step) * config.data.seq_length for step in (steps - room, steps)]
+    if steps and schedule.decay_tokens > read[1] - read[0]:
+        raise ConfigError(
+            f"schedule.decay_tokens is {schedule.decay_tokens}, and behind schedule.warmup_steps "
+            f"{schedule.warmup_steps} the run of train.steps {steps} reads {read[1] - read[0]}; "
+            f"schedule.decay_tokens = {read[1] - read[0]} works"
+        )
     if steps and schedule.decay_steps > room:
         raise ConfigError(
             f"schedule.warmup_steps {schedule.warmup_steps} + schedule.decay_steps {schedule.decay_steps} is more than "

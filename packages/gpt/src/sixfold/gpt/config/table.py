@@ -113,6 +113,8 @@ def build(table: type, values: Mapping[str, Any], name: str) -> Any:
     required = [field.name for field in fields(table) if field.default is MISSING and field.default_factory is MISSING]
     missing = [f"{name}.{key}" for key in required if key not in values]
     if missing:
+        for key, value in values.items():  # a wrong one may be why, as train.tokens = "2B" without train.steps
+            coerce(value, _hints(table)[key], f"{name}.{key}")
         raise ConfigError(
             f"{', '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given, and there is no default; write "
             f"{'it' if len(missing) == 1 else 'them'} into the configuration, or {missing[0]}=VALUE behind its path"

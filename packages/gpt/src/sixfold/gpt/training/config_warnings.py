@@ -27,7 +27,7 @@ def config_warnings(
         slow_bfloat16: the run computes on a CPU that has no instructions for it.
     """
     found = [_slow(config) if slow_bfloat16 else ""]
-    found += [_export(config) if step == 0 else "", _warmup(config), _done(config, step)]
+    found += [_export(config) if step == 0 else "", _warmup(config), _never_falls(config), _done(config, step)]
     found += [_jump(past, config, step), _average(past, config, step)] if past is not None else []
     return [line for line in found if line]
 
@@ -59,6 +59,15 @@ def _warmup(config: TrainConfig) -> str:
     return (
         f"schedule.warmup_steps is {warmup} and train.steps {steps}: the learning rate only rises, to "
         f"{learning_rate(config, steps - 1):.3g} of optimizer.lr = {config.optimizer.lr:g}"
+    )
+
+
+def _never_falls(config: TrainConfig) -> str:
+    if config.schedule.shape != "wsd" or config.schedule.decay_steps:
+        return ""
+    return (
+        "schedule.shape is 'wsd' without schedule.decay_steps and schedule.decay_tokens: the learning rate stays at "
+        f"optimizer.lr = {config.optimizer.lr:g} to the end of the run"
     )
 
 

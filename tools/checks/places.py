@@ -27,7 +27,7 @@ FULL: dict[str, tuple[str, ...]] = dict.fromkeys(PACKAGES, ()) | {
     "fsdp": ("--all-pairs", "--random-programs=200"),
     "gpt": (
         "--resume-matrix", "--random-layouts=100", "--all-meshes", "--memory-matrix", "--compiled-ranks",
-        "--expert-layouts", "--context-matrix", "--same-bits-matrix", "--instants=400",
+        "--expert-layouts", "--context-matrix", "--same-bits-matrix", "--instants=400", "--random-models=30",
     ),
     "ranktest": (),
     "tests-integration": ("--all-jobs",),

@@ -17,7 +17,7 @@ from plain_tensors_helpers import (
 )
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import tools
+from sixfold.dist_ckpt import CheckpointError, PerRank, tools
 
 
 @pytest.mark.parametrize("form", ["zarr", "torch_dist"])
@@ -187,3 +187,25 @@ def test_a_conversion_to_another_dtype_converts_second_copies_too(tmp_path):
     )
     assert torch.equal(loaded["w"], torch.ones(3, dtype=torch.bfloat16))
     assert loaded["step"] == 3
+
+
+@pytest.mark.parametrize("to", ["torch_dist", "zarr"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        lambda tensor: (tensor, 3),
+        lambda tensor: [{"deep": ({"er": tensor},)}],
+        lambda tensor: tensor.to_sparse(),
+        lambda tensor: PerRank((tensor,)),
+    ],
+    ids=["tuple", "deep", "sparse", "of a rank"],
+)
+def test_a_conversion_to_another_dtype_leaves_no_tensor_as_it_was_without_a_word(tmp_path, value, to):
+    dist_ckpt.save({"odd": value(torch.ones(2)), "x": torch.ones(2)}, tmp_path / "c", group=None)
+    with pytest.raises(CheckpointError, match=r"odd.* holds torch\.float32, and dtype is torch\.bfloat16"):
+        tools.convert(tmp_path / "c", tmp_path / "d", to=to, dtype=torch.bfloat16)
+    assert not (tmp_path / "d").exists()
+    tools.convert(tmp_path / "c", tmp_path / "d", to="torch_dist", dtype=torch.float32)
+    dist_ckpt.save({"odd": value(torch.ones(2).int()), "x": torch.ones(2)}, tmp_path / "n", group=None)
+    tools.convert(tmp_path / "n", tmp_path / "e", to="torch_dist", dtype=torch.bfloat16)  # integers stay
+    assert dist_ckpt.load({}, tmp_path / "e", group=None)["x"].dtype is torch.bfloat16

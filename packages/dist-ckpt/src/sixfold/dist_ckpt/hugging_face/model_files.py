@@ -334,18 +334,28 @@ def library() -> Any:
 
 def check_no_tensor(name: str, value: Any) -> None:
     """CheckpointError if a value, such as a tuple, holds tensors: they have no name of their own."""
-    if _holds_tensor(value, set()):
+    if any(True for _ in _tensors_in(value, set())):
         raise CheckpointError(
             f"{name} is a {type(value).__name__} that holds tensors; safetensors knows tensors by name alone. Convert "
             "to torch_dist, which keeps it, or give keys that do not match it, such as 'model.*'"
         )
 
 
-def _holds_tensor(value: Any, seen: set[int]) -> bool:
+def check_no_other_dtype(name: str, value: Any, dtype: torch.dtype | None) -> None:
+    """CheckpointError if a value that is kept as it is holds tensors which are to become ``dtype``."""
+    kept = next((own.dtype for own in _tensors_in(value, set()) if written_dtype(own.dtype, dtype) != own.dtype), None)
+    if kept is not None:
+        raise CheckpointError(
+            f"{name} is a {type(value).__name__} that holds {kept}, and dtype is {dtype}: only dense tensors in dicts "
+            "and lists are converted. Leave dtype out, or save that value in the dtype that it shall have"
+        )
+
+
+def _tensors_in(value: Any, seen: set[int]) -> Iterator[torch.Tensor]:
     if isinstance(value, torch.Tensor):
-        return True
-    if isinstance(value, str | bytes | int | float | type(None)) or id(value) in seen:
-        return False
-    seen.add(id(value))
-    parts = [*plain_types.parts_of(value)] or [*getattr(value, "__dict__", {}).items()]
-    return any(_holds_tensor(part, seen) for pair in parts for part in pair)
+        yield value
+    elif not isinstance(value, str | bytes | int | float | type(None)) and id(value) not in seen:
+        seen.add(id(value))
+        for pair in [*plain_types.parts_of(value)] or [*getattr(value, "__dict__", {}).items()]:
+            for part in pair:
+                yield from _tensors_in(part, seen)

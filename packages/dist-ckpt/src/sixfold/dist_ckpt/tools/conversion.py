@@ -32,6 +32,7 @@ from sixfold.dist_ckpt.geometry.manifest import Stored
 from sixfold.dist_ckpt.hugging_face.model_files import (
     ExportPlan,
     abandoned_on_error,
+    check_no_other_dtype,
     converted,
     publish,
     write_files,
@@ -99,6 +100,7 @@ def to_checkpoint(
         for (key, cell), value in zip(
             objects.items(), stored_values.read(source, objects.values(), safe_globals), strict=True
         ):
+            check_no_other_dtype(key, value, dtype)
             if isinstance(cell, PlainObject) and not in_place and (to == "zarr" or "." not in key):
                 state[key] = value
             else:
@@ -122,6 +124,7 @@ def _common(
     def change(path: tree.KeyPath, leaf: Any) -> Any:
         key = tree.key_text(path)
         if not is_placeholder(leaf) and not (isinstance(leaf, torch.Tensor) and key in copies):
+            check_no_other_dtype(key, leaf, dtype)
             return leaf
         if key not in kept:
             return tree.GONE

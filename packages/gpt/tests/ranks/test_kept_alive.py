@@ -59,8 +59,9 @@ def broken(folder, layout, *faults, **options):
 
 
 IN_MEMORY = "checkpoint.every=0"  # but at the end
+ON_THE_LAST_STAGE = {("dp2pp2", "between two microbatches")}  # of ranks 2 and 3: there is the loss
 MATRIX = [
-    (layout, instant, action, number % 4)
+    (layout, instant, action, number % 4 | 2 * ((layout, instant) in ON_THE_LAST_STAGE))
     for number, (layout, instant, action) in enumerate(
         itertools.product(
             ("fsdp4", "dp2pp2", "dp2tp2"), INSTANTS, ("SIGKILL", "SIGSTOP", "error", "flipped bit", "full memory")

@@ -316,3 +316,26 @@ def _tensors(state):
 def test_lazy_snapshots_hold_each_step(tmp_path):
     run_ranks(lazy_steps, 2, tmp_path)
     assert {one.step for one in run_ranks(restores, 2, tmp_path, 2)} == {3}
+
+
+def test_a_manager_with_lazy_is_told_once_of_an_optimizer_and_each_checkpoint_is_of_its_own_step(tmp_path):
+    model, optimizer, _ = stepping()
+    weights = {}
+    with dist_ckpt.CheckpointManager(tmp_path, every=2, lazy=True, group=None) as manager:
+        manager.fence_before(optimizer)
+        optimizer.step()  # there is no save yet
+        for step in range(1, 7):
+            weights[step] = model.weight.detach().clone()
+            manager.save(step, {"weight": model.weight.detach()})
+            optimizer.step()
+    assert manager.steps() == [2, 4, 6]
+    for step in manager.steps():
+        loaded = {"weight": torch.empty_like(weights[step])}
+        assert manager.restore(loaded, step).step == step
+        assert torch.equal(loaded["weight"], weights[step]) and not torch.equal(loaded["weight"], model.weight)
+
+
+def test_a_manager_that_saves_at_once_takes_no_lazy(tmp_path):
+    with pytest.raises(CheckpointError, match="lazy is True and background False: nothing is copied"):
+        dist_ckpt.CheckpointManager(tmp_path, background=False, lazy=True, group=None)
+    dist_ckpt.CheckpointManager(tmp_path, background=False, lazy=False, group=None).save(1, {"x": 1})

@@ -67,7 +67,7 @@ class CheckpointManager:
         full_every: then a save that passes a multiple of it links nothing: a bad block on the disk hurts all steps
             that share its file.
         group, timeout_s: as in ``dist_ckpt.save``; of a save in the background, as in ``async_save``.
-        options: further arguments of ``dist_ckpt.save``, such as ``check_finite=True``.
+        options: further arguments of ``dist_ckpt.save``, as ``check_finite=True``, and ``lazy``: see ``fence_before``.
     Raises:
         CheckpointError: an argument that means nothing, or a name from which no step can be read.
     """
@@ -101,6 +101,8 @@ class CheckpointManager:
             raise CheckpointError(f"best is {best!r}, mode {mode!r}; the name of a metric, or None, and 'min' or 'max'")
         if unknown := sorted(options.keys() - _OPTIONS):
             raise CheckpointError(f"{unknown[0]} is no option of a manager; those of save are {', '.join(_OPTIONS)}")
+        if not background and options.pop("lazy", False):  # which ``dist_ckpt.save`` has not
+            raise CheckpointError("lazy is True and background False: nothing is copied; leave one of them out")
         place = root if isinstance(root, ByPointer) else located(root, "root")
         if incremental and not isinstance(place, Path):
             raise CheckpointError(f"incremental is set, but {root!r} is no local folder: only there files are linked")
@@ -196,6 +198,10 @@ class CheckpointManager:
             with errors_to_all(self._group, self._timeout_s):
                 flight.wait()
             self._together("wait", {}, self._remove)
+
+    def fence_before(self, optimizer: Any) -> None:
+        """With ``lazy=True``: each ``optimizer.step()`` from now on waits for the copy. See ``AsyncSave.fence``."""
+        optimizer.register_step_pre_hook(lambda *_: None if self._flight is None else self._flight.fence())
 
     def close(self) -> None:
         """As ``wait``, and all ranks agree that they are here; it may be called again, and the manager can go on."""

@@ -140,7 +140,12 @@ def _parser() -> argparse.ArgumentParser:
 
     sample = verbs.add_parser("sample", help="generate text with a trained model")
     sample.add_argument("path", type=Path, metavar="PATH", help="run folder or checkpoint folder")
-    sample.add_argument("--prompt", default="", help="text to continue (default: the start of a document)")
+    sample.add_argument(
+        "--prompt",
+        action="append",
+        default=[],
+        help="text to continue (default: the start of a document); may be several",
+    )
     sample.add_argument("--tokenizer", default="", help="a tokenizer.json or bytes (default: the run's own)")
     sample.add_argument("--eod-token", default="", metavar="NAME", help="token of the tokenizer that ends a document")
     sample.add_argument("--tokens", type=at_least_one, default=200, help="most tokens to generate (%(default)s)")
@@ -156,11 +161,19 @@ def _parser() -> argparse.ArgumentParser:
         default=1.0,
         help="sample from the likeliest tokens that together have probability P; 1: from all",
     )
+    sample.add_argument(
+        "--drop",
+        type=at_least_one,
+        default=1,
+        metavar="N",
+        help="so many of the oldest tokens leave when the context is full; more is faster (%(default)s)",
+    )
     sample.add_argument("--seed", type=int, default=0)
-    sample.add_argument("--json", action="store_true", help="print one JSON object")
+    sample.add_argument("--json", action="store_true", help="print one JSON object for each prompt")
     sample.add_argument("--ema", action="store_true", help=_EMA)
     sample.set_defaults(run=_sample)
 
+    _add_eval(verbs)
     timeline = verbs.add_parser("timeline", help="draw a measured pipeline step above its simulation")
     timeline.add_argument("run_dir", type=Path, metavar="RUN", help="run folder, trained with log.timeline_steps")
     timeline.add_argument("--step", type=at_least_one, help="one of log.timeline_steps (default: the newest)")
@@ -210,6 +223,27 @@ def _add_train(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     train.add_argument("--print-config", action="store_true", help="print the resolved TOML and end")
     train.set_defaults(run=run_train)
+
+
+def _add_eval(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    verb = verbs.add_parser("eval", help="evaluate a trained model on tasks of EleutherAI's lm-eval; extra: eval")
+    verb.add_argument("path", type=Path, metavar="PATH", help="run folder, checkpoint folder or folder of an export")
+    verb.add_argument("--tasks", required=True, metavar="A,B", help="names of tasks; * and ? stand for any letters")
+    verb.add_argument("--include", type=Path, metavar="DIR", help="folder with further tasks, as lm-eval's YAML files")
+    verb.add_argument(
+        "--shots", type=at_least_zero, metavar="N", help="examples before each question (default: the task's)"
+    )
+    verb.add_argument("--limit", type=at_least_one, metavar="N", help="questions of each task at most")
+    verb.add_argument("--batch", type=at_least_one, default=8, metavar="N", help="rows read at once (%(default)s)")
+    verb.add_argument(
+        "--gen-tokens", type=at_least_one, metavar="N", help="most tokens of an answer (default: the task's)"
+    )
+    verb.add_argument("--device", default="cpu", help="cpu or cuda (%(default)s)")
+    verb.add_argument("--tokenizer", default="", help="a tokenizer.json or bytes (default: the run's own)")
+    verb.add_argument("--eod-token", default="", metavar="NAME", help="token of the tokenizer that ends a document")
+    verb.add_argument("--json", action="store_true", help="print one JSON object")
+    verb.add_argument("--ema", action="store_true", help=_EMA)
+    verb.set_defaults(run=_eval)
 
 
 class _Version(argparse.Action):
@@ -295,17 +329,34 @@ def _plot(args: argparse.Namespace) -> int:
 
 
 def _sample(args: argparse.Namespace) -> int:
-    from sixfold.gpt.commands.sample import stream_run
+    from sixfold.gpt.commands.sample import sample_run_many, stream_run
 
-    names = ("tokenizer", "eod_token", "ema", "tokens", "temperature", "top_k", "top_p", "seed")
-    pieces = stream_run(args.path, args.prompt, **{name: getattr(args, name) for name in names})
-    if args.json:
-        print(json.dumps({"prompt": args.prompt, "text": "".join(pieces), "seed": args.seed}))
-        return 0
-    print(args.prompt, end="", flush=True)
-    for piece in pieces:  # as it is written
-        print(piece, end="", flush=True)
-    print()
+    names = ("tokenizer", "eod_token", "ema", "tokens", "temperature", "top_k", "top_p", "seed", "drop")
+    options, prompts = {name: getattr(args, name) for name in names}, args.prompt or [""]
+    if len(prompts) == 1:
+        texts = [stream_run(args.path, prompts[0], **options)]
+    else:
+        texts = [iter([text]) for text in sample_run_many(args.path, prompts, **options)]
+    for prompt, pieces in zip(prompts, texts, strict=True):
+        if args.json:
+            print(json.dumps({"prompt": prompt, "text": "".join(pieces), "seed": args.seed}))
+            continue
+        print(prompt, end="", flush=True)
+        for piece in pieces:  # as it is written
+            print(piece, end="", flush=True)
+        print()
+    return 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from sixfold.gpt.commands.evaluate import evaluate, table
+
+    names = ("shots", "limit", "batch", "gen_tokens", "tokenizer", "eod_token", "ema", "device")
+    options = {name: getattr(args, name) for name in names}
+    found = evaluate(args.path, args.tasks.split(","), include_path=args.include, **options)
+    print(json.dumps(found) if args.json else table(found))
+    if found["file"] and not args.json:
+        print(found["file"])
     return 0
 
 

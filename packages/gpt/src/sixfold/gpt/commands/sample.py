@@ -1,24 +1,28 @@
 """Let a model write, one token at a time.
 
-    prompt --> tokenizer --> model --> temperature, top k, top p, one draw --> next token   (this file) --> text
+    prompt --> tokenizer --> next_logits.py --> temperature, top k, top p, one draw --> next token (this file) --> text
 
 [Note: how a text without a prompt begins] With the end of a document alone: what follows it is a first token. A model
 that reads each document by itself (data.document_mask, the default) has met that end behind its document only, never
 before a text. So it goes with the first draw, and the text goes on as one whose first token was the prompt.
 
-The model sees the last ``context`` tokens at each position; it keeps no cache. Draws come from a generator of
-their own on the CPU, so a seed gives the same text whatever ran before.
+[Note: a full context] The model sees the last ``context`` tokens. Until they are full it reads each token once. Behind
+that every token that leaves moves all others, which are then read anew: so a long text costs a whole context for each
+token. With ``drop`` so many of the oldest leave at once, and the context is read anew once in so many tokens.
+
+Draws come from a generator of their own on the CPU, so a seed gives the same text whatever ran before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from sixfold.gpt.commands.next_logits import NextLogits, in_view, write_all
 from sixfold.gpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,6 +64,9 @@ class Draws:
         context: tokens that the model sees at most; longer than it was trained on is of no use.
         document_mask: the model was trained to read each document by itself, as runs do by default; see [Note: how a
             text without a prompt begins].
+        cache: keep what the model has read, so that a token costs one token's work; else all is read for each.
+        drop: so many of the oldest tokens leave when the context is full; 1 has the longest context at each token, and
+            more is faster, see [Note: a full context].
     Raises:
         ConfigError: a value outside its range.
     """
@@ -71,11 +78,15 @@ class Draws:
     seed: int = 0
     context: int = 1024
     document_mask: bool = True
+    cache: bool = True
+    drop: int = 1
 
     def __post_init__(self) -> None:
-        for name, value, least in (("tokens", self.tokens, 0), ("top_k", self.top_k, 0), ("context", self.context, 1)):
-            if value < least:
-                raise ConfigError(f"{name} is {value}; it is >= {least}")
+        for name, least in (("tokens", 0), ("top_k", 0), ("context", 1), ("drop", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} is {getattr(self, name)}; it is >= {least}")
+        if self.drop > self.context:
+            raise ConfigError(f"drop is {self.drop} and the context {self.context}; drop is at most the context")
         if not 0 <= self.temperature < float("inf"):
             raise ConfigError(f"temperature is {self.temperature}; it is >= 0, and 0 takes the likeliest token")
         if not 0 < self.top_p <= 1:
@@ -100,41 +111,86 @@ def stream(model: GPTModel, tokenizer: Tokenizer, prompt: str = "", **draws: Any
         ConfigError: a value outside its range, or a prompt with ids that the model does not have.
     """
     how = Draws(**draws)
-    ids = tokenizer.encode(prompt)
-    lead = [] if ids else [tokenizer.eod]
-    vocab_size, largest = model.config.vocab_size, max(lead + ids)
-    if largest >= vocab_size:
-        raise ConfigError(f"tokenizer {tokenizer.name!r} gives id {largest}, model.vocab_size is {vocab_size}")
-    generator, device = torch.Generator().manual_seed(how.seed), next(model.parameters()).device
-
-    def draw(written: list[int]) -> int:
-        before = [] if written and how.document_mask else lead
-        with torch.inference_mode():
-            logits = model(torch.tensor([(before + ids + written)[-how.context :]], device=device))[0, -1]
-            return next_token(logits.cpu(), how.temperature, how.top_k, generator, top_p=how.top_p)
-
-    return _pieces(draw, tokenizer, how.tokens, ids)
+    text = _Text(model.config.vocab_size, tokenizer, prompt, how)  # refused here, not at the first piece
+    return _pieces(model, text, how)
 
 
-def _pieces(
-    draw: Callable[[list[int]], int], tokenizer: Tokenizer, tokens: int, prompt: Sequence[int]
-) -> Iterator[str]:
-    """Text of the tokens that ``draw`` gives, from what was written before, until the document's end.
+def sample_many(model: GPTModel, tokenizer: Tokenizer, prompts: Sequence[str], **draws: Any) -> list[str]:
+    """What `sample` gives for each prompt, read as one batch; each has draws of its own from ``seed``.
 
-    Decoded behind the prompt: many a tokenizer takes the space away from what it decodes first.
+    A text is that of the prompt alone, but where rounding decides between two tokens. Arguments and errors: `stream`.
     """
-    written, shown = list[int](), len(tokenizer.decode(prompt))
-    for _ in range(tokens):
-        token = draw(written)
-        if token == tokenizer.eod:
+    how = Draws(**draws)
+    texts = [_Text(model.config.vocab_size, tokenizer, prompt, how) for prompt in prompts]
+    write_all(texts, NextLogits(model, max((text.longest for text in texts), default=0), cache=how.cache), how.tokens)
+    return [text.written() for text in texts]
+
+
+def _pieces(model: GPTModel, text: _Text, how: Draws) -> Iterator[str]:
+    read = NextLogits(model, text.longest, cache=how.cache)
+    for _ in range(how.tokens):
+        piece = text.draw(read([text.view()])[0].cpu())
+        if text.ended:
             break
-        written.append(token)
-        text = tokenizer.decode([*prompt, *written])
-        if len(whole := text.rstrip("\ufffd")) > shown:  # a part of a character is decoded as U+FFFD
-            yield whole[shown:]
-            shown = len(whole)
-    if rest := tokenizer.decode([*prompt, *written])[shown:]:
+        if piece:
+            yield piece
+    if rest := text.rest():
         yield rest
+
+
+class _Text:
+    """A prompt and what is written behind it, until its document ends.
+
+    Decoded behind the prompt: many a tokenizer takes the space away from what it decodes first. Of a long text only an
+    end is decoded, one that starts with a whole character.
+    """
+
+    END = 64
+
+    def __init__(self, vocab_size: int, tokenizer: Tokenizer, prompt: str, how: Draws) -> None:
+        self.tokenizer, self.how, self.ended = tokenizer, how, False
+        ids = tokenizer.encode(prompt)
+        self.lead = [] if ids else [tokenizer.eod]
+        if (largest := max(self.lead + ids)) >= vocab_size:
+            raise ConfigError(f"tokenizer {tokenizer.name!r} gives id {largest}, model.vocab_size is {vocab_size}")
+        self.ids, self.end, self.shown = ids, list(ids), len(tokenizer.decode(ids))
+        self.prompt = len(ids)
+        self.longest = min(how.context, len(self.lead + ids) + how.tokens)
+        self.generator = torch.Generator().manual_seed(how.seed)
+
+    def view(self) -> list[int]:
+        """What the model sees. [Note: how a text without a prompt begins]"""
+        lead = [] if self.ids and self.how.document_mask else self.lead
+        return in_view(lead + self.ids, self.how.context, self.how.drop)
+
+    def draw(self, logits: torch.Tensor) -> str:
+        """Take the next token, and give the text that is certain by now; nothing once the document has ended."""
+        how = self.how
+        if not self.ended:
+            token = next_token(logits, how.temperature, how.top_k, self.generator, top_p=how.top_p)
+            self.ended = token == self.tokenizer.eod
+        if self.ended:
+            self.ids.append(self.tokenizer.eod)  # in a batch rows grow alike
+            return ""
+        self.ids.append(token)
+        self.end.append(token)
+        text = self.tokenizer.decode(self.end)
+        whole = text.rstrip("\ufffd")  # a part of a character is decoded as U+FFFD
+        piece, self.shown = whole[self.shown :], max(self.shown, len(whole))
+        if len(self.end) >= 2 * self.END and len(text) == self.shown:
+            shorter = self.tokenizer.decode(self.end[-self.END :])
+            if text.endswith(shorter):
+                self.end, self.shown = self.end[-self.END :], len(shorter)
+        return piece
+
+    def written(self) -> str:
+        """All of it."""
+        ends = self.ids.index(self.tokenizer.eod, self.prompt) if self.ended else len(self.ids)
+        return self.tokenizer.decode(self.ids[:ends])[len(self.tokenizer.decode(self.ids[: self.prompt])) :]
+
+    def rest(self) -> str:
+        """What is left when no token comes any more."""
+        return self.tokenizer.decode(self.end)[self.shown :]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,13 +238,33 @@ def stream_run(
     path: str | Path, prompt: str = "", *, tokenizer: str = "", eod_token: str = "", ema: bool = False, **draws: Any
 ) -> Iterator[str]:
     """``stream`` with the model, tokenizer and context length of a run folder or checkpoint folder; see `open_run`."""
-    Draws(**draws)  # refused before a model is read
-    run = open_run(path, tokenizer, eod_token, ema=ema)
-    return stream(
-        run.model, run.tokenizer, prompt, **{"context": run.context, "document_mask": run.document_mask} | draws
-    )
+    run, draws = _opened(path, tokenizer, eod_token, ema, draws)
+    return stream(run.model, run.tokenizer, prompt, **draws)
 
 
 def sample_run(path: str | Path, prompt: str = "", **options: Any) -> str:
     """What ``stream_run`` gives, as one text."""
     return "".join(stream_run(path, prompt, **options))
+
+
+def sample_run_many(
+    path: str | Path,
+    prompts: Sequence[str],
+    *,
+    tokenizer: str = "",
+    eod_token: str = "",
+    ema: bool = False,
+    **draws: Any,
+) -> list[str]:
+    """``sample_many`` with the model, tokenizer and context length of a run folder or checkpoint folder."""
+    run, draws = _opened(path, tokenizer, eod_token, ema, draws)
+    return sample_many(run.model, run.tokenizer, prompts, **draws)
+
+
+def _opened(
+    path: str | Path, tokenizer: str, eod_token: str, ema: bool, draws: dict[str, Any]
+) -> tuple[Opened, dict[str, Any]]:
+    """A run, and fields of `Draws` with its own in the place of those that are not given."""
+    Draws(**{"context": draws.get("drop", 1)} | draws)  # refused before a model is read
+    run = open_run(path, tokenizer, eod_token, ema=ema)
+    return run, {"context": run.context, "document_mask": run.document_mask} | draws

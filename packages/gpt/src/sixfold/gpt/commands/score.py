@@ -1,6 +1,7 @@
 """How well a model predicts a whole text, in nats per byte.
 
     PREFIX-valid --> windows --> model --> sum of -log p / bytes   (this file) --> demo.py
+    rows --> documents (this file) --> harness_model.py
 
 Windows of ``seq_length`` inputs that do not overlap; every id but the very first is predicted exactly once, the ends of
 documents included. The nats of all of them are divided by the bytes of the text: what a compressor built on the model
@@ -44,6 +45,17 @@ def boundaries(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.int32]
     return np.flatnonzero(begins).astype(np.int32)
 
 
+def documents(inputs: npt.NDArray[np.int64], eod: int, document_mask: bool) -> dict[str, torch.Tensor]:
+    """What tells a model which tokens of a batch it reads together: as it was trained."""
+    from sixfold.gpt.data.token_stream import positions_in_documents
+
+    if not document_mask:
+        return {}
+    cu_seqlens = boundaries(inputs, eod)
+    positions = positions_in_documents(cu_seqlens, inputs.shape[1])
+    return {"cu_seqlens": torch.from_numpy(cu_seqlens), "position_ids": torch.from_numpy(positions)}
+
+
 def nats_per_byte(
     model: GPTModel,
     ids: npt.NDArray[np.integer],
@@ -68,11 +80,6 @@ def nats_per_byte(
 def _nats(
     model: GPTModel, inputs: npt.NDArray[np.int64], labels: npt.NDArray[np.int64], eod: int, document_mask: bool
 ) -> float:
-    from sixfold.gpt.data.token_stream import positions_in_documents
-
-    kwargs = {"labels": torch.from_numpy(np.ascontiguousarray(labels))}
-    if document_mask:
-        cu_seqlens = boundaries(inputs, eod)
-        kwargs["cu_seqlens"] = torch.from_numpy(cu_seqlens)
-        kwargs["position_ids"] = torch.from_numpy(positions_in_documents(cu_seqlens, inputs.shape[1]))
-    return float(model(torch.from_numpy(np.ascontiguousarray(inputs)), **kwargs).double().sum())
+    targets = torch.from_numpy(np.ascontiguousarray(labels))
+    apart = documents(inputs, eod, document_mask)
+    return float(model(torch.from_numpy(np.ascontiguousarray(inputs)), labels=targets, **apart).double().sum())

@@ -38,6 +38,7 @@ from torch.autograd.function import once_differentiable
 
 from sixfold.gpt.config.train_config import GPTConfig
 from sixfold.gpt.model.dropout import TokenKeys
+from sixfold.gpt.model.key_value_cache import KeyValueCache
 from sixfold.gpt.model.rope import inverse_frequencies, magnitude, tables
 from sixfold.gpt.parallel.axes import ALONE, Axes
 from sixfold.gpt.parallel.context_parallel import RingPlan, gathered_keys, ring
@@ -69,6 +70,7 @@ class Rows:
         recompute: "none", or what a layer computes again in backward: "selective" (attention) or "full".
         sliding: the same of sliding layers, where there are others too.
         dropout: keys of its tokens, where something is dropped.
+        cache: keeps keys and values of what is read; ``attend`` then takes what it gives.
     """
 
     cos: Tensor
@@ -77,6 +79,7 @@ class Rows:
     recompute: str = "none"
     sliding: "Rows | None" = None
     dropout: TokenKeys | None = None
+    cache: KeyValueCache | None = None
 
     def of(self, *, sliding: bool) -> "Rows":
         """What a layer that slides, or does not, needs to know."""
@@ -157,6 +160,7 @@ def plan_rows(
     backend: str | None = None,
     axes: Axes = ALONE,
     layers: Iterable[int] | None = None,
+    cache: KeyValueCache | None = None,
 ) -> Rows:
     """Work out once what all layers share.
 
@@ -172,7 +176,13 @@ def plan_rows(
         axes: a tensor-parallel rank attends with its own heads, to whole rows; a context-parallel rank with its own
             queries, to the keys of all.
         layers: that it is for; None: all of ``config``.
+        cache: what was read before ``x``, which it counts the positions of.
     """
+    later = cache is not None and cache.length > 0
+    if cache is not None:
+        cache.begin(x.shape[0], x.shape[1], axes, others=position_ids is not None or cu_seqlens is not None)
+        position_ids = cache.positions(x.shape[1], x.device) if later else None
+        cu_seqlens = None if later else cache.boundaries(x.shape[0], x.shape[1])
     documents = _documents(config, x, cu_seqlens, axes)
     positions = documents.positions if position_ids is None else position_ids
     made: list[Rows] = []
@@ -183,9 +193,12 @@ def plan_rows(
         if not made or config.rope_local_base_freq:
             frequencies = inverse_frequencies(config, x.device, sliding=slides)
             cos, sin = tables(positions, frequencies, x.dtype, magnitude(config, sliding=slides))
-        chosen = backend or choose_backend(here)
-        attend = BACKENDS[chosen](here) if axes.cp.size == 1 else _over_ranks(here, axes, chosen)
-        made.append(Rows(cos=cos, sin=sin, attend=attend, recompute=recompute))
+        if cache is not None and later:
+            attend = cache.attend(sliding=slides)
+        else:
+            chosen = backend or choose_backend(here)
+            attend = BACKENDS[chosen](here) if axes.cp.size == 1 else _over_ranks(here, axes, chosen)
+        made.append(Rows(cos=cos, sin=sin, attend=attend, recompute=recompute, cache=cache))
     return made[0] if len(made) == 1 else replace(made[0], sliding=made[1])
 
 

@@ -23,6 +23,7 @@ from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model.attention import Rows, plan_rows
 from sixfold.gpt.model.dropout import EMBEDDING, NONE, TokenKeys, dropped, token_keys
 from sixfold.gpt.model.initial_weights import initializer
+from sixfold.gpt.model.key_value_cache import KeyValueCache
 from sixfold.gpt.model.latent_attention import LatentAttention
 from sixfold.gpt.model.loss import PLAIN, token_losses
 from sixfold.gpt.model.moe import MixtureOfExperts
@@ -52,7 +53,7 @@ class Attention(nn.Module):
     def __init__(self, config: GPTConfig, axes: Axes = ALONE, number: int = 0) -> None:
         super().__init__()
         self.head_dim, self.axes, self.slides = config.head_dim, axes, config.slides(number)
-        self.scale = score_factor(config)
+        self.number, self.scale = number, score_factor(config)
         queries = config.num_attention_heads // axes.tp.size * config.head_dim
         keys = config.num_query_groups // axes.tp.size * config.head_dim
         self.q = nn.Linear(config.hidden_size, queries, bias=config.qkv_bias, device="meta")
@@ -78,6 +79,8 @@ class Attention(nn.Module):
         q, k = rotate(q, rows.cos, rows.sin), rotate(k, rows.cos, rows.sin)
         if self.scale != 1:
             q = q * self.scale
+        if rows.cache is not None:
+            k, v = rows.cache.extend(self.number, k, v)
         return joined(self.out(rows.attend(q, k, v).flatten(2)), self.axes)
 
 
@@ -247,6 +250,7 @@ class GPTModel(nn.Module):
         labels: Tensor | None = None,
         loss_mask: Tensor | None = None,
         row_numbers: Tensor | None = None,
+        cache: KeyValueCache | None = None,
     ) -> Tensor:
         """Run the layers held.
 
@@ -260,6 +264,7 @@ class GPTModel(nn.Module):
             labels: int64 (b, s), already moved: labels[:, t] is what follows token t.
             loss_mask: (b, s), 0 where a target does not count.
             row_numbers: int64 (b,): which rows of the run's order these are; read by dropout alone, in training.
+            cache: what was read of the rows before ``x``, which is then their next tokens; ``x`` is added to it.
         Returns:
             Hidden states as x without ``post_process``; logits (b, s, vocab_size) without ``labels``; else losses of
             each token in nats, float32 (b, s), 0 where masked. Logits and losses are whole on every tensor-parallel
@@ -282,10 +287,14 @@ class GPTModel(nn.Module):
                 recompute=self.recompute,
                 axes=self.axes,
                 layers=map(int, self.layers),
+                cache=cache,
             )
             rows = rows if keys is None else replace(rows, dropout=keys)
+            read = x.shape[1]
             for layer in self.layers.values():
                 x = layer(x, rows)
+            if cache is not None:
+                cache.length += read
         if not self.post_process:
             return x
         (logits,) = columns(self.norm(x), (self._project,), self.axes, once=True)

@@ -6,6 +6,10 @@
 Over tp latents are computed of the rank's part of the sequence, and travel in place of hidden states: every rank has
 the whole of q_a and kv_a, and its heads' part of q_b, kv_b and out. Values are narrower than keys. They are padded with
 zeros to a head's width, so that every back end takes them, and what comes out is cut.
+
+[Note: latents] A cache keeps latents and rotated keys, not the keys and values of heads. A later query is brought to
+the latents in place of them to it: q (W l) = (q W) l. So the latents are one key head that all queries read. Values are
+the latents too, brought to heads when they are summed.
 """
 
 from __future__ import annotations
@@ -34,7 +38,7 @@ class LatentAttention(nn.Module):
     def __init__(self, config: GPTConfig, axes: Axes = ALONE, number: int = 0) -> None:
         super().__init__()
         self.config, self.axes, self.slides = config, axes, config.slides(number)
-        self.scale = score_factor(config)
+        self.number, self.scale = number, score_factor(config)
         heads = config.num_attention_heads // axes.tp.size
         latent, keys = config.kv_lora_rank, heads * (config.qk_nope_head_dim + config.v_head_dim)
         if config.q_lora_rank:
@@ -52,25 +56,45 @@ class LatentAttention(nn.Module):
         """Hidden states as between blocks -> the same."""
         config, again = self.config, rows.recompute != "none"
         rows = rows.of(sliding=self.slides)
+        later = rows.cache is not None and rows.cache.length > 0
         turned, of_q, of_kv = config.qk_rope_head_dim, config.q_lora_rank, config.kv_lora_rank
         latent, key = self.kv_a(x).split((of_kv, turned), -1)
         latents = [self.q_a_norm(self.q_a(x))] if of_q else []
-        together = torch.cat((*latents, self.kv_a_norm(latent), key), -1)
-        products = [lambda t: self.kv_b(t[..., of_q : of_q + of_kv]), lambda t: t[..., of_q + of_kv :]]
+        latent = self.kv_a_norm(latent)
+        together = torch.cat((*latents, latent, key), -1)
+        products = [] if later else [lambda t: self.kv_b(t[..., of_q : of_q + of_kv])]
+        products.append(lambda t: t[..., of_q + of_kv :])
         if of_q:
             products.append(lambda t: self.q_b(t[..., :of_q]))
         # As where it is recomputed: the latents that were gathered are small, and kept.
-        kv, key, *found = columns(together, products, self.axes, recomputed=True)
+        found = columns(together, products, self.axes, recomputed=True)
+        kv = None if later else found.pop(0)
+        key, *found = found
         (q,) = found or columns(x, (self.q,), self.axes, recomputed=again)
         q, q_turned = _parts(q, config.qk_nope_head_dim, turned)
-        k, v = _parts(kv, config.qk_nope_head_dim, config.v_head_dim)
         q_turned, key = (self._rotated(t, rows) for t in (q_turned, key.unsqueeze(2)))
+        if self.scale != 1:
+            q, q_turned = q * self.scale, q_turned * self.scale
+        if rows.cache is not None:
+            (kept,) = rows.cache.extend(self.number, torch.cat((latent.unsqueeze(2), key), -1))
+        if kv is None:
+            return joined(self.out(self._of_latents(q, q_turned, kept, rows).flatten(2)), self.axes)
+        k, v = _parts(kv, config.qk_nope_head_dim, config.v_head_dim)
         q = torch.cat((q, q_turned), -1)
         k = torch.cat((k, key.expand(*k.shape[:-1], turned)), -1)
-        if self.scale != 1:
-            q = q * self.scale
         attended = rows.attend(q, k, F.pad(v, (0, config.head_dim - config.v_head_dim)))
         return joined(self.out(attended[..., : config.v_head_dim].flatten(2)), self.axes)
+
+    def _of_latents(self, q: Tensor, q_turned: Tensor, kept: Tensor, rows: Rows) -> Tensor:
+        """Attention to what a cache keeps, (b, n, 1, latent + turned) -> (b, s, heads, v_head_dim). [Note: latents]"""
+        config = self.config
+        assert type(self.kv_b) is nn.Linear, (
+            f"kv_b is a {type(self.kv_b).__name__}, more than its matrix"
+        )  # no lora.target
+        of_head = self.kv_b.weight.unflatten(0, (-1, config.qk_nope_head_dim + config.v_head_dim))  # type: ignore[no-untyped-call]
+        to_keys, to_values = of_head.split((config.qk_nope_head_dim, config.v_head_dim), 1)
+        q = torch.cat((torch.einsum("bshd,hdl->bshl", q, to_keys), q_turned), -1)
+        return torch.einsum("bshl,hdl->bshd", rows.attend(q, kept, kept[..., : config.kv_lora_rank]), to_values)
 
     def _rotated(self, x: Tensor, rows: Rows) -> Tensor:
         return rotate(neighbours_apart(x) if self.config.rope_interleave else x.contiguous(), rows.cos, rows.sin)

@@ -1,6 +1,7 @@
 """Lengths in tokens: as many steps as read them, whatever the batch does meanwhile."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from config_helpers import MINIMAL
@@ -97,3 +98,17 @@ def test_what_does_not_go_together_is_refused(words, said):
     with pytest.raises(ConfigError) as error:
         TrainConfig.from_text(NO_STEPS, words)
     assert said in str(error.value)
+
+
+def test_a_configuration_that_is_changed_in_python_keeps_steps_and_tokens_alike():
+    config = TrainConfig.from_text(NO_STEPS, ["train.tokens=5120", "schedule.shape=wsd", "schedule.decay_tokens=1024"])
+    assert replace(config, optimizer=replace(config.optimizer, lr=0.5)).schedule.decay_steps == 2
+    for table, change, said in (
+        ("schedule", {"decay_tokens": 2048}, "schedule.decay_tokens is 2048, which is 4 steps, and"),
+        ("schedule", {"warmup_tokens": 513}, "in Python both are given: schedule.warmup_steps = 2"),
+        ("train", {"steps": 20}, "train.tokens is 5120, which is 10 steps, and train.steps 20"),
+        ("train", {"global_batch_size": 32}, "train.tokens is 5120, which is 5 steps, and train.steps 10"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            replace(config, **{table: replace(getattr(config, table), **change)})
+        assert said in str(error.value)

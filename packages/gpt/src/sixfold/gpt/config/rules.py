@@ -16,6 +16,7 @@ from sixfold.gpt.config.batch_schedule import batch_sizes, samples_before
 from sixfold.gpt.config.degrees import check_degrees, check_ranks, multiples
 from sixfold.gpt.config.frozen import check_frozen
 from sixfold.gpt.config.lora import check_lora
+from sixfold.gpt.config.token_budgets import check_tokens
 from sixfold.gpt.errors import ConfigError
 from sixfold.pipeline.schedules import by_name, registered
 
@@ -63,6 +64,7 @@ def check_rules(config: "TrainConfig") -> None:
     check_lora(config)
     check_frozen(config)
     _check_stages(config)
+    check_tokens(config)
     _check_schedule_lr(config)
     if not config.parallel.entry.flushed:
         check_versions(config)

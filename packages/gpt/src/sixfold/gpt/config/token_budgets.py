@@ -1,6 +1,7 @@
 """Lengths that were given in tokens, as steps.
 
     train.tokens, schedule.warmup_tokens, schedule.decay_tokens --> tokens_as_steps (this file) --> TrainConfig: steps
+    rules.py --> check_tokens (this file): a TrainConfig of any origin
 
 A step reads global_batch_size rows of data.seq_length tokens, as the log counts them. The last step of a length may
 read more than is left of it. Both numbers stay in the configuration; they are refused where they differ.
@@ -8,10 +9,14 @@ read more than is left of it. Both numbers stay in the configuration; they are r
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from sixfold.gpt.config.batch_schedule import samples_of
 from sixfold.gpt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from sixfold.gpt.config.train_config import TrainConfig
 
 MOST_STEPS = 2**62
 
@@ -46,6 +51,24 @@ def tokens_as_steps(values: Mapping[str, dict[str, Any]]) -> None:
         steps = train["steps"]
         begin = bisect_right(range(steps + 1), tokens(steps) - schedule["decay_tokens"], key=tokens) - 1
         _fill(schedule, "schedule.decay_tokens", "decay_steps", steps - max(begin, 0))
+
+
+def check_tokens(config: "TrainConfig") -> None:
+    """Refuse steps that are not those of their tokens, in a configuration that was made or changed in Python.
+
+    Raises:
+        ConfigError: naming both, and the steps that work.
+    """
+    values = {name: asdict(getattr(config, name)) for name in ("train", "data", "schedule")}
+    values["train"]["batch_ramp"] = [list(pair) for pair in config.train.batch_ramp]
+    tokens_as_steps(values)
+    for key in ("warmup", "decay"):
+        steps, given = values["schedule"][f"{key}_steps"], getattr(config.schedule, f"{key}_steps")
+        if steps != given:
+            raise ConfigError(
+                f"schedule.{key}_tokens is {values['schedule'][f'{key}_tokens']} and schedule.{key}_steps {given}; in "
+                f"Python both are given: schedule.{key}_steps = {steps} works"
+            )
 
 
 def _fill(table: dict[str, Any], tokens: str, key: str, steps: int) -> None:

@@ -212,6 +212,26 @@ def test_weights_losses_and_norms_have_the_bits_of_plain_torch_at_every_layout(
     assert [name for name, value in weights.items() if not torch.equal(value, tensors[name])] == []
 
 
+@pytest.mark.slow
+def test_samples_that_are_dealt_anew_each_step_keep_the_bits_of_plain_torch_at_every_layout(tmp_path):
+    """``data.deal = "permuted"``: gradients are summed in the order in which the samples are dealt."""
+    layouts = [(2, ("parallel.sharding=optim_grads_params",)), (2, ("parallel.pp=2",))]
+    configs = [
+        config_of(tmp_path, 8, "adamw", "data.deal=permuted", *more, run=f"run{n}")
+        for n, (_, more) in enumerate(layouts)
+    ]
+    in_turn = config_of(tmp_path, 8, "adamw", run="never")
+    run_all((ranks, config) for (ranks, _), config in zip(layouts, configs, strict=True))
+    weights, losses, _ = plain(configs[0])
+    for config in configs:
+        assert told(config, "loss") == losses, config.parallel
+        tensors = final_tensors(config)
+        assert [name for name, value in weights.items() if not torch.equal(value, tensors[name])] == []
+    assert digests(configs[0]) == digests(configs[1])
+    dealt, plainly = (next(global_batches(config)).tokens for config in (configs[0], in_turn))
+    assert not torch.equal(dealt, plainly) and sorted(dealt.tolist()) == sorted(plainly.tolist())
+
+
 EXPERTS = ("model.num_experts=4", "model.moe_ffn_hidden_size=32")
 SPLIT = {
     "tp": [(2, ("parallel.tp=2",)), (4, ("parallel.tp=2",)), (4, ("parallel.tp=2", "parallel.pp=2"))],

@@ -454,7 +454,7 @@ class TokenStream:
 
     def _mine(self, samples: int, batch_size: int, micro: int, dp: int, dp_rank: int) -> list[Sequence[int]]:
         """This rank's positions of a global batch, by microbatch."""
-        count, positions = batch_size // (micro * dp), self._dealt(samples, batch_size)
+        count, positions = batch_size // (micro * dp), self.dealt(samples, batch_size)
         begins = [(m * dp + dp_rank) * micro for m in range(count)]
         return [positions[begin : begin + micro] for begin in begins]
 
@@ -472,7 +472,7 @@ class TokenStream:
                 dataset.look_ahead([position for some in mine for position in some])
         self._told = end
 
-    def _dealt(self, samples: int, batch_size: int) -> Sequence[int]:
+    def dealt(self, samples: int, batch_size: int) -> Sequence[int]:
         """The positions of a global batch as microbatches take them, the same on every rank and at any layout."""
         if not self.permutes:
             return range(samples, samples + batch_size)
@@ -484,6 +484,8 @@ class TokenStream:
 
 def global_batches(config: TrainConfig, first_step: int = 0, *, datasets: OwnDatasets | None = None) -> Iterator[Batch]:
     """The whole batch of each step, in one process without a group. Each layout trains on the same samples.
+
+    Rows are in the order in which gradients are summed: that of positions, or what ``data.deal`` makes of it.
 
     Args:
         first_step: updates already done; the first batch is the one that update ``first_step`` trains on.
@@ -498,7 +500,7 @@ def global_batches(config: TrainConfig, first_step: int = 0, *, datasets: OwnDat
     samples = samples_before(config, first_step)
     for step in range(first_step, config.train.steps):
         size = batch_size(config, step)
-        batch = stream.arrays(range(samples, samples + size))
+        batch = stream.arrays(stream.dealt(samples, size))
         yield Batch(
             **{
                 k: torch.from_numpy(np.ascontiguousarray(batch[k]))

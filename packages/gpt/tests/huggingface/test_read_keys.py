@@ -7,14 +7,15 @@ import json
 
 import pytest
 import torch
-from hf_helpers import CASES, LINEAR, LLAMA3, YARN, from_folder, stepwise_logits, write_folder
+from hf_helpers import CASES, LINEAR, LLAMA3, OURS, YARN, from_folder, stepwise_logits, write_folder
+from model_helpers import small
 
 pytest.importorskip("safetensors", reason="needs the extra hf")
 pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
 
 from sixfold.gpt import load_model
 from sixfold.gpt.errors import ConfigError
-from sixfold.gpt.huggingface.config import read
+from sixfold.gpt.huggingface.config import architecture_of, read
 from sixfold.gpt.huggingface.convert import import_model
 
 TOKENS = torch.randint(0, 100, (2, 24), generator=torch.Generator().manual_seed(5))
@@ -92,3 +93,9 @@ def test_what_transformers_applies_nowhere_or_in_its_cache_alone_is_refused(kind
         read({"model_type": kind, **fields})
     assert says in str(error.value)
     assert read({"model_type": kind} | dict.fromkeys(fields)), "null is none"
+
+
+def test_a_run_with_a_cap_that_gemma_3_does_not_apply_has_no_architecture():
+    assert architecture_of(small(**OURS["gemma3"], final_logit_softcapping=3.0)).model_type == "gemma3_text"
+    with pytest.raises(ConfigError, match=r"the nearest, Gemma3ForCausalLM, has model\.attn_logit_softcapping = 0\.0"):
+        architecture_of(small(**OURS["gemma3"], attn_logit_softcapping=3.0))

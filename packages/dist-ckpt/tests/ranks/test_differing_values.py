@@ -1,5 +1,6 @@
 """Values that are not the same on all ranks: none is lost without an error, and the remedies work."""
 
+import collections
 import os
 import random
 import warnings
@@ -307,3 +308,26 @@ def test_names_that_collide_on_one_rank_are_told_to_be_renamed(tmp_path):
     assert "replica_id" not in str(told.value)
     with pytest.raises(ShardingError, match="name this shard and hold different values"):
         dist_ckpt.save(two(replica_id=1), tmp_path / "c", group=None)
+
+
+def of_other_types(rank, ranks, folder):
+    """What passes though its type differs, and what does not; each as the second rank has it."""
+    import numpy as np  # ranks import this file, and numpy is no dependency
+
+    ordered = collections.OrderedDict
+    alike = {
+        "int": (np.int64(1), 1),
+        "float": (np.float32(1), np.float64(1)),
+        "dict": ({"a": 1, "b": 2}, ordered(b=2, a=1)),
+        "deque": (collections.deque([1], 3), collections.deque([1], 4)),
+    }
+    dist_ckpt.save({name: pair[rank] for name, pair in alike.items()}, folder)
+    for first, second in ((1, 1.0), (True, 1), (0.0, -0.0), (np.float32(0.1), np.float64(0.1)), ([1], (1,))):
+        assert "x" in refused({"x": (first, second)[rank]}, folder)
+    loaded = dist_ckpt.load({}, folder)
+    return [type(loaded[name]).__name__ for name in alike] + [loaded["deque"].maxlen]
+
+
+def test_types_that_are_not_compared_come_back_as_the_first_rank_has_them(tmp_path):
+    pytest.importorskip("numpy", reason="it is no dependency")
+    assert run_ranks(of_other_types, 2, tmp_path / "c") == [["int64", "float32", "dict", "deque", 3]] * 2

@@ -361,7 +361,7 @@ def test_a_checkpoint_of_the_compact_form_links_and_is_linked(tmp_path):
 @pytest.mark.parametrize("since", ["s3://bucket/run", 7, "gone"])
 def test_what_cannot_be_a_since_is_refused_before_anything_is_written(tmp_path, since):
     place = tmp_path / since if since == "gone" else since
-    with pytest.raises(CheckpointError, match=r"since|checkpoint_dir is 7"):
+    with pytest.raises(CheckpointError, match="since"):
         saved({"a": torch.zeros(3)}, tmp_path / "1", since=place)
     assert not (tmp_path / "1").exists()
 

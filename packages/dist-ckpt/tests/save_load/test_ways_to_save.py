@@ -8,6 +8,7 @@ from forked_worker import fork_workers
 from torch import nn
 
 from sixfold import dist_ckpt
+from sixfold.dist_ckpt import CheckpointError, ShardingError, StorageError
 
 
 def saved(state, folder):
@@ -165,3 +166,23 @@ def test_training_goes_on_from_a_save_bit_by_bit(tmp_path, run, way):
     for name, value in first.model.state_dict().items():
         assert torch.equal(after[name], value), name
     assert not torch.equal(at_the_save["3.weight"], after["3.weight"])
+
+
+class Steps(list):
+    """Of a user."""
+
+
+def test_a_list_of_a_class_of_ones_own_is_refused_with_a_remedy_that_works(tmp_path):
+    value = Steps([1, 2])
+    with pytest.raises(ShardingError, match=r"save list\(value\), which comes back as a list"):
+        dist_ckpt.save({"x": value}, tmp_path / "c", group=None)
+    dist_ckpt.save({"x": list(value)}, tmp_path / "c", group=None)
+    assert dist_ckpt.load({}, tmp_path / "c", group=None) == {"x": [1, 2]}
+
+
+def test_errors_of_places_name_the_argument_and_the_remedy(tmp_path):
+    with pytest.raises(CheckpointError, match=r"^since is 3; it is a str or a Path"):
+        dist_ckpt.save({"x": 1}, tmp_path / "c", group=None, since=3)
+    dist_ckpt.save({"x": 1}, tmp_path / "c", group=None)
+    with pytest.raises(StorageError, match=r"is not empty \(.*\) and if_exists is 'error'; name a new folder"):
+        dist_ckpt.save({"x": 1}, tmp_path / "c", group=None, if_exists="error")

@@ -5,7 +5,8 @@
 [Note: what may differ] Where values differ between ranks, saving one of them loses the others. So that is an error, and
 ``PerRank`` keeps them. So is a value that the first rank does not have. A value that is no tensor or array and that the
 first rank has and others do not gives a warning: none is lost. A plain tensor that some ranks have, equal on all of
-them, is written by one of those. ``preprocess_common_before_consistancy_check`` may drop any from the check.
+them, is written by one of those. Numbers of numpy count as Python's; order of keys, kinds of dicts and ``maxlen`` do
+not count. ``preprocess_common_before_consistancy_check`` may drop any from the check.
 
 [Note: replicas that disagree] Of copies of one shard the first is written. So each rank sends digests of at most
 ``_MOST_SAMPLES`` of its shards. A digest is of all elements up to ``_WHOLE``, and of ``_SAMPLE`` elements of a larger

@@ -174,6 +174,8 @@ def _remedy(leaf: Any, unsafe: re.Match[str] | None) -> str:
             f"call torch.serialization.add_safe_globals([{unsafe.group(1)}]) before save and load (safe_globals= of "
             "load does for one load), save plain values and tensors instead, or wrap it in LocalNonpersistentObject"
         )
+    if isinstance(leaf, list):
+        return "save list(value), which comes back as a list, or wrap it in LocalNonpersistentObject"
     return "save plain values and tensors, or wrap it in LocalNonpersistentObject"
 
 

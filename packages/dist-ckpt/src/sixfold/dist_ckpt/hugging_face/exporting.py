@@ -104,7 +104,7 @@ def export(
         library()
         if lacking := [extra for extra in extras if not callable(getattr(extra, "save_pretrained", None))]:
             raise CheckpointError(f"extras hold a {type(lacking[0]).__name__}; each has save_pretrained(folder)")
-        place = local_path(folder, "safetensors are written into a local folder")
+        place = local_path(folder, "safetensors are written into a local folder", "folder")
     exchange = Exchange(group, timeout_s)
     state, ties = _tensors(source, keys, exchange)
     engine = TorchDistSaveShardedStrategy(cached_metadata=False)  # the plan of the next save is not this one

@@ -39,6 +39,12 @@ _BY_NAME = (
     "get_optimizer_state_dict(model, optimizer) gives, and the result to set_optimizer_state_dict. "
 )
 _BY_NUMBER = "State of the optimizer was saved by the numbers of its parameters: pass the optimizer itself. "
+_BY_ITEM = (
+    "Lists of sharded tensors in an optimizer's state, as LBFGS has them, are filled item by item, and its own are of "
+    "another length: have it make as many steps before the load as were made before the save, or leave it out and it "
+    "begins without state. "
+)
+_ITEM = re.compile(r".+\.state\.\d+\.[^.]+\.\d+$")
 _STATE = re.compile(r"(.+?)\.state\.(\d+\.)?")  # an optimizer's name, and the number of a parameter
 
 
@@ -185,7 +191,7 @@ def check_whole(missing: Iterable[str], owners: Iterable[str], local: Iterable[s
     remedy = "Ask for them too; a model has the layers that it had when it was saved. "
     if state := [key for key in lost if key.startswith(f"{name}.state.")]:
         is_named = not any(found[2] for key in state if (found := _STATE.match(key)))
-        remedy = _BY_NAME if is_named else _MAKE_STATE
+        remedy = _BY_NAME if is_named else _BY_ITEM if all(map(_ITEM.match, state)) else _MAKE_STATE
     raise MismatchError(
         f"{', '.join(lost[:_MOST_SHOWN])}{more}: in the checkpoint, asked for by no rank, while other state of "
         f"{name!r} is. {remedy}strict='raise_unexpected' loads the rest without them"

@@ -248,14 +248,14 @@ def _or_a_store(place: Any) -> str:
     return f", or a store, which derives from stores.ByPointer; {type(place).__name__} {text}"
 
 
-def local_path(place: Any, what: str) -> Path:
-    """A local path.
+def local_path(place: Any, what: str, name: str = "checkpoint_dir") -> Path:
+    """A local path. ``name``: as of ``located``.
 
     Raises:
         CheckpointError: as ``located``; or a URL or a store, with ``what`` as the remedy.
     """
     is_store = hasattr(place, "list_files") and hasattr(place, "commit")
-    found: Path | str = place.local_folder or place.name if is_store else located(place)
+    found: Path | str = place.local_folder or place.name if is_store else located(place, name)
     if isinstance(found, str):
         raise CheckpointError(f"{found}: {what}")
     return found

@@ -223,7 +223,9 @@ def check_names(
     """
     if names and if_exists == "error":
         raise StorageError(
-            f"{place} is not empty ({_first(names)}) and if_exists is 'error', as for each export", errno.EEXIST
+            f"{place} is not empty ({_first(names)}) and if_exists is 'error'; name a new folder. An export writes "
+            "into none that has files",
+            errno.EEXIST,
         )
     foreign = [name for name in names if not (is_checkpoint_file(name) or owns_file(name))]
     is_own = any(map(FOLDER.match, names)) or any(

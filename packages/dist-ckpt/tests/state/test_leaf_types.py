@@ -209,7 +209,7 @@ REFUSED = {
     "tensor subclass": (lambda: torch.ones(2).as_subclass(Subclass), r"add_safe_globals\(\[\S*Subclass"),
     "dict subclass with attributes": (lambda: Dictionary.named("x"), r"without its attributes \(name\). Pass its"),
     "the same in a tuple": (lambda: (Dictionary.named("x"),), r"leaf\[0\] is a .*without its attributes name"),
-    "list subclass": (lambda: Numbers([1]), r"is a \S*Numbers, .*\); save plain values and tensors, or wrap"),
+    "list subclass": (lambda: Numbers([1]), r"is a \S*Numbers, .*\); save list\(value\), which comes back"),
     "meta tensor": (lambda: torch.ones(2, device="meta"), "holds no values"),
     "meta tensor in a tuple": (lambda: (1, torch.ones(2, device="meta")), r"leaf\[1\]: data is on the meta"),
     "generator": (lambda: torch.Generator(), "get_state"),

@@ -257,6 +257,14 @@ class Gradients:
         self._leave()
         self.state = State.IDLE
 
+    def start_over(self) -> None:
+        """No gradient is wanted, wherever an exception left them; main gradients are whoever's ``.grad`` they are."""
+        self._leave()
+        self._unsure.clear()
+        self.state = State.IDLE
+        if self._tree is not None:
+            self._tree.clear()
+
     def _leave(self) -> None:
         self._sum = None
         self._held = [None] * len(self._records)

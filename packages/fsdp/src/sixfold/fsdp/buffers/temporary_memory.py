@@ -201,6 +201,12 @@ class Arena:
         self.holders.remove(owner)
         self.held_bytes -= self._ranges[owner][1]
 
+    def start_over(self) -> None:
+        """Nobody holds a range, and nothing waits elsewhere."""
+        self.holders.clear()
+        self._parked.clear()
+        self.held_bytes = 0
+
     # ---- bytes that wait elsewhere
 
     @property

@@ -1,4 +1,5 @@
 """The events of a step: gather, compute, reduce, free.
 
-From outside: backward, engine, gather, grouped_gather, rank_agreement, reduce, reduction_paths, transforms.
+From outside: backward, engine, gather, grouped_gather, interruptions, rank_agreement, reduce, reduction_paths,
+transforms.
 """

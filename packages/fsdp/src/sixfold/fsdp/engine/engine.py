@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sixfold.fsdp.buffers.flat_buffer import ParamAndGradBuffer
 from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.buffers.reduction_sizes import OPEN
 from sixfold.fsdp.buffers.unit import Unit
@@ -23,6 +24,7 @@ from sixfold.fsdp.collectives.host_messages import Control
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.engine.backward import Backward, CallContext, old_graph, refuse_graph
 from sixfold.fsdp.engine.gather import Gathering
+from sixfold.fsdp.engine.interruptions import Interruptible, Interruptions, whole
 from sixfold.fsdp.engine.rank_agreement import OrderCheck
 from sixfold.fsdp.engine.reduce import ReducePolicy, Reduction, StageState
 from sixfold.fsdp.engine.transforms import refuse_transforms
@@ -34,7 +36,7 @@ from sixfold.fsdp.parameter_access.saved_weights import SavedViews, SavedWeights
 from sixfold.fsdp.torch_private import calling_frame, in_backward
 
 
-class Engine:
+class Engine(Interruptible):
     """The events of one model: what each starts, and what it waits for."""
 
     def __init__(
@@ -70,6 +72,7 @@ class Engine:
         self._by_name = {unit.name: unit for unit in units}
         self._holds_others = {0, *(outer.index for unit in units for outer in unit.around)}
         self.reduce_policy = ReducePolicy(grad_reduce, shards_grads=strategy.shards_grads, tree=reduction.tree)
+        self.interruptions = Interruptions(units, gathering, reduction, faults, alone=ranks.size == 1)
         self._stepped = False
         self._calls: list[CallContext] = []
         self._caller = threading.RLock()  # held by the thread whose root call runs
@@ -136,17 +139,12 @@ class Engine:
         if self._gathers:
             refuse_transforms(None, self.faults.step)
         if in_backward() == -1 and not self._calls:
-            if self.main_parameters.look():
-                self._order_check.edited()
-                self.main_changed(frozen=True)
-            self.main_parameters.copied()
+            self.interruptions.before_use(in_call=False)
+            self._look()
         training = torch.is_grad_enabled()
         if training and in_backward() == -1 and not self._calls:
             self._leave_backward()
-            if self._stepped:
-                self._next_step()
-            elif self.gathering.begin_step(stepped=False):
-                self.weights += 1
+            self._begin_step()
             self.reduce_policy.driven = stage is not None
             self.running.clear()
         context = CallContext(len(self.units), training, self.weights)
@@ -154,6 +152,20 @@ class Engine:
         self._calls.append(context)
         self.guards[0].reveal()
         return context
+
+    @whole("gather")
+    def _look(self) -> None:
+        if self.main_parameters.look():
+            self._order_check.edited()
+            self.main_changed(frozen=True)
+        self.main_parameters.copied()
+
+    @whole("gather")
+    def _begin_step(self) -> None:
+        if self._stepped:
+            self._next_step()
+        elif self.gathering.begin_step(stepped=False):
+            self.weights += 1
 
     def end_call(self) -> None:
         """The innermost root call is over, also by an exception."""
@@ -216,9 +228,12 @@ class Engine:
             guard.hide()
         return self._calls[-1] if self._calls else None
 
+    @whole("gather")
     def _use(self, unit: Unit, in_step: bool) -> None:
         if self._gathers:
             refuse_transforms(unit.name, self.faults.step)
+        if self.interruptions.of:
+            self.interruptions.before_use(in_call=True)
         if in_step:
             self._order_check.use(unit)
         busy = self.running or unit.around
@@ -306,11 +321,15 @@ class Engine:
             policy.keep(self._by_name[flat_buffer.unit], record, gradient)
             return
         if flat_buffer.gradients.state not in OPEN:
-            unit = self._by_name[flat_buffer.unit]
-            backward = self._backward or self._begin_backward()
-            self._touched.add(unit.index)
-            self.reduction.acquire(flat_buffer, pooled=self._shards_grads and unit.index in backward.reduces)
-        flat_buffer.gradients.add(record, gradient, self.reduction.wide)
+            self._acquire(flat_buffer)
+        flat_buffer.gradients.add(record, gradient, self.reduction.wide)  # where it raises, zero_grad drops the sum
+
+    @whole("reduce")
+    def _acquire(self, flat_buffer: ParamAndGradBuffer) -> None:
+        unit = self._by_name[flat_buffer.unit]
+        backward = self._backward or self._begin_backward()
+        self._touched.add(unit.index)
+        self.reduction.acquire(flat_buffer, pooled=self._shards_grads and unit.index in backward.reduces)
 
     def deliver_deferred(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """A driven program brings a gradient that autograd did not deliver: the same local sum."""
@@ -328,12 +347,14 @@ class Engine:
             )
         self._add_deferred(record, gradient)
 
+    @whole("reduce")
     def _add_deferred(self, record: ParamRecord, gradient: Tensor) -> None:
         self._touched.add(self._by_name[record.flat_buffer.unit].index)
         if record.flat_buffer.gradients.state not in OPEN:
             self.reduction.acquire(record.flat_buffer, pooled=False)
         record.flat_buffer.gradients.add(record, gradient, self.reduction.wide)
 
+    @whole("reduce")
     def _end_backward(self) -> None:
         """Autograd's final callback. [Note: when a unit's backward is done]"""
         backward, self._backward = self._backward, None
@@ -366,6 +387,7 @@ class Engine:
 
     # ---- when to reduce
 
+    @whole("reduce")
     def _put(self, unit: Unit, *, inside_step: bool = False) -> None:
         self._touched.discard(unit.index)
         if not unit.trained:
@@ -401,10 +423,12 @@ class Engine:
 
     # ---- end of a step
 
+    @whole("reduce")
     def finish_grad_sync(self, *, inside_step: bool = False) -> None:
         """Reduce what is local and wait for all. Inside ``optimizer.step()`` no exchange stands before a reduction."""
         self.faults.check()
         refuse_transforms(None, self.faults.step)
+        self.interruptions.before_use(in_call=False)
         self._put_touched(self.units, inside_step=inside_step)
         self._order_check.gradients_done(inside_step=inside_step)
         self.reduction.finish(self.reduce_policy.over)
@@ -425,12 +449,15 @@ class Engine:
         """
         self.faults.check()
         refuse_transforms(None, self.faults.step)
+        if self.interruptions.of == "gather":
+            self.interruptions.start_over()
         written = None if self.gathering.versions is None else self.gathering.versions.look()
         guard = None if written is None else guard_of(written)
         if guard is not None:
             raise written_in_place(guard, self.units[0].module)
         self._order_check.before_save()
 
+    @whole("reduce")
     def before_step(self, *, widen: bool) -> None:
         """An optimizer of this model is about to step; ``widen``: over all main gradients at once."""
         self.finish_grad_sync(inside_step=True)
@@ -442,6 +469,7 @@ class Engine:
         self.main_parameters.show(nn.Parameter)
         self.stepping = True
 
+    @whole("reduce")
     def after_step(self) -> None:
         """Main weights changed."""
         self.stepping = False
@@ -452,12 +480,14 @@ class Engine:
         self.main_changed(frozen=False)
         self._stepped = True
 
+    @whole("gather")
     def main_changed(self, *, frozen: bool) -> None:
         """Gathered copies are stale, and graphs that hold them are of no more use."""
         self.gathering.invalidate(frozen=frozen)
         self.main_parameters.settle()
         self.weights += 1
 
+    @whole("reduce")
     def forget(self, record: ParamRecord) -> None:
         """``.grad = None`` of one of the module's parameters: what ``discard_local`` does for all, one by one."""
         if self.faults.failed is not None or not record.flat_buffer.trainable:
@@ -475,15 +505,16 @@ class Engine:
             self._touched.discard(unit.index)
             self._outstanding[unit.index] = 0
 
+    @whole("reduce")
     def discard_local(self, parameters: Collection[nn.Parameter] | None = None) -> None:
         """Forget gradients that are not main gradients yet, of some ``parameters`` or of all.
 
         The same on all ranks: units are touched or not by what was asked, not by what lies here.
         """
-        if self.faults.failed is not None:
-            return
+        self.faults.check()
         refuse_transforms(None, self.faults.step)
         self._leave_backward()
+        self.interruptions.start_over()
         if parameters is not None and self.reduce_policy.tree:
             self.reduction.finish(self.reduce_policy.over)  # the others keep what they have
         self.reduce_policy.end_step()

@@ -92,6 +92,12 @@ class AllGatherPipeline:
         if self._freed is not None:
             self._freed(unit)
 
+    def start_over(self) -> None:
+        """All are EMPTY, wherever an exception left them."""
+        self.states = dict.fromkeys(self.states, GatherState.EMPTY)
+        self.ready.clear()
+        self._pending.clear()
+
     def _move(self, unit: str, move: str, needed: GatherState, then: GatherState) -> None:
         state = self.states.get(unit)
         if state is not needed:
@@ -440,6 +446,15 @@ class Gathering:
         for unit in self._units:
             if self.pipeline.states[unit.name] is GatherState.GATHERING:
                 self.pipeline.wait(unit.name)
+
+    def start_over(self) -> None:
+        """What is gathered, or was about to be, is of no use. In one process: nothing is on its way."""
+        self.pipeline.start_over()
+        self.placement.start_over()
+        self._returning.clear()
+        for unit in self._units:
+            self._freed(unit.name)
+        self.invalidate(frozen=True)
 
     def invalidate(self, *, frozen: bool) -> None:
         """Main weights changed: gathered copies are stale (``frozen``: those of frozen parameters too)."""

@@ -271,9 +271,9 @@ class GradReducePipeline:
         if unit not in self._units:
             raise FsdpError(f"put({unit!r}): there is no such unit", unit=unit, op="reduce")
         if unit in self._flying:
-            history = ", ".join(self._histories[unit])
             raise FsdpError(
-                f"put({unit!r}) while its reduction is in flight; drain it first. History: {history}",
+                f"put({unit!r}) while its reduction is in flight; drain it first. History: "
+                f"{', '.join(self._histories[unit])}",
                 unit=unit,
                 op="reduce",
             )
@@ -296,6 +296,10 @@ class GradReducePipeline:
             finish()
             if self.watch is not None:
                 self.watch("drain", unit)
+
+    def abandon(self) -> None:
+        """None is in flight any more, wherever an exception left it."""
+        self._flying.clear()
 
     def finish(self) -> None:
         """Finish all."""
@@ -474,15 +478,13 @@ class Reduction:
         self._leaf = leaf
         while self.pipeline.flying(unit.name):
             self.pipeline.drain(len(self.pipeline) - 1)
-        held = full = False
         for flat_buffer in unit.trained:
             if flat_buffer.gradients.state is State.IDLE and flat_buffer.ranks.size > 1:
                 self.acquire(flat_buffer, pooled=True)
-            held = held or flat_buffer.gradients.state is State.HELD
-            full = full or flat_buffer.gradients.state is not State.IDLE
-        if held:
+        states = {flat_buffer.gradients.state for flat_buffer in unit.trained}
+        if State.HELD in states:
             self.pipeline.drain(self._slots - 1)  # autograd's memory of few units is kept, not of all
-        if full:
+        if states - {State.IDLE}:
             self.pipeline.put(unit.name)
 
     def _start(self, name: str) -> Callable[[], None]:

@@ -91,6 +91,13 @@ class Placement:
             _show(self._units[name])
         return True
 
+    def start_over(self) -> None:
+        """Nothing is gathered, and all lie in their ranges, wherever an exception left them."""
+        self.arena.start_over()
+        self._bind()
+        for name in self.sizes:
+            _show(self._units[name])
+
     def _bind(self) -> None:
         for unit in self._units.values():
             if unit.name not in self.sizes:

@@ -1,0 +1,144 @@
+"""A loop that skips a batch on any exception, and an exception at the k-th tensor operation of one batch.
+
+    engine/test_interruptions.py, ranks/test_interruptions_ranks.py --> outcome (this file)
+
+The oracle is a plain net that trains the batches that were not skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from fsdp_helpers import batch, loss_of, make_adamw, make_net, same
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sixfold.fsdp import FsdpError
+
+BATCHES = 4
+MICROBATCHES = 2
+
+
+class Boom(TorchDispatchMode):
+    """Raises at the k-th operation, and counts."""
+
+    def __init__(self, k: int, error: type[BaseException]) -> None:
+        super().__init__()
+        self.k, self.count, self.error = k, 0, error
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        if self.count == self.k:
+            raise self.error(f"injected at operation {self.k}, {func}")
+        return func(*args, **(kwargs or {}))
+
+
+class Nth:
+    """Within it the k-th call of ``owner.name`` raises."""
+
+    def __init__(self, k: int, error: type[BaseException], owner: type, name: str) -> None:
+        self.k, self.count, self.error, self.owner, self.name = k, 0, error, owner, name
+
+    def __enter__(self) -> Nth:
+        self.own = self.name in vars(self.owner)
+        self.plain = plain = getattr(self.owner, self.name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.count += 1
+            if self.count == self.k:
+                raise self.error(f"injected at call {self.k} of {self.name}")
+            return plain(*args, **kwargs)
+
+        setattr(self.owner, self.name, counted)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.own:
+            setattr(self.owner, self.name, self.plain)
+        else:
+            delattr(self.owner, self.name)
+
+
+def gradients(model: Any, step: int, rank: int) -> None:
+    for k in range(MICROBATCHES):
+        tokens = batch(step, k, rank)
+        with model.microbatch(last=k == MICROBATCHES - 1):
+            loss_of(model(tokens), tokens).backward()
+    model.clip_grad_norm_(100.0)  # scales by one
+
+
+def plain_weights(ranks: int, *, without: int, by_microbatch: bool) -> dict[str, torch.Tensor]:
+    """Of a plain net, all ranks' gradients added in fp32, two addends at a time."""
+    plain = make_net()
+    optimizer = make_adamw(plain.parameters())
+    for step in range(BATCHES):
+        if step == without:
+            continue
+        outer, inner = (MICROBATCHES, ranks) if by_microbatch else (ranks, MICROBATCHES)
+        total: list[torch.Tensor] | None = None
+        for one in range(outer):
+            plain.zero_grad()
+            for other in range(inner):
+                k, rank = (one, other) if by_microbatch else (other, one)
+                loss_of(plain(batch(step, k, rank)), batch(step, k, rank)).backward()
+            mine = [parameter.grad.clone() / (ranks if by_microbatch else 1) for parameter in plain.parameters()]
+            total = mine if total is None else [sum_.add_(new) for sum_, new in zip(total, mine, strict=True)]
+        for parameter, gradient in zip(plain.parameters(), total or (), strict=True):
+            parameter.grad = gradient / (1 if by_microbatch else ranks)
+        optimizer.step()
+    return dict(plain.state_dict())
+
+
+def outcome(
+    wrap: Callable[[], tuple[Any, Any]], rank: int, k: int, error: type[BaseException], at: int, inject: Any = Boom
+) -> tuple[str, dict[str, torch.Tensor], int]:
+    """("skipped", "ended" or "unhurt", weights, operations of the batch) with ``error`` at operation ``k`` of it."""
+    model, optimizer = wrap()
+    skipped, count = "unhurt", 0
+    try:
+        for step in range(BATCHES):
+            try:
+                if step == at:
+                    with inject(k, error) as boom:
+                        try:
+                            gradients(model, step, rank)
+                        finally:
+                            count = boom.count
+                else:
+                    gradients(model, step, rank)
+            except error:
+                skipped = "skipped"
+                optimizer.zero_grad()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+        return skipped, model.full_state_dict(), count
+    except FsdpError as told:
+        assert "Restart the job from its last checkpoint" in str(told), f"operation {k}: {told}"
+        return "ended", {}, count
+
+
+def sweep(
+    wrap: Callable[[], tuple[Any, Any]],
+    rank: int,
+    ranks: int,
+    ks: Callable[[range], Iterable[int]],
+    error: type[BaseException],
+    at: int,
+    *,
+    by_microbatch: bool,
+    inject: Any = Boom,
+) -> dict[str, int]:
+    """How often each outcome came; fails where weights differ from the oracle's."""
+    whole = plain_weights(ranks, without=-1, by_microbatch=by_microbatch)
+    without = plain_weights(ranks, without=at, by_microbatch=by_microbatch)
+    found, weights, operations = outcome(wrap, rank, 0, error, at, inject)
+    assert found == "unhurt" and same(whole, weights) == [], "the oracle is right where nothing is injected"
+    outcomes: dict[str, int] = {}
+    for k in ks(range(1, operations + 1)):
+        found, weights, _ = outcome(wrap, rank, k, error, at, inject)
+        assert found != "unhurt", f"operation {k} of {operations}"
+        assert found == "ended" or same(without, weights) == [], f"operation {k} of {operations}: {found}"
+        outcomes[found] = outcomes.get(found, 0) + 1
+    return outcomes

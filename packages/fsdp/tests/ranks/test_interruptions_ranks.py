@@ -33,10 +33,10 @@ KINDS = {
     "zero-0": {"strategy": "no_shard"},
 }
 POINTS = [
-    *[(Weights, name) for name in ("refresh_source", "main_changed")],
-    *[(GlooComm, name) for name in ("all_gather", "reduce_scatter", "all_reduce")],
-    *[(Gathering, name) for name in ("use", "_claim", "_finish", "_freed")],
-    *[(Gradients, name) for name in ("hold", "sum_in", "sum_in_own", "add", "take", "stage", "land", "landed", "drop")],
+    (Weights, "refresh_source"),
+    *[(GlooComm, name) for name in ("all_gather", "swap", "all_reduce")],
+    *[(Gathering, name) for name in ("use", "_claim", "_finish")],
+    *[(Gradients, name) for name in ("hold", "sum_in", "sum_in_own", "add", "take", "stage", "land", "landed")],
     *[(UnitGuard, name) for name in ("reveal", "hide", "begin_call", "end_call")],
     (Versions, "here"),
     (Faults, "wait"),

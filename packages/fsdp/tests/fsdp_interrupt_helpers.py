@@ -115,7 +115,7 @@ def outcome(
             optimizer.zero_grad()
         return skipped, model.full_state_dict(), count
     except FsdpError as told:
-        rule = "Restart the job from its last checkpoint"
+        rule = "nobody can know what it left there; restart from the last checkpoint"
         return "ended" if rule in str(told) else f"ended by {told}", {}, count
 
 

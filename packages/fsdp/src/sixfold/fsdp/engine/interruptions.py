@@ -44,8 +44,8 @@ class Interruptions:
             self.of = "reduce" if "reduce" in (op, self.of) else op
         elif self._faults.failed is None:
             self._faults.fail(
-                f"{type(error).__name__} came in the midst of a {op}, and nobody can know what it left there. "
-                "Restart the job from its last checkpoint",
+                f"{type(error).__name__} came in the midst of a {op}, and nobody can know what it left there; "
+                "restart from the last checkpoint",
                 None,
                 op,
                 (),

@@ -311,7 +311,9 @@ class Engine(Interruptible):
             raise FsdpError(
                 f"the gradient of {record.name} came while its unit's weights were not gathered: a tensor left the "
                 "unit in this step for the first time, and not through its outputs. Return it in a tuple, list or "
-                'dict, or use BufferConfig(gathered_bytes="all")',
+                'dict, or use BufferConfig(gathered_bytes="all"). Where several calls share one autocast block, its '
+                "cache of cast weights is that tensor: give each call a block of its own, or "
+                "autocast(cache_enabled=False)",
                 unit=flat_buffer.unit,
                 step=self.faults.step,
                 op="reduce",

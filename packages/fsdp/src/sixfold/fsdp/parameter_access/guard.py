@@ -50,6 +50,7 @@ _READS_NOTHING = frozenset({
     "get_gradient_edge", "backward", "_is_view", "grad_dtype",
 })  # fmt: skip
 _STRIDED = frozenset({"as_strided", "as_strided_", "as_strided_copy"})
+_MOVES = frozenset({"to", "half", "double", "float", "bfloat16", "type", "cpu", "cuda"})  # what nn.Module._apply calls
 _SETS_ITEMS = frozenset({"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ipow__"})
 
 
@@ -105,7 +106,8 @@ class Guard:
         elif _writes(name, parameter, args, kwargs):
             raise self.error(f"{name}() writes to it, and the next gather would undo that", WRITE)
         elif self.gone or not self.readable():
-            raise self.error(f"{name}() reads its values outside a call of its unit, and they may not be here", READ)
+            remedy = f"{MOVE}. Else {READ}" if name in _MOVES else READ
+            raise self.error(f"{name}() reads its values outside a call of its unit, and they may not be here", remedy)
 
     def mark(self) -> None:
         """The parameter finds its guard."""
@@ -147,6 +149,7 @@ READ = (
     "fsdp_unit_modules entry named the unit, root_units=False leaves it with the root unit. A part of the model alone "
     "is run by model.entry(child)(x)"
 )
+MOVE = "if it is to convert or move the module, convert before wrapping; buffers that came first are converted by now"
 WRITE = "set weights before wrapping, or copy into model.state_records() and call model.refresh()"
 VIEW = "after the call its memory may hold other weights. Keep a clone() of the view, or let one unit hold both modules"
 IN_CALL = (

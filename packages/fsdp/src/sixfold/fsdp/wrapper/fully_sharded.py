@@ -45,8 +45,8 @@ class FullyShardedDataParallel(nn.Module):
     ``full_state_dict`` or ``state_records``. Gradients lie on ``main_parameters()``. They are final when backward
     returns; under ``microbatch(last=False)`` and ``no_sync`` they are final after ``finish_grad_sync``. Clip with
     ``clip_grad_norm_`` of this object. ``requires_grad`` may change to False and back after wrapping, on all ranks
-    alike. A parameter that was frozen when it was wrapped stays frozen. Keep this object: without it the module cannot
-    run. ``fully_shard`` keeps it as long as the module lives.
+    alike, which nobody checks. A parameter that was frozen when it was wrapped stays frozen. Keep this object: without
+    it the module cannot run. ``fully_shard`` keeps it as long as the module lives.
 
     Args:
         module: any module; parameters may be on the meta device.

@@ -60,7 +60,7 @@ def test_why_says_what_is_dropped_and_a_state_holds_it(packing):
     assert data.load_state_dict(state) == 30
     assert made(*changes, packing=packing, max_epochs=9).load_state_dict(state) == 30
     for other in (changes[1:], (BlendChange(20, drop={"a": [2]}), changes[1])):
-        with pytest.raises(BlendingError, match="drops"):
+        with pytest.raises(BlendingError, match=r"what the BlendChange at 20 takes down of 'a' is another list"):
             made(*other, packing=packing).load_state_dict(state)
     early = json.loads(json.dumps(made(packing=packing).state_dict(20)))
     assert "drops" not in early

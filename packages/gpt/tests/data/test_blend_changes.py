@@ -11,7 +11,7 @@ from gpt_helpers import tiny_config, write_pair
 from sixfold.gpt import ConfigError, TrainConfig
 from sixfold.gpt.config.resume_rules import resume_changes
 from sixfold.gpt.data.blend_changes import blend_changes, prefixes_to_open, prefixes_with_tokenizer
-from sixfold.gpt.data.token_stream import preflight
+from sixfold.gpt.data.token_stream import build_datasets, continue_data, preflight
 
 
 def changed(folder, *entries, options=()):
@@ -86,12 +86,24 @@ def test_folders_and_files_may_move_and_what_was_dropped_may_not_be_another(tmp_
     old = dropped(tmp_path, "{wiki = [1, 2]}")
     resume_changes(old, dropped(tmp_path, f'{{"{tmp_path}/wiki" = [1, 2]}}'), step=4)
     resume_changes(old, dropped(tmp_path, "{wiki = [1]}"), step=2)
-    for other in ("{wiki = [1]}", "{code = [1, 2]}", '{wiki = "gone.txt"}'):
-        with pytest.raises(ConfigError, match=r"cannot change data\.changes"):
-            resume_changes(old, dropped(tmp_path, other), step=4)
+    with pytest.raises(ConfigError, match=r"cannot change data\.changes"):
+        resume_changes(old, dropped(tmp_path, "{code = [1, 2]}"), step=4)
     of_file = dropped(tmp_path, '{wiki = "gone.txt"}')
-    resume_changes(of_file, dropped(tmp_path, '{wiki = "moved/gone.txt"}'), step=4)  # blending compares the documents
+    resume_changes(of_file, dropped(tmp_path, '{wiki = "moved/gone.txt"}'), step=4)  # the data compares the documents
     assert asdict(of_file)["data"]["changes"][0]["drop"] == {"wiki": "gone.txt"}
+
+
+def test_a_list_may_become_a_file_of_the_same_documents_and_others_are_refused_by_key(tmp_path):
+    gone = tmp_path / "gone.txt"
+    gone.write_text("7\n3\n")
+    listed, in_file = dropped(tmp_path, "{wiki = [3, 7]}"), dropped(tmp_path, f'{{wiki = "{gone}"}}')
+    state = json.loads(json.dumps(build_datasets(listed)[0].state_dict(32)))
+    resume_changes(listed, in_file, step=4)
+    continue_data(build_datasets(in_file)[0], state, in_file)
+    for text, told in (("3\n", "1 documents, and the run has taken down 2,"), ("3\n8\n", "has taken down 2, others,")):
+        gone.write_text(text)
+        with pytest.raises(ConfigError, match=rf"data\.changes\[0\]\.drop\.wiki \(the file .*gone\.txt\) .*{told}"):
+            continue_data(build_datasets(in_file)[0], state, in_file)
 
 
 def test_a_deleted_pair_is_not_opened_once_it_has_left_the_blend(tmp_path):

@@ -54,6 +54,17 @@ def run(tmp_path):
     return Lines(tmp_path / "a")
 
 
+def test_each_validation_set_of_the_last_evaluation_is_shown_by_its_name(run):
+    run.start(0)
+    run.updates(1, 20)
+    run.line("eval", step=10, name="old", loss=9.0, tokens=64, seconds=0.0)
+    for name, loss in (("wiki", 7.5), ("loss", 6.25)):
+        run.line("eval", step=20, name=name, loss=loss, tokens=64, seconds=0.0)
+    view = LiveView(run.write())
+    view.poll()
+    assert ", validation 'wiki' 7.5000, 'loss' 6.2500 at step 20" in "\n".join(view.frame(run.clock + 5.2, 100))
+
+
 def test_the_view_has_loss_speed_mfu_data_memory_time_saves_and_events(run):
     run.start(0)
     run.updates(1, 20)

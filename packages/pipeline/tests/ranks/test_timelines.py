@@ -72,4 +72,5 @@ def beside_a_stopped_rank(rank: int, ranks: int) -> tuple[str, float] | None:
 
 def test_events_of_a_stopped_rank_are_waited_for_until_the_deadline():
     text, took = run_ranks(beside_a_stopped_rank, 2, allow_exit=(1,))[0]
-    assert took < 1.5 and "rank 0 waits" in text and "rank 1 silent" in text, text
+    assert took < 10, "timeout_s is 0.5 s; every other deadline of the job is longer than this"
+    assert "rank 0 waits" in text and "rank 1 silent" in text, text

@@ -41,7 +41,8 @@ class NoTargetsError(FinalError):
 
     def __init__(self, masked: bool, where: str = "") -> None:
         super().__init__(
-            f"{where}{self.TEXT}; data.eod_mask_loss is {masked}, and the loss mask leaves nothing: look at the data"
+            f"{where}{self.TEXT}; data.eod_mask_loss is {masked}, and loss masks and documents that data.changes drops "
+            f"leave nothing: look at the data"
         )
 
 

@@ -199,7 +199,19 @@ def _forget_folders(saved: State, current: State) -> None:
             was["name"] = now["name"]
 
 
+def _remedy_of_drops(saved: State, current: State) -> str:
+    (at, name, *_), *_ = [one for one in saved.get("drops", []) if one not in current.get("drops", [])] or [
+        one for one in current.get("drops", []) if one not in saved.get("drops", [])
+    ]
+    return (
+        f"what the BlendChange at {at} takes down of {name!r} is another list than at the save: restore it; a further "
+        f"BlendChange with a later position takes down more"
+    )
+
+
 def _remedy(where: str, saved: State, current: State, datasets: "Sequence[MegatronDataset]") -> str:
+    if where.startswith("drops"):
+        return _remedy_of_drops(saved, current)
     new = ", and say what is new with a BlendChange" if not order_named(current["order"]).indexed else ""
     if not (where.startswith("datasets.") and where.endswith((".name", ".document_shuffle"))):
         return f"restore it{new}"

@@ -1,4 +1,4 @@
 """What code outside a unit's call may read and write of parameters.
 
-From outside: guard, main_parameters, saved_weights.
+From outside: guard, main_parameters, saved_weights, uncompiled.
 """

@@ -148,12 +148,6 @@ def forget_idle_keys(values: dict[str, dict[str, Any]]) -> None:
             values[table][key] = "./" + path.replace("://", ":/")
 
 
-def _drops(config: "TrainConfig", drop: dict[str, Any]) -> dict[str, Any]:
-    """What is dropped by the names of datasets, so that folders and files may move; blending compares the documents."""
-    names = config.data.names_of(drop)
-    return {name: "of a file" if isinstance(ids, str) else ids for name, ids in zip(names, drop.values(), strict=True)}
-
-
 def _fixed_values(config: "TrainConfig", step: int) -> dict[str, Any]:
     """Key -> value of all that a resumed run keeps."""
     values: dict[str, Any] = {}
@@ -162,8 +156,9 @@ def _fixed_values(config: "TrainConfig", step: int) -> dict[str, Any]:
             named = {f"{table}.{key}": value for key, value in keys.items()}
             values.update({name: value for name, value in named.items() if name not in (*_FREE_KEYS, *_NOTED_KEYS)})
     del values["train.batch_ramp"]  # compared step by step
-    values["data.changes"] = [
-        change | {"blend": list(config.data.names_of(change["blend"])), "drop": _drops(config, change["drop"])}
+    values["data.changes"] = [  # documents that are dropped: token_stream.py compares them, wherever they stand
+        change
+        | {"blend": list(config.data.names_of(change["blend"])), "drop": sorted(config.data.names_of(change["drop"]))}
         for change in values["data.changes"]
         if change["at"] < samples_before(config, step)
     ]

@@ -9,7 +9,7 @@ blend may be deleted: what the checkpoint says of it is then enough.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sixfold.gpt.errors import ConfigError
 
@@ -51,6 +51,28 @@ def _dropped(
         else list(ids)
         for key, ids in change.drop.items()
     }
+
+
+def refuse_other_drops(was: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]], data: DataConfig) -> None:
+    """Documents that were taken down before a checkpoint stay the same; both are its state's ``drops``.
+
+    Raises:
+        ConfigError: the key whose list or file has changed, and how many it named.
+    """
+    counts = {(at, name): (count, digest) for at, name, count, digest in was}
+    for at, name, count, digest in now:
+        then = counts.get((at, name), (count, digest))
+        if then == (count, digest):
+            continue
+        number = next(n for n, change in enumerate(data.changes) if change.at == at)
+        key = next(one for one in data.changes[number].drop if name in (one, *data.names_of([one])))
+        given = data.changes[number].drop[key]
+        file = f" (the file {given})" if isinstance(given, str) else ""
+        raise ConfigError(
+            f"data.changes[{number}].drop.{key}{file} names {count} documents, and the run has taken down {then[0]}"
+            f"{', others' * (then[0] == count)}, from position {at} on. Name those again; a further change with a "
+            f"later position takes down more"
+        )
 
 
 def _numbers(what: str, path: str) -> list[int]:

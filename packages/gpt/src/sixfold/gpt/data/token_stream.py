@@ -21,7 +21,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from sixfold.gpt.config.batch_schedule import batch_size, samples_before
-from sixfold.gpt.data.blend_changes import blend_changes, prefixes_to_open, prefixes_with_tokenizer
+from sixfold.gpt.data.blend_changes import (
+    blend_changes,
+    prefixes_to_open,
+    prefixes_with_tokenizer,
+    refuse_other_drops,
+)
 from sixfold.gpt.errors import ConfigError, FinalError
 from sixfold.gpt.parallel.sequence_parts import WHOLE_ROWS, SequencePart, documents_here
 
@@ -308,7 +313,7 @@ def continue_data(train: BlendedDataset | OwnData, state: Mapping[str, Any], con
     """Refuse a saved state of the data whose past is not the one that ``train`` has. Moves nothing.
 
     Raises:
-        ConfigError: documents were shuffled in another way; names the key and its value of then.
+        ConfigError: documents were shuffled in another way, or others were taken down; names the key.
         BlendingError: anything else that fixed the samples given so far differs.
     """
     from sixfold.gpt.data.own_data import OwnData
@@ -334,6 +339,8 @@ def continue_data(train: BlendedDataset | OwnData, state: Mapping[str, Any], con
                 f"data.document_shuffle is {now_key!r}, which shuffles {other[0]} by {now[other[0]]!r}, and the run "
                 f"has read it by {was[other[0]]!r}; data.document_shuffle = {then!r} goes on with it"
             )
+    if "drops" in state:
+        refuse_other_drops(state["drops"], train.state_dict(state["position"]).get("drops", []), config.data)
     train.load_state_dict(dict(state))
 
 

@@ -116,8 +116,9 @@ class LiveView:
         evals = [one for one in self.records if one["kind"] == "eval" and one["loss"] is not None]
         valid = ""
         if evals:
-            of = f" of {evals[-1]['name']}" if evals[-1].get("name") else ""
-            valid = f", validation{of} {evals[-1]['loss']:.4f} at step {evals[-1]['step']:,}"
+            latest = {one.get("name", ""): one["loss"] for one in evals if one["step"] == evals[-1]["step"]}
+            told = ", ".join(f"{name!r} {loss:.4f}" if name else f"{loss:.4f}" for name, loss in latest.items())
+            valid = f", validation {told} at step {evals[-1]['step']:,}"
         rows = [f"loss    {'not finite' if last is None else f'{last:.4f}'}{valid}"]
         room = max(4, min(60, width - 30))
         for name, values in (("all", losses), (f"last {NEAR * 5}", losses[-NEAR * 5 :])):

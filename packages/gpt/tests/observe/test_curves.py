@@ -117,6 +117,22 @@ os.kill(os.getpid(), 9)
     assert drawn_in(tmp_path)["train/loss"] == [(1, 5.0), (2, 4.0), (3, 3.0)]
 
 
+def test_a_process_that_begins_within_the_second_of_another_hides_nothing_of_it(tmp_path):
+    pytest.importorskip("tensorboard", reason="needs tensorboard, an extra")
+    first = TensorBoardSink(tmp_path / "tensorboard")
+    first.add(1, time.time(), {"train/loss": 5.0})
+    first.close(failed=True)
+    [file] = (tmp_path / "tensorboard").iterdir()
+    ahead = int(time.time()) + 1  # the second that has most of its time before it
+    file.rename(file.with_name(f"events.out.tfevents.{ahead}.zzzz.1.0"))
+    time.sleep(max(0.0, ahead - time.time()))
+    second = TensorBoardSink(tmp_path / "tensorboard")
+    second.take_back(1)
+    second.add(2, time.time(), {"train/loss": 4.0})
+    second.close(failed=False)
+    assert drawn_in(tmp_path)["train/loss"] == [(1, 5.0), (2, 4.0)]
+
+
 def test_a_sink_that_fails_says_so_once_and_the_next_start_hands_over_what_it_lacks(tmp_path, capsys):
     feed(tmp_path, Drawn(breaks_at=2), 5.0, 4.0, 3.0)
     [line] = capsys.readouterr().err.splitlines()

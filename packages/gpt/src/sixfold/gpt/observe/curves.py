@@ -55,8 +55,8 @@ class CurveSink(Protocol):
     def take_back(self, step: int) -> None:
         """Updates behind ``step`` are done again: what was drawn of them does not count."""
 
-    def add(self, step: int, time: float, values: Mapping[str, float]) -> None:
-        """The next values of some curves, at Unix seconds ``time``."""
+    def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
+        """The next values of some curves, at Unix seconds ``at``."""
 
     def flush(self) -> None:
         """What was added is not lost with this process from now on."""

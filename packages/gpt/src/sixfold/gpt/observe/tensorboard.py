@@ -5,12 +5,15 @@ curves.py --> TensorBoardSink (this file) --> RUN/tensorboard
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from sixfold.gpt.errors import ConfigError
+
+EVENTS = "events.out.tfevents."
 
 
 def check_tensorboard(wanted: bool) -> None:
@@ -24,6 +27,12 @@ def check_tensorboard(wanted: bool) -> None:
             "log.tensorboard is true and tensorboard is not installed: pip install 'sixfold-gpt[tensorboard]', "
             "or set log.tensorboard = false"
         )
+
+
+def _second_of(path: Path) -> int:
+    """Of the name that TensorBoard gives a file; 0: another file."""
+    second = path.name.removeprefix(EVENTS).partition(".")[0]
+    return int(second) if second.isdecimal() else 0
 
 
 class TensorBoardSink:
@@ -42,13 +51,13 @@ class TensorBoardSink:
             self._writer.close()
         self._open(step + 1)
 
-    def add(self, step: int, time: float, values: Mapping[str, float]) -> None:
+    def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """See CurveSink."""
         if self._writer is None:
             self._open(None)
         self._hides = None
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step, walltime=time)
+            self._writer.add_scalar(name, value, step, walltime=at)
 
     def flush(self) -> None:
         """See CurveSink."""
@@ -61,6 +70,9 @@ class TensorBoardSink:
             self._writer.close()
 
     def _open(self, hides: int | None) -> None:
+        """TensorBoard reads files by name, which begins with a second: no two are opened within one."""
         from torch.utils.tensorboard import SummaryWriter
 
+        while (newest := max(map(_second_of, self._folder.glob(f"{EVENTS}*")), default=0)) == int(time.time()):
+            time.sleep(max(0.0, newest + 1 - time.time()))
         self._writer, self._hides = SummaryWriter(str(self._folder), purge_step=hides), hides

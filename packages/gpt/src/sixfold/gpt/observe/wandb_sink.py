@@ -64,7 +64,7 @@ class WandbSink:
     def take_back(self, step: int) -> None:
         """See CurveSink; W&B has no such thing."""
 
-    def add(self, step: int, time: float, values: Mapping[str, float]) -> None:
+    def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """See CurveSink."""
         self._run.log({"step": step, **values})
 

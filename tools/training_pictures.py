@@ -31,9 +31,10 @@ class Positions(TokenStream):
 
     def __init__(self) -> None:
         """Without data."""
+        self.permutes = self._looks_ahead = False
 
-    def microbatch(self, first: int, size: int) -> Any:
-        return range(first, first + size)
+    def _microbatch(self, samples: Any) -> Any:
+        return samples
 
 
 def step() -> str:

@@ -62,6 +62,12 @@ def test_why_says_what_is_dropped_and_a_state_holds_it(packing):
     for other in (changes[1:], (BlendChange(20, drop={"a": [2]}), changes[1])):
         with pytest.raises(BlendingError, match=r"what the BlendChange at 20 takes down of 'a' is another list"):
             made(*other, packing=packing).load_state_dict(state)
+    both = {"a": [2], "b": [3]}
+    state = json.loads(json.dumps(made(BlendChange(20, drop=both), packing=packing).state_dict(30)))
+    turned = BlendChange(20, drop=dict(reversed(both.items())))
+    assert made(turned, packing=packing).load_state_dict(state) == 30, "their order says nothing"
+    with pytest.raises(BlendingError, match=r"what the BlendChange at 20 takes down of 'b' is another list"):
+        made(BlendChange(20, drop=both | {"b": [4]}), packing=packing).load_state_dict(state)
     early = json.loads(json.dumps(made(packing=packing).state_dict(20)))
     assert "drops" not in early
     assert data.load_state_dict(early) == 20, "what comes later is free"

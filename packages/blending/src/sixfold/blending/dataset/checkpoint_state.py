@@ -181,6 +181,9 @@ def refuse_other_past(saved: State, current: State, datasets: "Sequence[Megatron
         was = saved.get("datasets", {}).get(number, {})
         if "absent" in now or "absent" in was:  # deleted, before or after the state was saved: the name is all there is
             saved["datasets"][number], current["datasets"][number] = {"name": was.get("name")}, {"name": now["name"]}
+    for state in (saved, current):  # documents of several datasets go at one position in any order
+        if "drops" in state:
+            state["drops"] = sorted(state["drops"])
     difference = _first_difference("packing", saved.get("packing"), current.get("packing"))
     difference = difference or _first_difference("", saved, current)
     if difference is not None:
@@ -200,9 +203,8 @@ def _forget_folders(saved: State, current: State) -> None:
 
 
 def _remedy_of_drops(saved: State, current: State) -> str:
-    (at, name, *_), *_ = [one for one in saved.get("drops", []) if one not in current.get("drops", [])] or [
-        one for one in current.get("drops", []) if one not in saved.get("drops", [])
-    ]
+    was, now = (state.get("drops", []) for state in (saved, current))
+    at, name, *_ = next(one for one in [*was, *now] if one not in was or one not in now)
     return (
         f"what the BlendChange at {at} takes down of {name!r} is another list than at the save: restore it; a further "
         f"BlendChange with a later position takes down more"

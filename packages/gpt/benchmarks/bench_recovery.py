@@ -94,12 +94,16 @@ class Command:
 
 
 def first_step_after(number: int, kind: str) -> Callable[[list[dict[str, Any]]], Any]:
-    """Of records: the first line ``kind`` behind the first ``number``, and the first step behind that."""
+    """Of records: the first line ``kind`` behind the first ``number``, and the first step that was done after it.
+
+    A line of a step is written when its snapshot is whole, and has the time of its end: behind a recovery may come
+    lines of steps that were done before the kill.
+    """
 
     def found(records: list[dict[str, Any]]) -> Any:
         at = next((i for i, one in enumerate(records) if i >= number and one["kind"] == kind), len(records))
-        step = next((one for one in records[at:] if one["kind"] == "step"), None)
-        return step and (records[at], step)
+        later = [one for one in records[at + 1 :] if one["kind"] == "step" and one["time"] > records[at]["time"]]
+        return (records[at], later[0]) if later else None
 
     return found
 

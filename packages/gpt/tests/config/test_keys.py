@@ -8,6 +8,7 @@ import pytest
 from config_helpers import MINIMAL, config_with, words_of
 
 from sixfold.gpt.checkpoints import trained_model as load
+from sixfold.gpt.checkpoints.starting_point import settled
 from sixfold.gpt.config import train_config as config_module
 from sixfold.gpt.config.toml import read_tables, write_tables
 from sixfold.gpt.config.train_config import TABLES, resume_changes
@@ -116,3 +117,23 @@ def test_a_checkpoint_whose_configuration_has_what_release_0_1_0_took_is_read(ov
     resume_changes(config, config_with(*(one for one in overrides[1:] if "valid" in one or "shape" in one)))
     if overrides[0] == "run":
         assert config.run.dir == "./~/runs/a", "the folder that 0.1.0 made of it"
+
+
+def test_a_checkpoint_that_does_not_say_how_samples_were_dealt_goes_on_in_turn(monkeypatch):
+    tables = read_tables(MINIMAL, (), TABLES, "a run of 0.1.0")
+    tables["data"].pop("deal", None)
+    monkeypatch.setattr(load.dist_ckpt, "load_common_state_dict", lambda folder: {"config": write_tables(tables)})
+    past = load.saved_config(Path("step-00000001"))
+    assert past.data.deal == "in_turn"
+    resume_changes(past, config_with(), step=3)
+    assert settled(config_with(), Path("step-00000001")).data.deal == "in_turn"
+    with pytest.raises(ConfigError, match=r"data\.deal \(was 'in_turn', is 'permuted'\)"):
+        resume_changes(past, config_with("data.deal=permuted"), step=3)
+
+
+@pytest.mark.parametrize(("order", "deal"), [("stateless", "permuted"), ("apportioned", "permuted"), ("megatron", "in_turn")])
+def test_a_new_run_permutes_the_samples_of_a_step_unless_its_order_is_megatrons(order, deal):
+    config = config_with(f"data.order={order}")
+    assert config.data.deal == "auto"
+    assert settled(config, None).data.deal == config.data.dealt_as == deal
+    assert settled(config_with("data.deal=in_turn"), None).data.deal == "in_turn"

@@ -76,6 +76,22 @@ def test_packed_documents_train_alike_at_two_layouts_and_over_a_resume(tmp_path)
     assert losses(cut) == losses(alone)[2:]
 
 
+def test_a_run_that_dealt_in_turn_goes_on_so_and_a_new_one_permutes(tmp_path):
+    more = ("train.steps=4", "checkpoint.every=2")
+    in_turn = tiny_config(tmp_path, *more, "data.deal=in_turn", run="in-turn")
+    new = tiny_config(tmp_path, *more, run="new")
+    permuted = tiny_config(tmp_path, *more, "data.deal=permuted", run="permuted")
+    for config in (in_turn, new, permuted):
+        train(config)
+    assert losses(new) == losses(permuted)
+    assert TrainConfig.from_text(Path(new.run.dir, "config.toml").read_text()).data.deal == "permuted"
+    shutil.rmtree(Path(in_turn.run.dir, "checkpoints/step-00000004"))
+    whole = losses(in_turn)
+    train(tiny_config(tmp_path, *more, run="in-turn"))
+    assert losses(in_turn)[4:] == whole[2:]
+    assert TrainConfig.from_text(Path(in_turn.run.dir, "config.toml").read_text()).data.deal == "in_turn"
+
+
 def rank_of_another_node(rank, ranks, text, folders):
     """The error of a rank whose node has data of its own behind the same prefix."""
     os.chdir(folders[rank])

@@ -19,7 +19,7 @@ import secrets
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +96,19 @@ def starting_point(
     return _start(config, mesh, {})
 
 
+def settled(config: TrainConfig, newest: Path | None) -> TrainConfig:
+    """``config`` with what its checkpoint settles: data.deal = "auto" is how the run has dealt its samples so far.
+
+    Args:
+        newest: as of `StartingPoint`.
+    """
+    if config.data.deal != "auto":
+        return config
+    has_past = newest is not None and IMPORTED not in saved_common(newest)
+    deal = saved_config(newest).data.dealt_as if has_past else config.data.dealt_as
+    return replace(config, data=replace(config.data, deal=deal))
+
+
 def older_start(config: TrainConfig, mesh: RankMesh, start: StartingPoint, error: CorruptError) -> StartingPoint:
     """What to continue from when the checkpoint of ``start`` could not be loaded: an older one. As `starting_point`.
 
@@ -159,7 +172,7 @@ def _start(config: TrainConfig, mesh: RankMesh, damaged: Mapping[Path, str]) -> 
         newest = _newest(config, known)
         if newest is not None:
             _check_past(newest, config)
-        write_config(config)
+        write_config(settled(config, newest))
         return newest
 
     newest = training_state.chosen(mesh, choose, config.run.timeout_seconds)

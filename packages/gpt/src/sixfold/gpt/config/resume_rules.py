@@ -56,6 +56,8 @@ def resume_changes(old: "TrainConfig", new: "TrainConfig", *, step: int = 0, sam
     before, after = _fixed_values(old, step), _fixed_values(new, step)
     reads_end = old.data.eod_mask_loss or new.data.eod_mask_loss
     free = () if reads_end and not same_end else _TOKENIZER_KEYS
+    if new.data.deal == "auto":  # as before, whatever that was
+        free = (*free, "data.deal")
     changed = {key: (before[key], after[key]) for key in before if before[key] != after[key] and key not in free}
     batches = _changed_batches(old, new, step)
     if changed or batches:
@@ -128,8 +130,10 @@ def _valid_names(config: "TrainConfig") -> dict[str, list[str]]:
 def forget_idle_keys(values: dict[str, dict[str, Any]]) -> None:
     """Take out of a saved configuration's tables what release 0.1.0 accepted without effect and a new run is refused.
 
-    A checkpoint must stay readable. A path that 0.1.0 took as it stood (``~``, a URL) is led by ``./``: that folder.
+    A checkpoint must stay readable. One that does not say how samples were dealt is of a release that dealt them in
+    turn. A path that 0.1.0 took as it stood (``~``, a URL) is led by ``./``: that folder.
     """
+    values["data"].setdefault("deal", "in_turn")
     if values["data"].get("valid"):
         values["data"].pop("split", None)
     if values["schedule"].get("shape") == "constant":

@@ -379,7 +379,7 @@ def _check_changes(config: "TrainConfig") -> None:
             f"data.document_shuffle is 'block' and data.order is {order!r}, which shuffles all documents of a dataset "
             "together; data.document_shuffle = 'auto' works"
         )
-    if config.data.deal != "in_turn" and order == "megatron":
+    if config.data.deal == "permuted" and order == "megatron":
         raise ConfigError(
             f"data.deal is {config.data.deal!r} and data.order is {order!r}, in which ranks take samples in turn; "
             "data.deal = 'in_turn' works"

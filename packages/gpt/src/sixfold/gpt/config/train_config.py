@@ -69,7 +69,7 @@ class DataConfig(Table):
     seq_length: Positive
     order: Literal["stateless", "megatron", "apportioned"] = "stateless"
     packing: Literal["concatenate", "best_fit"] = "concatenate"  # "best_fit": rows of whole documents
-    deal: Literal["in_turn", "permuted"] = "in_turn"  # "permuted": no rank has a few datasets for ever
+    deal: Literal["auto", "in_turn", "permuted"] = "auto"  # "permuted", of new runs: no rank has a few datasets for ever
     blend_unit: Literal["rows", "tokens"] = "rows"  # what weights count where documents are packed
     document_shuffle: Literal["auto", "global", "block"] = "auto"  # "block": the order of 0.1.0
     max_epochs: Size = 4.0  # the run warns if training reads a dataset more often; 0 = never
@@ -123,6 +123,13 @@ class DataConfig(Table):
         """Names of any prefixes: those of the blend as ``dataset_names`` has them, else base names."""
         known = dict(zip(self.blend, self.dataset_names, strict=True))
         return tuple(known.get(prefix, PurePath(prefix).name) for prefix in prefixes)
+
+    @property
+    def dealt_as(self) -> str:
+        """How the samples of a step are shared by the ranks of a new run: ``deal``, or what "auto" means."""
+        if self.deal != "auto":
+            return self.deal
+        return "in_turn" if self.order == "megatron" else "permuted"
 
     @property
     def valid_sets(self) -> dict[str, tuple[str, ...]]:

@@ -71,7 +71,6 @@ def check_own(config: TrainConfig, datasets: Datasets) -> None:
         ("data.names", list(data.names), []),  # own datasets have those of data.blend
         ("data.order", data.order, "stateless"),
         ("data.packing", data.packing, "concatenate"),
-        ("data.deal", data.deal, "in_turn"),
         ("data.blend_unit", data.blend_unit, "rows"),
         ("data.document_shuffle", data.document_shuffle, "auto"),
         ("data.changes", list(data.changes), []),

@@ -392,7 +392,7 @@ class TokenStream:
         self.seq_length = config.data.seq_length
         self.document_mask = config.data.document_mask
         self.drops = config.train.hidden_dropout > 0 or config.train.embedding_dropout > 0
-        self.permutes = config.data.deal == "permuted"
+        self.permutes = config.data.dealt_as == "permuted"
         self._looks_ahead = bool(getattr(dataset, "looks_ahead", False))  # users' own have no such thing
         self._told = self._asked = 0  # samples that ids were fetched ahead of, and where the last batch began
         self.name = "data"

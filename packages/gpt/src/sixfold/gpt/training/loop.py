@@ -26,6 +26,7 @@ from sixfold.gpt.checkpoints.starting_point import (
     data_state,
     initial_weights,
     same_config,
+    settled,
     starting_point,
     step_of,
 )
@@ -455,6 +456,7 @@ def train_in(
     same_config(config, mesh)
     fence = None if kept is None else kept.fence
     start = starting_point(config, mesh, datasets, joins=fence is not None)
+    config = all_or_raise(mesh.control, mesh.size, lambda: settled(config, start.newest))
     source = None if start.newest is not None else initial_weights(config, mesh)
     fresh = start.newest is None and source is None
     with memory_errors(mesh.rank, config):

@@ -3,9 +3,9 @@
     config.data --> sixfold.blending --> TokenStream (this file) --> step.py
                                       `-> global_batches (whole batches, one process, no group)
 
-The state of the data is one number, ``samples`` consumed. Sample j of microbatch m on data-parallel rank d lies at
-position ``samples + (m*dp + d) * micro_batch_size + j`` of the order; ``data.deal`` may permute the
-positions of a step. So a change of layout or of the ramp repeats and skips nothing. Every rank of a pipeline computes
+The state of the data is one number, ``samples`` consumed. A step reads the positions of the order from there on,
+permuted by a key of the first one (``data.deal``). Sample j of microbatch m on data-parallel rank d is number
+``(m*dp + d) * micro_batch_size + j`` of them. So a change of layout or of the ramp repeats and skips nothing. Every rank of a pipeline computes
 its microbatches itself from the order; only hidden states travel. Ranks of a context-parallel group read the same
 samples, and each keeps its part of every row (sequence_parts.py).
 """

@@ -30,8 +30,8 @@ class Positions(TokenStream):
     """The positions that a rank reads, in place of their tokens."""
 
     def __init__(self) -> None:
-        """Without data."""
-        self.permutes = self._looks_ahead = False
+        """Without data; dealt as in a new run."""
+        self.permutes, self._looks_ahead = True, False
 
     def _microbatch(self, samples: Any) -> Any:
         return samples

@@ -131,7 +131,9 @@ def test_a_checkpoint_that_does_not_say_how_samples_were_dealt_goes_on_in_turn(m
         resume_changes(past, config_with("data.deal=permuted"), step=3)
 
 
-@pytest.mark.parametrize(("order", "deal"), [("stateless", "permuted"), ("apportioned", "permuted"), ("megatron", "in_turn")])
+@pytest.mark.parametrize(
+    ("order", "deal"), [("stateless", "permuted"), ("apportioned", "permuted"), ("megatron", "in_turn")]
+)
 def test_a_new_run_permutes_the_samples_of_a_step_unless_its_order_is_megatrons(order, deal):
     config = config_with(f"data.order={order}")
     assert config.data.deal == "auto"

@@ -66,7 +66,7 @@ def test_documents_of_a_file_are_taken_down_at_a_resume_at_another_layout(packin
     told = [row.tolist() for batch in after[2:] for row in batch.tokens]
     dropped = [wiki[number][:12].tolist() for number in gone if wiki[number].size > 12]
     assert not any(ids == row[at : at + 12] for ids in dropped for row in told for at in range(len(row) - 11))
-    earlier = tiny_config(tmp_path, *options, change.replace("16", "8"), run="earlier")
+    earlier = tiny_config(tmp_path, *options, change.replace("at = 16", "at = 8"), run="earlier")
     goes_on(earlier, plain)
     with pytest.raises(ConfigError, match=r"cannot change data\.changes"):
         train(earlier)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from gpt_helpers import tiny_config
@@ -13,6 +12,7 @@ from run_helpers import assert_same_tensors, final_tensors, lines, losses, run_a
 
 import ranktest
 from sixfold import dist_ckpt
+from sixfold.blending.order import deal
 from sixfold.gpt import GPTModel, global_batches
 from sixfold.gpt.data.token_stream import build_datasets
 
@@ -104,7 +104,7 @@ def stashed_losses(config, lag, flushes=()):
             parameter.data.copy_(versions[step - lag(name, step, settled)][name])
         nats = model(batch.tokens, cu_seqlens=batch.cu_seqlens, labels=batch.labels, loss_mask=batch.loss_mask)
         loss = nats.sum() / batch.loss_mask.sum()
-        dataset, _ = data.locate(np.arange(samples, samples := samples + len(batch.tokens)))
+        dataset, _ = data.locate(deal(samples, samples := samples + len(batch.tokens), 0, 1))
         rows = {name: torch.from_numpy(dataset == number) for number, name in enumerate(data.names)}
         sources = {
             name: float(nats[mine].detach().double().sum() / batch.loss_mask[mine].sum())

@@ -69,7 +69,7 @@ class DataConfig(Table):
     seq_length: Positive
     order: Literal["stateless", "megatron", "apportioned"] = "stateless"
     packing: Literal["concatenate", "best_fit"] = "concatenate"  # "best_fit": rows of whole documents
-    deal: Literal["auto", "in_turn", "permuted"] = "auto"  # "permuted", of new runs: no rank has a few datasets for ever
+    deal: Literal["auto", "in_turn", "permuted"] = "auto"  # "permuted" (new runs): no rank has few datasets for ever
     blend_unit: Literal["rows", "tokens"] = "rows"  # what weights count where documents are packed
     document_shuffle: Literal["auto", "global", "block"] = "auto"  # "block": the order of 0.1.0
     max_epochs: Size = 4.0  # the run warns if training reads a dataset more often; 0 = never

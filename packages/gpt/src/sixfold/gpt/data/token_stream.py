@@ -5,9 +5,9 @@
 
 The state of the data is one number, ``samples`` consumed. A step reads the positions of the order from there on,
 permuted by a key of the first one (``data.deal``). Sample j of microbatch m on data-parallel rank d is number
-``(m*dp + d) * micro_batch_size + j`` of them. So a change of layout or of the ramp repeats and skips nothing. Every rank of a pipeline computes
-its microbatches itself from the order; only hidden states travel. Ranks of a context-parallel group read the same
-samples, and each keeps its part of every row (sequence_parts.py).
+``(m*dp + d) * micro_batch_size + j`` of them. So a change of layout or of the ramp repeats and skips nothing. Every
+rank of a pipeline computes its microbatches itself from the order; only hidden states travel. Ranks of a
+context-parallel group read the same samples, and each keeps its part of every row (sequence_parts.py).
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from sixfold.gpt.commands.cli import main
 from sixfold.gpt.config.presets import PRESETS
 from sixfold.gpt.config.train_config import GPTConfig, TrainConfig
 from sixfold.gpt.errors import ConfigError
+from sixfold.gpt.huggingface.config import write
 
 # Of the weights that each model was published with, counted in its safetensors files; a tied table once.
 PARAMETERS = {
@@ -222,3 +223,12 @@ def test_the_guide_lists_every_preset():
     guide = (Path(__file__).parents[4] / "docs" / "guide" / "gpt-configuration.md").read_text(encoding="utf-8")
     rows = [line for line in guide.splitlines() if line.startswith("| ")]
     assert [name for name in PRESETS if not any(f"`{name}`" in row for row in rows)] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("qwen3-30b-a3b", 0.001), ("qwen3-235b-a22b", 0.001), ("mixtral-8x7b", 0.02), ("mixtral-8x22b", 0.001)],
+)
+def test_an_export_of_a_preset_has_the_published_coefficient_of_the_balance(name, published):
+    written = write(GPTConfig(**PRESETS[name]), max_positions=1, dtype="float32", tokens={})
+    assert written["router_aux_loss_coef"] == pytest.approx(published, rel=1e-12)

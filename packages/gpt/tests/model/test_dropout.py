@@ -63,6 +63,11 @@ def test_as_many_are_dropped_as_asked(share):
         assert (found.float().mean(axes) - (1 - share)).abs().max() < 6 * math.sqrt(share * (1 - share) / n)
 
 
+@pytest.mark.parametrize("share", [1 - 2**-33, 1 - 2**-40, math.nextafter(1.0, 0.0)])
+def test_the_largest_shares_keep_next_to_nothing(share):
+    assert float(kept(keys(range(16)), 3, 512, share).float().mean()) < 1e-4
+
+
 def test_coins_of_other_sites_seeds_rows_places_and_channels_know_nothing_of_each_other():
     first = kept(keys(), 1, 512, 0.5)
     others = [kept(keys(), site, 512, 0.5) for site in SITES if site != 1]

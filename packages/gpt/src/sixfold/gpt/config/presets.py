@@ -62,10 +62,14 @@ def _qwen_3(*sizes: int, **other: Any) -> dict[str, Any]:
     return _model(*sizes, vocab_size=151936, head_dim=128, rope_theta=1e6, norm_eps=1e-6, qk_norm=True, **other)
 
 
-def _mixtral(*sizes: int, balance: float) -> dict[str, Any]:
-    """``balance`` is router_aux_loss_coef: over all layers together, of shares that sum to a token's 2 experts."""
-    scaled = balance * 2 / sizes[0]
-    return _model(*sizes, vocab_size=32000, rope_theta=1e6, num_experts=8, router_aux_loss=scaled)
+def _balance(coefficient: float, experts_per_token: int, layers: int) -> float:
+    """Of router_aux_loss_coef, which is over all layers together, of shares that sum to a token's experts."""
+    return coefficient * experts_per_token / layers
+
+
+def _mixtral(*sizes: int, coefficient: float) -> dict[str, Any]:
+    balance = _balance(coefficient, 2, sizes[0])
+    return _model(*sizes, vocab_size=32000, rope_theta=1e6, num_experts=8, router_aux_loss=balance)
 
 
 def _layers(count: int, every: int) -> list[str]:
@@ -107,8 +111,9 @@ def _gemma_3(*sizes: int, head_dim: int = 256, small: bool = False, **other: Any
     return _gemma(*sizes, vocab_size=vocab, head_dim=head_dim, qk_norm=True, **window, **rope, **longer, **other)
 
 
-def _experts(moe_ffn: int) -> dict[str, Any]:
-    return {"num_experts": 128, "experts_per_token": 8, "moe_ffn_hidden_size": moe_ffn, "router_aux_loss": 0.001}
+def _qwen_3_moe(*sizes: int, moe_ffn: int) -> dict[str, Any]:
+    experts = {"num_experts": 128, "experts_per_token": 8, "moe_ffn_hidden_size": moe_ffn}
+    return _qwen_3(*sizes, **experts, router_aux_loss=_balance(0.001, 8, sizes[0]))
 
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -135,15 +140,15 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     "qwen3-8b": _qwen_3(36, 4096, 32, 8, 12288),
     "qwen3-14b": _qwen_3(40, 5120, 40, 8, 17408),
     "qwen3-32b": _qwen_3(64, 5120, 64, 8, 25600),
-    "qwen3-30b-a3b": _qwen_3(48, 2048, 32, 4, 6144, **_experts(768)),
-    "qwen3-235b-a22b": _qwen_3(94, 4096, 64, 4, 12288, **_experts(1536)),
+    "qwen3-30b-a3b": _qwen_3_moe(48, 2048, 32, 4, 6144, moe_ffn=768),
+    "qwen3-235b-a22b": _qwen_3_moe(94, 4096, 64, 4, 12288, moe_ffn=1536),
     "smollm2-135m": _model(30, 576, 9, 3, 1536, vocab_size=49152, rope_theta=1e5, tie_embeddings=True),
     "smollm2-360m": _model(32, 960, 15, 5, 2560, vocab_size=49152, rope_theta=1e5, tie_embeddings=True),
     "smollm2-1.7b": _model(24, 2048, 32, 32, 8192, vocab_size=49152, rope_theta=130000.0, tie_embeddings=True),
     "mistral-7b-v0.1": _model(32, 4096, 32, 8, 14336, vocab_size=32000, sliding_window=4096),
     "mistral-7b-v0.3": _model(32, 4096, 32, 8, 14336, vocab_size=32768, rope_theta=1e6),
-    "mixtral-8x7b": _mixtral(32, 4096, 32, 8, 14336, balance=0.02),
-    "mixtral-8x22b": _mixtral(56, 6144, 48, 8, 16384, balance=0.001),
+    "mixtral-8x7b": _mixtral(32, 4096, 32, 8, 14336, coefficient=0.02),
+    "mixtral-8x22b": _mixtral(56, 6144, 48, 8, 16384, coefficient=0.001),
     "olmo-2-1b": _olmo_2(16, 2048, 16, 16, 8192),
     "olmo-2-7b": _olmo_2(32, 4096, 32, 32, 11008),
     "olmo-2-13b": _olmo_2(40, 5120, 40, 40, 13824),

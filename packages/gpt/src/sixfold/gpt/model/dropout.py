@@ -91,7 +91,7 @@ def kept(keys_BS: Tensor, site: int, width: int, share: float) -> Tensor:
     states = _finalized(keys_BS + _wrapped((site + 1) * _GAMMA))
     counters = torch.arange(1, width // 2 + width % 2 + 1, device=keys_BS.device) * _GAMMA
     halves = _finalized(states.unsqueeze(-1) + counters).view(torch.int32)
-    return halves[..., :width] >= round(share * 2**32) - 2**31
+    return halves[..., :width] >= min(round(share * 2**32) - 2**31, 2**31 - 1)
 
 
 def dropped(x: Tensor, keys_BS: Tensor, site: int, share: float) -> Tensor:

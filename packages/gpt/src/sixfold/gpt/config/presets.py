@@ -64,7 +64,7 @@ def _qwen_3(*sizes: int, **other: Any) -> dict[str, Any]:
 
 def _balance(coefficient: float, experts_per_token: int, layers: int) -> float:
     """Of router_aux_loss_coef, which is over all layers together, of shares that sum to a token's experts."""
-    return coefficient * experts_per_token / layers
+    return float(f"{coefficient * experts_per_token / layers:.15g}")  # as an import of config.json reads it
 
 
 def _mixtral(*sizes: int, coefficient: float) -> dict[str, Any]:

@@ -5,12 +5,12 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from gpt_helpers import tiny_config
 from run_helpers import lines, run_all
 
+from sixfold.blending.order import deal
 from sixfold.gpt import GPTModel, global_batches
 from sixfold.gpt.config.train_config import RunConfig
 from sixfold.gpt.data.token_stream import build_datasets
@@ -39,7 +39,7 @@ def losses_by_dataset_of_the_first_step(config):
     model = GPTModel(config.model)
     model.initialize(config.train.seed)
     batch = next(global_batches(config))
-    dataset, _ = build_datasets(config)[0].locate(np.arange(config.train.global_batch_size))
+    dataset, _ = build_datasets(config)[0].locate(deal(0, config.train.global_batch_size, 0, 1))
     with torch.no_grad():
         losses = model(batch.tokens, cu_seqlens=batch.cu_seqlens, labels=batch.labels, loss_mask=batch.loss_mask)
     found = {}

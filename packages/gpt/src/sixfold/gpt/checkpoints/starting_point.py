@@ -104,9 +104,8 @@ def settled(config: TrainConfig, newest: Path | None) -> TrainConfig:
     """
     if config.data.deal != "auto":
         return config
-    has_past = newest is not None and IMPORTED not in saved_common(newest)
-    deal = saved_config(newest).data.dealt_as if has_past else config.data.dealt_as
-    return replace(config, data=replace(config.data, deal=deal))
+    past = None if newest is None or IMPORTED in saved_common(newest) else saved_config(newest)
+    return replace(config, data=replace(config.data, deal=(past or config).data.dealt_as))
 
 
 def older_start(config: TrainConfig, mesh: RankMesh, start: StartingPoint, error: CorruptError) -> StartingPoint:

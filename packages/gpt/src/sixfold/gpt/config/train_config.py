@@ -125,7 +125,7 @@ class DataConfig(Table):
         return tuple(known.get(prefix, PurePath(prefix).name) for prefix in prefixes)
 
     @property
-    def dealt_as(self) -> str:
+    def dealt_as(self) -> Literal["in_turn", "permuted"]:
         """How the samples of a step are shared by the ranks of a new run: ``deal``, or what "auto" means."""
         if self.deal != "auto":
             return self.deal

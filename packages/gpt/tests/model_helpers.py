@@ -48,3 +48,44 @@ def naive_attention(
             weights = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
             out[begin:end, h] = weights @ flat_v[begin:end, h // repeats]
     return out.view(b, s, heads, d)
+
+
+def varlen_by_hand(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    *,
+    window_size: tuple[int, int],
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What torch's varlen_attn computes, segment by segment: (tokens, heads, d) -> the same.
+
+    Query i of n sees key j of m where j - i <= m - n (causal from the last key backwards), and with a window (w, 0)
+    where it is not more than w before that. The kernel's own demands are asserted.
+    """
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    for cu, tokens, longest in ((cu_q, q, longest_q), (cu_k, k, longest_k)):
+        lengths = cu.diff()
+        assert cu[0] == 0
+        assert cu[-1] == len(tokens)
+        assert (lengths >= 0).all()
+        assert lengths.max() <= longest
+    assert enable_gqa or q.shape[1] == k.shape[1]
+    assert window_size[1] == 0
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    outs = []
+    bounds_q, bounds_k = cu_q.tolist(), cu_k.tolist()
+    for begin, end, first, last in zip(bounds_q[:-1], bounds_q[1:], bounds_k[:-1], bounds_k[1:], strict=True):
+        n, m = end - begin, last - first
+        # How far behind the last key that a query sees (negative) or ahead of it (positive) a key is.
+        ahead = torch.arange(m, device=q.device) - torch.arange(n, device=q.device).unsqueeze(1) - (m - n)
+        scores = torch.einsum("qhd,khd->hqk", q[begin:end], k[first:last]) / math.sqrt(q.shape[-1])
+        hidden = ahead > 0
+        if window_size[0] >= 0:
+            hidden |= ahead < -window_size[0]
+        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v[first:last]))
+    return torch.cat(outs)

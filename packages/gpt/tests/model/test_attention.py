@@ -4,11 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_helpers import boundaries, naive_attention, small
+from model_helpers import boundaries, naive_attention, small, varlen_by_hand
 
+from sixfold.gpt.model import attention
 from sixfold.gpt.model.attention import BLOCKS_LONGEST, QUERY_BLOCK, Documents, choose_backend, plan_rows
+from sixfold.gpt.model.decoder import GPTModel
 
-CPU_BACKENDS = ["blocks", "sdpa"]
+CPU_BACKENDS = ["blocks", "sdpa", "varlen"]
+
+
+@pytest.fixture(autouse=True)
+def kernel_by_hand(monkeypatch):
+    """CUDA's kernel of packed documents in plain torch: all that is around it is what a device runs."""
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_hand)
 
 
 def rows_of(config, b, s, cu_seqlens, backend, dtype=torch.float32):
@@ -192,3 +200,20 @@ def test_cudas_kernel_is_given_each_key_head_once_where_it_groups_queries(monkey
     out = rows_of(small(sliding_window=window), 2, 8, boundaries(2, 8, [3]), "varlen").attend(q, k, v)
     assert out.shape == q.shape
     assert seen == {"keys": 2 if groups_itself else 4, "enable_gqa": groups_itself, "window": (window - 1, 0)}
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_a_model_over_cudas_kernel_has_the_losses_and_gradients_of_one_over_blocks(monkeypatch, recompute):
+    config = small(sliding_window=9, layer_types=("sliding_attention", "full_attention", "sliding_attention"))
+    model, cu = GPTModel(config), boundaries(2, 40, [7, 30, 66])
+    model.recompute = recompute
+    tokens = torch.randint(0, 100, (2, 40), generator=torch.Generator().manual_seed(1))
+    found = []
+    for backend in ("blocks", "varlen"):
+        monkeypatch.setattr(attention, "choose_backend", lambda documents, backend=backend: backend)
+        model.zero_grad()
+        losses = model(tokens, labels=tokens, cu_seqlens=cu)
+        losses.sum().backward()
+        found.append((losses.detach(), *(p.grad for p in model.parameters())))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=2e-5)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from context_helpers import cut, places_of, sees
-from model_helpers import boundaries, naive_attention, small
+from model_helpers import boundaries, naive_attention, small, varlen_by_hand
 
 from sixfold.gpt.model import attention
 from sixfold.gpt.model.attention import plan_rows
@@ -196,23 +196,9 @@ def test_the_installed_torch_takes_and_gives_those_shapes(seen, dtype):
     assert [t.shape for t in grads] == [q.shape, k.shape, k.shape]
 
 
-def naive_segments(q, k, v, cu_q, cu_k, longest_q, longest_k, *, window_size, enable_gqa=False):
-    """torch's varlen_attn, segment by segment: causal from the last key backwards."""
-    assert window_size == (-1, 0)
-    assert longest_q == (cu_q[1:] - cu_q[:-1]).max()
-    assert longest_k == (cu_k[1:] - cu_k[:-1]).max()
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    outs = []
-    for begin, end, first, last in zip(cu_q[:-1], cu_q[1:], cu_k[:-1], cu_k[1:], strict=True):
-        scores = torch.einsum("qhd,khd->hqk", q[begin:end], k[first:last]) / math.sqrt(q.shape[-1])
-        later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1 + scores.shape[2] - scores.shape[1])
-        outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -math.inf).softmax(-1), v[first:last]))
-    return torch.cat(outs)
-
-
 @pytest.mark.parametrize("backend", ["blocks", "sdpa", "by chunk", "varlen"])
 def test_every_back_end_attends_from_a_part_of_the_rows_to_all_keys(monkeypatch, backend):
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", naive_segments)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_by_hand)
     monkeypatch.setattr(attention, "QUERY_BLOCK", 5)
     monkeypatch.setattr(attention, "BACKENDS", {**attention.BACKENDS, "by chunk": attention._sdpa_by_chunk})
     for inner in PACKED[:1] if backend == "by chunk" else PACKED:

@@ -119,6 +119,7 @@ seed = 1234
 precision = "bf16"
 deterministic = false
 compile = false
+float8_products = false
 offload_activations = false
 cuda_graphs = false
 recompute = "none"

@@ -29,7 +29,7 @@ _NOTED_KEYS = (
     "optimizer.lr", "optimizer.weight_decay", "optimizer.beta1", "optimizer.beta2", "optimizer.eps", "train.clip_grad",
     "train.precision", "train.compile", "train.deterministic", "train.global_batch_size", "model.router_aux_loss",
     "train.z_loss", "train.label_smoothing", "optimizer.ema_decay", "optimizer.ema_warmup",
-    "train.hidden_dropout", "train.embedding_dropout",
+    "train.hidden_dropout", "train.embedding_dropout", "train.float8_products",
 )  # fmt: skip
 # How a tokenizer is found: preflight compares it with what made the data. Training reads of it the end of a document
 # alone, and that where data.eod_mask_loss is true; there its id may not change.

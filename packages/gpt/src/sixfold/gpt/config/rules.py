@@ -86,6 +86,8 @@ def check_rules(config: "TrainConfig") -> None:
             f"optimizer.ema_decay is {config.optimizer.ema_decay} and fsdp.main_dtype {config.fsdp.main_dtype!r}, in "
             f"which an average would lose what an update adds; fsdp.main_dtype = 'float32' works"
         )
+    if config.train.float8_products:
+        _check_float8(config)
     if config.train.offload_activations and config.run.device == "cpu":
         raise ConfigError(
             "train.offload_activations is true and run.device 'cpu', where activations are in host memory; "
@@ -101,6 +103,26 @@ def check_rules(config: "TrainConfig") -> None:
     _check_changes(config)
     for name, batch in batch_sizes(config):
         _check_batch(name, batch, config.train.micro_batch_size, max(config.parallel.dp, 1))
+
+
+def _check_float8(config: "TrainConfig") -> None:
+    """What float8 products need of other keys; of the device float8_linear.py."""
+    parallel, loop = config.parallel, config.train
+    # A weight's gradient is a product over tokens; with parallel.tp_overlap over those of up to four chunks.
+    multiple = 64 if parallel.tp_overlap else 16
+    tokens = loop.micro_batch_size * config.data.seq_length // parallel.cp
+    for key, value, works, needed, why in (
+        ("train.precision", loop.precision, loop.precision == "bf16", "bf16", "its operands are rounded from bfloat16"),
+        ("lora.rank", config.lora.rank, not config.lora.rank, "0", "an adapter is a product of its own"),
+        ("run.device", config.run.device, config.run.device != "cpu", "cuda", "no CPU multiplies float8 numbers"),
+        ("data.seq_length", config.data.seq_length, not tokens % multiple, f"a multiple of {multiple}",
+         f"a product over the {tokens} tokens of a microbatch takes a multiple of {multiple}"),
+    ):  # fmt: skip
+        if not works:
+            raise ConfigError(
+                f"{key} is {value!r} and train.float8_products true: {why}; {key} = {needed} works, or "
+                f"train.float8_products = false"
+            )
 
 
 def refusals(config: "TrainConfig") -> list[str]:
@@ -136,6 +158,7 @@ def check_versions(config: "TrainConfig") -> None:
         ("parallel.ep", parallel.ep, 1, "the program of a stage sums all gradients over the same ranks"),
         ("train.clip_grad", config.train.clip_grad, 0.0, "stages are updated one after another, and no norm is of all"),
         ("train.compile", config.train.compile, False, "a compiled layer keeps the weights it first saw"),
+        ("train.float8_products", config.train.float8_products, False, "its products read versions of the weights"),
         ("train.frozen", list(config.train.frozen), [], "its versions are of all weights of a stage"),
         ("optimizer.ema_decay", config.optimizer.ema_decay, 0.0, "where a step ends, stages have had other updates"),
         ("log.timeline_steps", list(config.log.timeline_steps), [],

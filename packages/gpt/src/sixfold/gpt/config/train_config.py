@@ -267,6 +267,7 @@ class LoopConfig(Table):
     precision: Literal["bf16", "fp32", "fp8"] = "bf16"
     deterministic: bool = False
     compile: bool = False
+    float8_products: bool = False  # of the layers' linears, by torchao (extra float8); compute capability 8.9 and later
     offload_activations: bool = False
     cuda_graphs: bool = False
     recompute: Literal["none", "selective", "full"] = "none"

@@ -38,6 +38,7 @@ from sixfold.gpt.engine.weight_versions import VersionedModel
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model.decoder import Block, GPTModel
 from sixfold.gpt.model.dropout import Dropout
+from sixfold.gpt.model.float8_linear import use_float8
 from sixfold.gpt.model.initial_weights import fill_elements
 from sixfold.gpt.model.lora import add_adapters
 from sixfold.gpt.model.loss import LossTerms
@@ -286,6 +287,8 @@ def _stage_modules(
         stage.dropout = Dropout(
             seed=config.train.seed, hidden=config.train.hidden_dropout, embedding=config.train.embedding_dropout
         )
+        if config.train.float8_products:
+            use_float8(stage)
         if config.train.compile:
             for block in stage.layers.values():
                 block.compile_layer()  # type: ignore[operator]
@@ -320,6 +323,7 @@ def check_provider(config: TrainConfig, provider: ModelProvider | None) -> None:
     for key, value, off in (
         ("train.precision", config.train.precision, "bf16" if fp8 else config.train.precision),
         ("train.compile", config.train.compile, False),
+        ("train.float8_products", config.train.float8_products, False),
         ("train.recompute", config.train.recompute, "none"),
         ("train.z_loss", config.train.z_loss, 0.0),
         ("train.label_smoothing", config.train.label_smoothing, 0.0),

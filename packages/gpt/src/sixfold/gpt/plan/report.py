@@ -119,11 +119,12 @@ def _text(planned: LayoutPlan, near: Sequence[Choice], ranking: Ranking | None) 
     degrees = " x ".join(f"{axis} {getattr(parallel, axis)}" for axis in ("pp", "dp", "cp", "tp"))
     degrees += f", experts over {parallel.ep} of dp x cp" if parallel.ep > 1 else ""
     copies = f" in {parallel.dp_replicate} copies" if parallel.dp_replicate > 1 else ""
+    float8 = ", float8 products counted as bf16" if config.train.float8_products else ""
     lines = [
         f"{config.model.num_parameters:,} parameters on {planned.world} ranks: {degrees}; {parallel.schedule}, "
         f"{parallel.sharding}{copies}",
         f"a step of {config.train.global_batch_size} samples is {_counted(planned.microbatches, 'microbatch')} of "
-        f"{config.train.micro_batch_size} x {config.data.seq_length} on each rank; {config.train.precision}, "
+        f"{config.train.micro_batch_size} x {config.data.seq_length} on each rank; {config.train.precision}{float8}, "
         f"recompute {config.train.recompute}",
         *_ranks(planned),
         _fit(planned),

@@ -51,6 +51,7 @@ from sixfold.gpt.launch import rendezvous
 from sixfold.gpt.launch.spawn import is_final
 from sixfold.gpt.launch.stop_signals import Interrupted, StopFlag
 from sixfold.gpt.machine.devices import peak_flops_of
+from sixfold.gpt.model.float8_linear import check_float8
 from sixfold.gpt.observe import digest_file, timeline
 from sixfold.gpt.observe.curves import check_sinks, feeds_of
 from sixfold.gpt.observe.memory_snapshot import check_memory_steps, recorded
@@ -447,6 +448,8 @@ def train_in(
     all_or_raise(mesh.control, mesh.size, lambda: check_provider(config, model_provider))
     if config.train.compile:
         all_or_raise(mesh.control, mesh.size, lambda: check_compiler(world.device))
+    if config.train.float8_products:
+        all_or_raise(mesh.control, mesh.size, lambda: check_float8(world.device))
     if config.train.offload_activations:
         all_or_raise(mesh.control, mesh.size, lambda: check_offload(world.device))
 

@@ -26,6 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent / "tools"))  # nox runs this file a
 
 from checks.alone import run_alone
 from checks.commands import of_ranks, proves, pytest_on, single_process_tests, with_once
+from checks.gpu_groups import listing
+from checks.gpu_run import machine_of, run_gpu
 from checks.installs import (
     docs_python,
     empty_venv,
@@ -120,10 +122,28 @@ def integration(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def gpu(session: nox.Session) -> None:
-    """Tests that need CUDA devices; `-- --system-torch` takes the machine's own build of torch."""
+    """Tests and benchmarks of one GPU in eight minutes, and a page of results; `-- --list` says what runs and when.
+
+    `-- --system-torch` takes the machine's own build of torch. What else follows `--` is pytest's.
+    """
+    if "--list" in session.posargs:
+        session.log(listing())
+        return
     environment = shared_environment(session)
-    folders = sorted(ROOT.glob("packages/*/tests/gpu"))
-    environment.run(session, *pytest_on(*folders), "-m", "gpu", *environment.arguments)
+    machine = machine_of(environment.python, environment.variables)
+    if not machine["devices"]:
+        session.error(f"torch {machine['torch']} sees no CUDA device: nothing was run, and no page written")
+    path, red = run_gpu(
+        environment.python,
+        environment.variables,
+        environment.arguments,
+        machine,
+        command=" ".join(["nox -s gpu", *(["--", *session.posargs] if session.posargs else [])]),
+        date=time.strftime("%Y-%m-%d"),
+    )
+    session.log(f"results: {path.relative_to(ROOT)}")
+    if red:
+        session.error(f"not all passed: {', '.join(red)}; {path.relative_to(ROOT)} says what, .nox/gpu has the output")
 
 
 @nox.session(venv_backend="none")

@@ -26,7 +26,7 @@ class Notes:
     """As much of nox's session as the sessions use; commands that hold a word of ``red`` fail."""
 
     def __init__(self, *posargs, red=()):
-        self.posargs, self.red, self.commands = ["--system-torch", *posargs], red, []
+        self.posargs, self.red, self.commands, self.logged = ["--system-torch", *posargs], red, [], []
 
     def run(self, *command, success_codes=(0,), **_):
         self.commands.append(command)
@@ -35,6 +35,9 @@ class Notes:
 
     def error(self, text):
         raise RuntimeError(text)
+
+    def log(self, text):
+        self.logged.append(text)
 
 
 def test_full_goes_on_behind_a_red_package_and_lists_all_reds_at_the_end(noxfile):
@@ -104,3 +107,26 @@ def test_a_small_machine_runs_a_part_of_the_slow_tests_by_the_commit_and_a_large
     assert turn_of_ci(2, head="") == f"0/{TURNS}", "without git"
     assert turn_of_ci(8, head="00000001") == ""
     assert session_step(["rest(fsdp)"], "1/4").variables == {"SIXFOLD_TURN": "1/4"}
+
+
+def test_gpu_lists_without_a_device_and_runs_with_one_alone(noxfile, monkeypatch, tmp_path):
+    notes = Notes("--list")
+    noxfile.gpu.func(notes)
+    [listed] = notes.logged
+    assert "packages/gpt/benchmarks/one_gpu.py" in listed
+    machine = {"devices": 0, "torch": "2.13.0"}
+    monkeypatch.setattr(noxfile, "machine_of", lambda python, variables: machine)
+    with pytest.raises(RuntimeError, match=r"torch 2\.13\.0 sees no CUDA device: nothing was run"):
+        noxfile.gpu.func(Notes())
+    seen = {}
+
+    def run(python, variables, of_pytest, found, **options):
+        seen.update(options, of_pytest=of_pytest)
+        return ROOT / "benchmarks/results/new.md", ["kernels"]
+
+    machine["devices"] = 1
+    monkeypatch.setattr(noxfile, "run_gpu", run)
+    with pytest.raises(RuntimeError, match=r"not all passed: kernels; benchmarks/results/new\.md says what"):
+        noxfile.gpu.func(Notes("-k", "varlen"))
+    assert seen["of_pytest"] == ["-k", "varlen"]
+    assert seen["command"] == "nox -s gpu -- --system-torch -k varlen"

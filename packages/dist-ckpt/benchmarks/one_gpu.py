@@ -1,6 +1,6 @@
 """The state of a model and its AdamW on one GPU, by plain dictionaries, beside torch DCP: save, background save, load.
 
-    python packages/dist-ckpt/benchmarks/one_gpu.py [--gib 6] [--rounds 3] [--folder DIR]
+    python packages/dist-ckpt/benchmarks/one_gpu.py [--gib 6] [--rounds 3] [--folder DIR] [--out FILE]
 
 A third of the bytes are weights, two thirds are moments. One process without a process group. "blocked" is what an
 ``async_save`` keeps the trainer from its next step, the first one apart; DCP saves in the background as its defaults
@@ -12,6 +12,7 @@ bytes are on disk and checks them when they are read; DCP does neither.
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 import statistics
 import tempfile
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=6.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder")
+    parser.add_argument("--out", type=Path, help="the medians, as JSON")
     options = parser.parse_args()
     warnings.filterwarnings("ignore")
     dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
@@ -113,9 +115,13 @@ def main() -> None:
         except KeyError as error:  # torch 2.11's stager: KeyError: <class 'type'>
             print(f"dcp kept: {error!r}", flush=True)
         shutil.rmtree(at)
+    found: dict[str, dict[str, float]] = {}
     for name, values in taken.items():
         first, median = values[0], statistics.median(values[1:] or values)
+        found[name] = {"first_s": first, "then_s": median, "gib_per_second": total / median / 2**30}
         print(f"{name:20s} first {first:.3f} s, then {median:.3f} s, {total / median / 2**30:.2f} GiB/s", flush=True)
+    if options.out:
+        options.out.write_text(json.dumps(found, indent=1) + "\n")
     shutil.rmtree(folder)
     dist.destroy_process_group()
 

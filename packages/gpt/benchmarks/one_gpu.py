@@ -4,8 +4,9 @@
 
 Both hold the same weights in number and shape (tied head), read the same random tokens, and do forward, backward, clip
 at 1.0 and a fused AdamW step; the plain loop computes under autocast, ours as its defaults say. ``compile`` compiles
-the layers of either. Contenders run one after the other, each alone in memory; a time is the median of updates after
-the third, from host read to host read of the loss. MFU counts as plan does, against the device's dense bf16 peak.
+the layers of either; ``float8`` has the products of ours by torchao. Contenders run one after the other, each alone in
+memory, with weights drawn on the device; a time is the median of updates after the third, from host read to host read
+of the loss. MFU counts as plan does, against the device's dense bf16 peak. ``--out`` is written after each contender.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -26,7 +28,7 @@ from sixfold.gpt.data.token_stream import Microbatch
 from sixfold.gpt.engine.rank_model import build_rank
 from sixfold.gpt.engine.step import train_step
 from sixfold.gpt.launch.rendezvous import World
-from sixfold.gpt.machine.devices import device_named
+from sixfold.gpt.machine.devices import DEVICES, Device, device_named
 from sixfold.gpt.parallel.mesh import make_mesh
 from sixfold.gpt.plan.plan import plan_layout
 
@@ -38,18 +40,20 @@ train = {steps = 1, global_batch_size = 4, micro_batch_size = 4}
 optimizer = {lr = 1e-4}
 run = {dir = "unused", device = "cuda"}
 """
-CASES: dict[str, tuple[str, ...]] = {
+CASES: dict[str, tuple[str, ...]] = {  # in the order of what tells most
     "plain": (),
-    "plain compile": (),
     "sixfold": (),
-    "sixfold no_shard": ("parallel.sharding=no_shard",),
     "sixfold compile": ("train.compile=true",),
+    "sixfold compile float8": ("train.compile=true", "train.float8_products=true"),
+    "plain compile": (),
+    "sixfold no_shard": ("parallel.sharding=no_shard",),
 }
 
 
 def plain(config: TrainConfig, tokens: torch.Tensor, compiled: bool) -> Callable[[], object]:
     """One update as one writes it by hand."""
-    model = Plain(config.model, config.data.seq_length).cuda()
+    with torch.device("cuda"):
+        model = Plain(config.model, config.data.seq_length)
     if compiled:
         for layer in model.layers:
             layer.compile()
@@ -71,14 +75,18 @@ def plain(config: TrainConfig, tokens: torch.Tensor, compiled: bool) -> Callable
 def ours(config: TrainConfig, tokens: torch.Tensor) -> Callable[[], object]:
     """One update of the train loop."""
     world = World(rank=0, size=1, local_rank=0, store=None, device=torch.device("cuda", 0))
-    rank = build_rank(config, make_mesh(config.parallel, world, world.device, 60.0), world)
+    rank = build_rank(config, make_mesh(config.parallel, world, world.device, 60.0), world, draw=False)
+    with torch.no_grad():
+        for record in rank.model.state_records():  # build_rank draws on the CPU: half a minute
+            record.tensor.fill_(1.0) if "norm" in record.name else record.tensor.normal_(std=0.02)
+    rank.model.refresh()
     kwargs = {"labels": tokens.roll(-1, 1), "loss_mask": torch.ones(tokens.shape, device="cuda")}
     batch = [Microbatch(tokens=tokens, kwargs=kwargs, targets=float(tokens.numel()))]
     return lambda: train_step(rank, batch, 1e-4)
 
 
-def measured(name: str, seconds: float) -> dict[str, float]:
-    """Median seconds of an update, tokens a second, MFU, and the most that was allocated, in GiB."""
+def measured(name: str, seconds: float, device: Device | None) -> dict[str, float]:
+    """Median seconds of an update, tokens a second, MFU, the most that was allocated in GiB; what plan says."""
     config = TrainConfig.from_text(CONFIG, CASES[name])
     shape = (config.train.micro_batch_size, config.data.seq_length)
     tokens = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0)).cuda()
@@ -93,45 +101,64 @@ def measured(name: str, seconds: float) -> dict[str, float]:
         torch.cuda.synchronize()
         taken.append(time.perf_counter() - began)
     step = statistics.median(taken[3:])
-    planned = plan_layout(config, 1, device_named("h200"))
     found = {
         "step_s": step,
         "tokens_per_second": tokens.numel() / step,
-        "mfu": planned.mfu * planned.step_s / step,
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30,
         "updates": len(taken),
     }
+    if device is not None:
+        planned = plan_layout(config, 1, device)
+        low, high = planned.step_s_range
+        found |= {"mfu": planned.mfu * planned.step_s / step, "planned_s": planned.step_s}
+        found |= {"planned_low_s": low, "planned_high_s": high, "planned_peak_gib": planned.peak_bytes / 2**30}
     del update
     gc.collect()
     torch.cuda.empty_cache()
     return found
 
 
+def device_here(name: str) -> Device | None:
+    """Plan's device of the name that CUDA gives it; None where plan knows none."""
+    known = [one for one in DEVICES if one != "cpu" and one in name.lower()]
+    return device_named(known[0]) if known else None
+
+
+def write(path: Path | None, results: Mapping[str, object]) -> None:
+    """All or nothing of it is read, whenever this process ends."""
+    if path is not None:
+        path.with_suffix(".part").write_text(json.dumps(results, indent=1) + "\n")
+        os.replace(path.with_suffix(".part"), path)
+
+
 def main() -> None:
     """Print a line for each contender, and what plan says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60.0, help="of all contenders together")
-    parser.add_argument("--device", default="h200", help="the name that plan has for this one")
+    parser.add_argument("--device", help="the name that plan has for this one; or by CUDA's name")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--only", nargs="*", default=list(CASES))
     options = parser.parse_args()
     torch.backends.cuda.matmul.allow_tf32 = True
+    device = device_named(options.device) if options.device else device_here(torch.cuda.get_device_name())
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
-    results = {}
+    results: dict[str, Mapping[str, object]] = {name: {"error": "not reached"} for name in options.only}
+    failed = []
     for name in options.only:
-        config = TrainConfig.from_text(CONFIG, CASES[name])
+        write(options.out, results)
         try:
-            results[name] = measured(name, options.seconds / len(options.only))
+            results[name] = measured(name, options.seconds / len(options.only), device)
         except Exception as error:  # the others are measured all the same
-            print(f"{name}: {type(error).__name__}: {error}", flush=True)
-            continue
-        planned = plan_layout(config, 1, device_named(options.device))
-        low, high = planned.step_s_range
-        results[name] |= {"planned_s": planned.step_s, "planned_peak_gib": planned.peak_bytes / 2**30}
-        told = ", ".join(f"{key} {value:.4g}" for key, value in results[name].items())
-        print(f"{name:18s} {told}, planned {low:.4f} to {high:.4f} s", flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
+            failed.append(name)
+            results[name] = {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}
+        told = ", ".join(
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in results[name].items()
+        )
+        print(f"{name:22s} {told}", flush=True)
+    write(options.out, results)
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

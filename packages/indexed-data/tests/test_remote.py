@@ -4,7 +4,9 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +48,7 @@ def served(*prefixes, **options):
     return RangeServer({name: Path(name).read_bytes() for name in names}, **options)
 
 
+PARENT = os.getpid()
 FAST = {"timeout_s": 5.0, "retries": 6}
 
 
@@ -154,7 +157,6 @@ def test_a_store_that_does_not_answer_or_refuses_is_one_typed_error(local):
 
 def test_a_server_without_ranges_is_refused(folder):
     import http.server
-    import threading
 
     Path("wiki.idx").write_bytes(bytes(100))
     handler = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
@@ -236,6 +238,65 @@ def test_a_fork_reads_what_its_parent_had_under_way(local):
             os._exit(0 if same else 1)
         assert os.waitpid(child, 0)[1] == 0
         assert np.array_equal(remote[3], local[3])
+
+
+@pytest.mark.parametrize("read_before", [False, True])
+def test_a_fork_reads_from_an_asynchronous_store(local, read_before):
+    """Such a client (of s3:// and gs://) works in the process that made it, and in no fork of that."""
+    fsspec = pytest.importorskip("fsspec", reason="needs the extra sixfold-indexed-data[remote]")
+    asyn = pytest.importorskip("fsspec.asyn", reason="needs the extra sixfold-indexed-data[remote]")
+
+    class Store(asyn.AsyncFileSystem):
+        protocol = "ofthetest"
+
+        async def _info(self, path, **_):
+            return {"size": os.path.getsize(Path(path).name), "ETag": "one"}
+
+        async def _cat_file(self, path, start=None, end=None, **_):
+            return Path(Path(path).name).read_bytes()[start:end]
+
+    fsspec.register_implementation("ofthetest", Store, clobber=True)
+    remote = IndexedDataset("ofthetest://bucket/wiki", remote=RemoteOptions(timeout_s=5.0, retries=1))
+    if read_before:
+        assert np.array_equal(remote[3], local[3])
+    children = [os.fork() for _ in range(2) if os.getpid() == PARENT]
+    if 0 in children:
+        with suppress(BaseException):
+            same = all(np.array_equal(remote[number], local[number]) for number in range(0, 50, 7))
+            os._exit(0 if same else 1)
+        os._exit(2)
+    assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
+    assert np.array_equal(remote[5], local[5])
+
+
+def test_a_piece_that_another_thread_lets_go_is_not_missed(local, monkeypatch):
+    options = RemoteOptions(cache_folder="cache", **FAST)
+    data = Path("wiki.bin").read_bytes()
+    with served("wiki") as server:
+        remote = RemoteObject(f"{server.url}/wiki.bin", options)
+        remote.read(0, 100)  # now it is a file, and each read takes it up and lets it go
+        has_piece, may_let_go = threading.Event(), threading.Event()
+        result, begin_missing = RemoteObject._result, RemoteObject._begin_missing
+        other = threading.Thread(target=remote.read, args=(0, 100))
+
+        def waits_with_its_piece(self, *piece):
+            if threading.current_thread() is other:
+                has_piece.set()
+                may_let_go.wait(5)
+            return result(self, *piece)
+
+        def lets_the_other_go_on(self, *piece):
+            begin_missing(self, *piece)
+            if threading.current_thread() is not other:
+                may_let_go.set()
+                other.join(0.5)
+
+        monkeypatch.setattr(RemoteObject, "_result", waits_with_its_piece)
+        monkeypatch.setattr(RemoteObject, "_begin_missing", lets_the_other_go_on)
+        other.start()
+        assert has_piece.wait(5)
+        assert remote.read(0, 100) == data[:100]
+        other.join()
 
 
 @pytest.mark.parametrize("mmap", [True, False])

@@ -31,6 +31,7 @@ from sixfold.indexed_data.piece_files import PieceFiles
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
+_FORKED: dict[int, threading.Lock] = {}  # by process
 WASTE = 0.05  # of what is fetched, at most: what lies between ranges that one request fetches
 I64 = npt.NDArray[np.int64]
 _T = TypeVar("_T")
@@ -80,9 +81,7 @@ class RemoteObject:
 
     def __init__(self, url: str, options: RemoteOptions) -> None:
         self.url, self._options = url, options
-        self._fetch: Fetch = self._tried(
-            "opening it", lambda: fetch_of(url, options.timeout_s, options.storage_options)
-        )
+        self._fetch = self._client()
         self._size, self._tag = self._tried("its size", self._fetch.facts)
         self._checked = time.monotonic()
         self._begin()
@@ -94,10 +93,17 @@ class RemoteObject:
         self._pool: ThreadPoolExecutor | None = None
         self._process = os.getpid()
 
+    def _client(self) -> Fetch:
+        options = self._options
+        return self._tried("opening it", lambda: fetch_of(self.url, options.timeout_s, options.storage_options))
+
     def _after_fork(self) -> None:
-        """A fork has none of its parent's threads, and what they would bring never comes."""
+        """A fork has none of its parent's threads: what they would bring never comes, and their client is stuck."""
         if self._process != os.getpid():
-            self._begin()
+            with _FORKED.setdefault(os.getpid(), threading.Lock()):  # the parent's lock may be held by one of them
+                if self._process != os.getpid():
+                    self._fetch = self._client()
+                    self._begin()
 
     def size(self) -> int:
         return self._size
@@ -132,7 +138,8 @@ class RemoteObject:
         for begin, end, future in pieces:
             data = self._result(begin, end, future)
             found.append(data[max(0, offset - begin) : offset + nbytes - begin])
-            self._pieces.used(begin)
+            with self._lock:
+                self._pieces.used(begin)
         return found[0] if len(found) == 1 else b"".join(found)
 
     def _result(self, begin: int, end: int, future: Future[bytes]) -> bytes:
@@ -140,13 +147,15 @@ class RemoteObject:
         try:
             return future.result(limit)
         except TimeoutError as error:
-            self._pieces.forget(begin)
+            with self._lock:
+                self._pieces.forget(begin)
             raise StoreError(
                 f"{self.url}: bytes {begin} to {end} did not come within {limit:g} s; the store does not answer. Read "
                 "again, or give a longer timeout_s"
             ) from error
         except BaseException:
-            self._pieces.forget(begin)  # the next read asks again
+            with self._lock:
+                self._pieces.forget(begin)  # the next read asks again
             raise
 
     def _begin_missing(self, begin: int, end: int) -> None:
@@ -229,7 +238,10 @@ def coalesced(begin_R: I64, end_R: I64) -> list[tuple[int, int]]:
 
 
 class _Pieces:
-    """What is here of one object, or under way: disjoint ranges, the least recently used forgotten first."""
+    """What is here of one object, or under way: disjoint ranges, the least recently used forgotten first.
+
+    The object's lock is held by whoever calls, but for ``keep``: no piece goes between the look for it and its use.
+    """
 
     def __init__(self, url: str, size: int, tag: str, options: RemoteOptions) -> None:
         self._limit, self._held = options.cache_bytes, 0
@@ -240,7 +252,6 @@ class _Pieces:
             if options.cache_folder is None
             else PieceFiles(options.cache_folder, url, size, tag, options.cache_bytes)
         )
-        self._lock = threading.RLock()
 
     def missing(self, begin: int, end: int) -> list[tuple[int, int]]:
         """What of the range is neither here nor under way; pieces in the folder are taken up first."""
@@ -257,28 +268,26 @@ class _Pieces:
 
     def within(self, begin: int, end: int) -> list[tuple[int, int, Future[bytes]]]:
         """The pieces that share bytes with the range, in order; used just now."""
-        with self._lock:
-            at = max(0, bisect_right(self._begins, begin) - 1)
-            found = []
-            for first in self._begins[at : bisect_left(self._begins, end)]:
-                last, future = self._pieces[first]
-                if last > begin:
-                    self._pieces.move_to_end(first)
-                    found.append((first, last, future))
-            return found
+        at = max(0, bisect_right(self._begins, begin) - 1)
+        found = []
+        for first in self._begins[at : bisect_left(self._begins, end)]:
+            last, future = self._pieces[first]
+            if last > begin:
+                self._pieces.move_to_end(first)
+                found.append((first, last, future))
+        return found
 
     def add(self, begin: int, end: int, future: Future[bytes], *, needed: tuple[int, int]) -> None:
         """One more piece; others make way, but for those of the range that is ``needed`` now."""
-        with self._lock:
-            insort(self._begins, begin)
-            self._pieces[begin] = end, future
-            self._held += end - begin
-            if self._held > self._limit:
-                for first, (last, old) in list(self._pieces.items()):
-                    if self._held <= self._limit:
-                        break
-                    if old.done() and (last <= needed[0] or first >= needed[1]):
-                        self._drop(first, last)
+        insort(self._begins, begin)
+        self._pieces[begin] = end, future
+        self._held += end - begin
+        if self._held > self._limit:
+            for first, (last, old) in list(self._pieces.items()):
+                if self._held <= self._limit:
+                    break
+                if old.done() and (last <= needed[0] or first >= needed[1]):
+                    self._drop(first, last)
 
     def keep(self, begin: int, end: int, data: bytes) -> None:
         """A piece has come."""
@@ -291,9 +300,8 @@ class _Pieces:
             self.forget(begin)
 
     def forget(self, begin: int) -> None:
-        with self._lock:
-            if begin in self._pieces:
-                self._drop(begin, self._pieces[begin][0])
+        if begin in self._pieces:
+            self._drop(begin, self._pieces[begin][0])
 
     def _drop(self, begin: int, end: int) -> None:
         del self._pieces[begin]

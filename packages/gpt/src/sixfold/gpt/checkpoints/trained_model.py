@@ -35,16 +35,16 @@ TABLES_OF_IDS = ("embedding.weight", "head.weight")  # have vocabulary padding
 
 
 def canonical_shapes(config: GPTConfig, lora: LoraConfig = NO_ADAPTERS) -> dict[str, tuple[int, ...]]:
-    """Canonical name -> shape without vocabulary padding, of every tensor of the model, and of its adapters."""
+    """Canonical name -> shape without vocabulary padding, for all tensors of the model and its adapters."""
     shapes = {name: tuple(p.shape) for name, p in _empty_model(config, lora).named_parameters()}
     return {n: (config.vocab_size, *shape[1:]) if n in TABLES_OF_IDS else shape for n, shape in shapes.items()}
 
 
 def weights_prefix(folder: Path, *, ema: bool) -> str:
-    """What keys of a checkpoint's weights begin with, or those of their average.
+    """How the keys of a checkpoint's weights begin; with ``ema``, those of the average of its weights.
 
     Raises:
-        ConfigError: it has no average.
+        ConfigError: the checkpoint has no average.
     """
     if not ema:
         return "model."
@@ -57,7 +57,7 @@ def weights_prefix(folder: Path, *, ema: bool) -> str:
 
 
 def _empty_model(config: GPTConfig, lora: LoraConfig) -> GPTModel:
-    """On meta, with adapters."""
+    """The model and its adapters on the device meta: names and shapes without values."""
     from sixfold.gpt.model.decoder import GPTModel
     from sixfold.gpt.model.lora import add_adapters
 
@@ -67,23 +67,24 @@ def _empty_model(config: GPTConfig, lora: LoraConfig) -> GPTModel:
 
 
 def check_tensors(folder: Path, config: GPTConfig, prefix: str = "model.", lora: LoraConfig = NO_ADAPTERS) -> None:
-    """A checkpoint's ``model.*`` are the tensors of GPTModel, no fewer and no more; vocabulary rows may be padded.
+    """Refuse a checkpoint whose tensors are not exactly those of the model; vocabulary rows may be padded.
 
     Args:
-        prefix: of ``weights_prefix``.
+        prefix: from ``weights_prefix``.
     Raises:
-        ConfigError: one that lists all that is missing, of another shape or not the model's.
+        ConfigError: lists all tensors that are missing, of another shape or not the model's.
     """
     stored = {key: one for key, one in dist_ckpt.load_sharded_metadata(folder).items() if key.startswith(prefix)}
-    problems, of = [], prefix.removesuffix("model.")
+    problems = []
     for name, shape in canonical_shapes(config, lora).items():
-        if (one := stored.pop(f"{prefix}{name}", None)) is None:
-            problems.append(f"no {of}model.{name}")
+        key = f"{prefix}{name}"
+        if (one := stored.pop(key, None)) is None:
+            problems.append(f"no {key}")
             continue
         found = tuple(one.global_shape)
-        rows = name in TABLES_OF_IDS and bool(found) and found[0] >= shape[0]
-        if (found[1:] if rows else found) != (shape[1:] if rows else shape):
-            problems.append(f"{of}model.{name} is of shape {list(found)} and [model] says {list(shape)}")
+        padded = name in TABLES_OF_IDS and bool(found) and found[0] >= shape[0]
+        if (found[1:] if padded else found) != (shape[1:] if padded else shape):
+            problems.append(f"{key} is of shape {list(found)} and [model] says {list(shape)}")
     problems += [f"{key}, which is no part of the model" for key in sorted(stored)]
     if problems:
         raise ConfigError(
@@ -119,13 +120,13 @@ def saved_model(folder: Path) -> GPTConfig:
 
 
 def saved_lora(folder: Path) -> LoraConfig:
-    """The [lora] that a checkpoint carries; of an import one without adapters."""
+    """The [lora] of the run that wrote a checkpoint; without adapters for an imported model."""
     common = dist_ckpt.load_common_state_dict(folder)
     return NO_ADAPTERS if IMPORTED in common or "config" not in common else saved_config(folder).lora
 
 
 def check_adapters(folder: Path, lora: LoraConfig) -> None:
-    """Refuse to begin from adapters that the run does not have.
+    """Refuse a checkpoint to begin from whose adapters the run does not have.
 
     Raises:
         ConfigError: the checkpoint has adapters, and ``lora`` says others or none.

@@ -6,7 +6,7 @@
 Integers and texts: no torch. A test compares both with the modules of GPTModel.
 """
 
-from sixfold.gpt.config.lora import ENDS, LoraConfig
+from sixfold.gpt.config.lora import ADAPTER_ENDS, LoraConfig
 from sixfold.gpt.config.model_config import GPTConfig
 
 QK_NORMS = ("q_norm", "k_norm")
@@ -27,7 +27,7 @@ def layer_tensors(
         sizes |= _latent_tensors(model, tp)
     else:
         for name, width in (("q", queries), ("k", keys), ("v", keys)):
-            sizes[f"{name}"] = hidden * width
+            sizes[name] = hidden * width
             if model.qkv_bias:
                 sizes[f"{name}.bias"] = width
         sizes["out"] = queries * hidden
@@ -41,19 +41,21 @@ def layer_tensors(
 
 
 def _with_adapters(sizes: dict[str, int], model: GPTConfig, lora: LoraConfig, tp: int) -> dict[str, int]:
-    """Behind each target that the layer has: A, whose width is what the target reads, and B."""
-    heads, groups = model.num_attention_heads * model.head_dim // tp, model.num_query_groups * model.head_dim // tp
+    """``sizes`` with A and B of each target, behind its weight and bias as in the module."""
+    queries, keys = model.num_attention_heads * model.head_dim // tp, model.num_query_groups * model.head_dim // tp
     hidden, inner = model.hidden_size, model.ffn_hidden_size // tp
-    widths = {
-        "q": (hidden, heads), "k": (hidden, groups), "v": (hidden, groups), "out": (heads, hidden),
+    widths = {  # inputs and outputs of the linear: A is (rank, inputs), B (outputs, rank)
+        "q": (hidden, queries), "k": (hidden, keys), "v": (hidden, keys), "out": (queries, hidden),
         "gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden),
     }  # fmt: skip
     found: dict[str, int] = {}
     for name, size in sizes.items():
         found[name] = size
         target = name.removesuffix(".bias")
-        if target in lora.targets and (name != target or f"{name}.bias" not in sizes):
-            found |= {f"{target}{end}": lora.rank * width for end, width in zip(ENDS, widths[target], strict=True)}
+        is_last = name != target or f"{name}.bias" not in sizes
+        if target in lora.targets and is_last:
+            ends = zip(ADAPTER_ENDS, widths[target], strict=True)
+            found |= {f"{target}{end}": lora.rank * width for end, width in ends}
     return found
 
 
@@ -92,7 +94,7 @@ def _second_part(model: GPTConfig, layer: int, tp: int, ep: int) -> dict[str, in
 
 def full_name(layer: int, short: str) -> str:
     """``q`` of layer 3 -> ``layers.3.attention.q.weight``; ``short`` as ``layer_tensors`` has it."""
-    named = short if short.endswith((".bias", *ENDS)) else f"{short}.weight"
+    named = short if short.endswith((".bias", *ADAPTER_ENDS)) else f"{short}.weight"
     if short in _OF_THE_LAYER:
         return f"layers.{layer}.{named}"
     part = "ffn" if short.partition(".")[0] in _OF_THE_SECOND_PART else "attention"

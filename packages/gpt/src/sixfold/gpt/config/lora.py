@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 ATTENTION = ("q", "k", "v", "out")
 FEED_FORWARD = ("gate", "up", "down")
-ROWS = ("out", "down")  # whose columns tensor parallelism cuts, and with them A; of the others it cuts rows, and so B
-ENDS = (".lora_a", ".lora_b")
+ROW_PARALLEL = ("out", "down")  # tp cuts the inputs of their weight, and so of A; of the others the outputs, and so B
+ADAPTER_ENDS = (".lora_a", ".lora_b")  # of the names of A and B
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig(Table):
-    """[lora]: adapters of every layer; the product of a target becomes W x + alpha / rank * B (A x)."""
+    """[lora]: in every layer a target's product W x becomes W x + alpha / rank * B (A x)."""
 
     TABLE: ClassVar[str] = "lora"
     rank: Count = 0  # rows of A and columns of B; 0 = no adapters
@@ -32,14 +32,12 @@ class LoraConfig(Table):
     dropout: Size = 0.0  # refused
 
     def check(self) -> None:
-        plain = {"alpha": type(self).alpha, "targets": type(self).targets}
-        for key, idle in plain.items():
+        for key in ("alpha", "targets"):
             value = getattr(self, key)
-            if not self.rank and value != idle:
-                shown = list(value) if isinstance(value, tuple) else value
+            if not self.rank and value != getattr(type(self), key):
                 raise ConfigError(
-                    f"lora.{key} is {shown!r} and lora.rank 0, without which there are no adapters; leave it out, or "
-                    f"set lora.rank"
+                    f"lora.{key} is {_shown(value)!r} and lora.rank 0, without which there are no adapters; leave it "
+                    f"out, or set lora.rank"
                 )
         if not self.targets or len(set(self.targets)) < len(self.targets):
             raise ConfigError(
@@ -49,13 +47,13 @@ class LoraConfig(Table):
 
     @property
     def scale(self) -> float:
-        """By which what an adapter gives is multiplied."""
+        """The factor of an adapter's output."""
         return self.alpha / self.rank
 
 
 def is_adapter(name: str) -> bool:
-    """Whether ``name``, canonical, is of an adapter."""
-    return name.endswith(ENDS)
+    """Whether the parameter ``name``, canonical, is a matrix of an adapter."""
+    return name.endswith(ADAPTER_ENDS)
 
 
 def check_lora(config: "TrainConfig") -> None:
@@ -67,27 +65,31 @@ def check_lora(config: "TrainConfig") -> None:
     lora, model = config.lora, config.model
     if not lora.rank:
         return
-    inside = [name for name in lora.targets if name in FEED_FORWARD]
-    needs: list[tuple[str, object, object, str, str]] = [
-        ("lora.dropout", lora.dropout, 0.0, "adapters read what the base reads", "lora.dropout = 0 works"),
-        ("train.frozen", list(config.train.frozen), [], "all but adapters is frozen already", "leave the key out"),
-        ("optimizer.name", config.optimizer.name, "adamw", "Muon's matrices are frozen",
+    refused: tuple[tuple[str, bool, str, str], ...] = (
+        ("lora.dropout", lora.dropout > 0, "adapters read what the base reads", "lora.dropout = 0 works"),
+        ("train.frozen", bool(config.train.frozen), "all but adapters is frozen already", "leave the key out"),
+        ("optimizer.name", config.optimizer.name != "adamw", "Muon's matrices are frozen",
          "optimizer.name = 'adamw' works"),
-        ("train.precision", config.train.precision == "fp8", False, "a product beside bytes has no kernel",
+        ("train.precision", config.train.precision == "fp8", "a product beside bytes has no kernel",
          "train.precision = 'bf16' works"),
-        ("model.kv_lora_rank", model.kv_lora_rank, 0, "linears of latent attention have no adapters",
+        ("model.kv_lora_rank", model.kv_lora_rank > 0, "linears of latent attention have no adapters",
          "lora.rank = 0 works"),
-        ("parallel.schedule", config.parallel.entry.flushed, True, "its versions are of all weights of a stage",
+        ("parallel.schedule", not config.parallel.entry.flushed, "its versions are of all weights of a stage",
          "parallel.schedule = 'one_f_one_b' works"),
-    ]  # fmt: skip
-    for key, value, needed, why, works in needs:
-        if value != needed:
+    )  # fmt: skip
+    for key, is_refused, why, works in refused:
+        if is_refused:
             table, _, name = key.partition(".")
-            shown = getattr(getattr(config, table), name)
-            shown = list(shown) if isinstance(shown, tuple) else shown
-            raise ConfigError(f"{key} is {shown!r} and lora.rank {lora.rank}: {why}; {works}")
+            value = getattr(getattr(config, table), name)
+            raise ConfigError(f"{key} is {_shown(value)!r} and lora.rank {lora.rank}: {why}; {works}")
+    inside = [name for name in lora.targets if name in FEED_FORWARD]
     if model.num_experts and inside:
         raise ConfigError(
             f"lora.targets has {', '.join(inside)} and model.num_experts is {model.num_experts}, whose matrices are "
             f"one tensor for all experts and have no adapters: lora.targets = {list(ATTENTION)} works"
         )
+
+
+def _shown(value: object) -> object:
+    """As TOML has it: a list."""
+    return list(value) if isinstance(value, tuple) else value

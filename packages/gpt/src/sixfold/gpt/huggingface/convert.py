@@ -52,6 +52,7 @@ from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.files.atomic_folder import new_folder, refuse_taken
 from sixfold.gpt.huggingface import config as hf_config
 from sixfold.gpt.huggingface.adapters import Adapters
+from sixfold.gpt.huggingface.safetensors_extra import safetensors_library
 from sixfold.gpt.huggingface.tensor_names import Piece, hf_name, pieces
 from sixfold.gpt.parallel.weight_sharding import is_expert
 
@@ -89,7 +90,7 @@ def import_model(hf_dir: str | Path, run_dir: str | Path) -> Path:
     """
     refuse_path("HF_DIR", str(hf_dir))
     refuse_path("RUN_DIR", str(run_dir))
-    library, source, target = _library(), Path(hf_dir), Path(run_dir)
+    library, source, target = safetensors_library(), Path(hf_dir), Path(run_dir)
     refuse_taken(target, "a run folder")
     raw = _read_json(source / "config.json")
     config = hf_config.read(raw)
@@ -302,7 +303,7 @@ def export_model(
         CheckpointError: it is damaged.
     """
     refuse_path("OUT_DIR", str(out_dir))
-    _library()
+    safetensors_library()  # refused before anything is read
     target = Path(out_dir)
     refuse_taken(target, "a Hugging Face folder")
     if dtype is not None and dtype not in DTYPES:
@@ -325,13 +326,8 @@ def export_model(
     files = model_files.plan_files(records, max_shard_bytes)
     order = [key for file in files for key in file.keys]
     with new_folder(target, "a Hugging Face folder") as draft:
-        model_files.write_files(
-            draft,
-            files,
-            _values(
-                folder, stored, [(*ours[key], records[key].dtype) for key in order], Adapters(folder, lora, prefix)
-            ),
-        )
+        wanted = [(*ours[key], records[key].dtype) for key in order]
+        model_files.write_files(draft, files, _values(folder, stored, wanted, Adapters(folder, lora, prefix)))
         if len(files) > 1:
             (draft / INDEX).write_bytes(model_files.index_of(files))
         dtypes = Counter({str(r.dtype).removeprefix("torch."): 0 for r in records.values()})
@@ -387,7 +383,8 @@ def _converted(
     loaded = dist_ckpt.load(dict(batch), folder, group=None, validate_access_integrity=False)
     for number, dtype in enumerate(dtypes):
         part = batch[number]
-        values = adapters.add(part.key.rpartition("model.")[2], part.global_offset[0], loaded.pop(number))
+        name = part.key.rpartition("model.")[2]  # behind the prefix of weights or of their average
+        values = adapters.add(name, part.global_offset[0], loaded.pop(number))
         converted = values.to(dtype)
         if converted.dtype != values.dtype and bool((converted.isinf() & ~values.isinf()).any()):
             largest, key = float(values.abs().max()), part.key
@@ -483,11 +480,3 @@ def _read_json(path: Path, pairs_hook: Any = None) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}; it is a JSON object")
     return value
-
-
-def _library() -> Any:
-    try:
-        import safetensors
-    except ImportError as error:
-        raise ConfigError("Hugging Face folders need the library safetensors: pip install 'sixfold-gpt[hf]'") from error
-    return safetensors

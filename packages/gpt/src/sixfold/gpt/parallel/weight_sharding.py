@@ -28,9 +28,8 @@ _TP: tuple[tuple[str, int], ...] = (
     ("q.lora_b", 0), ("k.lora_b", 0), ("v.lora_b", 0), ("gate.lora_b", 0), ("up.lora_b", 0),
     ("out.lora_a", 1), ("down.lora_a", 1),
 )  # fmt: skip
-
-
-_PARTLY_USED = (".lora_a", ".lora_b", "q_norm.weight", "k_norm.weight", "router.weight", "shared_gate.weight")
+# Tensors of which each tensor-parallel rank, with or without sequence parallelism, has its part of the gradient alone.
+_PARTIAL_GRADIENTS = (".lora_a", ".lora_b", "q_norm.weight", "k_norm.weight", "router.weight", "shared_gate.weight")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +65,10 @@ def is_expert(name: str) -> bool:
 
 
 def replicated(name: str) -> bool:
-    """Every tensor-parallel rank has the whole of it: norms, the router, a shared expert's gate, what makes latents,
-    and one matrix of each adapter."""
+    """Every tensor-parallel rank has the whole of it.
+
+    Norms, the router, a shared expert's gate, what makes latents, and one matrix of each adapter.
+    """
     return _tp_dimension(name) is None
 
 
@@ -76,11 +77,11 @@ def summed_over_tp(name: str, *, sequence: bool) -> bool:
 
     Norms of queries and keys see the rank's heads, the router and a shared expert's gate the rank's tokens, and with
     sequence parallelism every norm does, and what makes latents. Without it all ranks have the same whole gradients.
-    Of an adapter the matrix that is not cut stands beside one that is, and so does its gradient.
+    Of an adapter one matrix is cut, so each rank has a part of the other's gradient.
     """
     if not replicated(name):
         return False
-    return sequence or name.endswith(_PARTLY_USED)
+    return sequence or name.endswith(_PARTIAL_GRADIENTS)
 
 
 def whole_shape(cut: Cut, local: Sequence[int]) -> tuple[int, ...]:

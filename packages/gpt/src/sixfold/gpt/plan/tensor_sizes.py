@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from sixfold.gpt.config.frozen import is_frozen
 from sixfold.gpt.config.layer_tensors import QK_NORMS, full_name, layer_tensors
-from sixfold.gpt.config.lora import ROWS
+from sixfold.gpt.config.lora import ROW_PARALLEL, is_adapter
 
 if TYPE_CHECKING:
     from sixfold.gpt.config.train_config import GPTConfig, ParallelConfig, TrainConfig
@@ -154,9 +154,9 @@ def _layer_streams(config: TrainConfig, layer: int, tp: int, ep: int) -> tuple[S
 
 
 def _is_whole_adapter(name: str) -> bool:
-    """One matrix of an adapter, which every tensor-parallel rank has: the other is cut as the weight beside it is."""
+    """The matrix of an adapter that every tensor-parallel rank has whole: B if the target is row-parallel, else A."""
     target, _, end = name.partition(".")
-    return end in ("lora_a", "lora_b") and (end == "lora_b") == (target in ROWS)
+    return is_adapter(name) and (end == "lora_b") == (target in ROW_PARALLEL)
 
 
 def summed_numel(config: TrainConfig, layers: Iterable[int], *, sequence: bool, last: bool) -> int:

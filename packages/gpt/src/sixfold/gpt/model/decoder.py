@@ -21,7 +21,15 @@ from torch.utils.checkpoint import checkpoint
 from sixfold.gpt.config.train_config import GPTConfig
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model.attention import Rows, plan_rows
-from sixfold.gpt.model.dropout import EMBEDDING, NONE, TokenKeys, dropped, token_keys
+from sixfold.gpt.model.dropout import (
+    EMBEDDING,
+    NONE,
+    TokenKeys,
+    after_attention,
+    after_feed_forward,
+    dropped,
+    token_keys,
+)
 from sixfold.gpt.model.initial_weights import initializer
 from sixfold.gpt.model.key_value_cache import KeyValueCache
 from sixfold.gpt.model.latent_attention import LatentAttention
@@ -146,17 +154,10 @@ class Block(nn.Module):
         return self._parts(x, rows)
 
     def _parts(self, x: Tensor, rows: Rows) -> Tensor:
-        if rows.recompute == "selective" and torch.is_grad_enabled():
-            x = x + self._thinned(_again(self._attend, x, rows), rows, 1)
-        else:
-            x = x + self._thinned(self._attend(x, rows), rows, 1)
-        return x + self._thinned(self._feed(x, rows), rows, 2)
-
-    def _thinned(self, x: Tensor, rows: Rows, part: int) -> Tensor:
-        """What a part of the layer adds, behind dropout where there is one."""
-        if rows.dropout is None:
-            return x
-        return dropped(x, rows.dropout.keys_BS, 2 * self.number + part, rows.dropout.hidden)
+        again = rows.recompute == "selective" and torch.is_grad_enabled()
+        attended = _again(self._attend, x, rows) if again else self._attend(x, rows)
+        x = x + _with_dropout(attended, rows, after_attention(self.number))
+        return x + _with_dropout(self._feed(x, rows), rows, after_feed_forward(self.number))
 
     def _attend(self, x: Tensor, rows: Rows) -> Tensor:
         attended = self.attention(x if self.attention_norm is None else self.attention_norm(x), rows)
@@ -264,7 +265,7 @@ class GPTModel(nn.Module):
             labels: int64 (b, s), already moved: labels[:, t] is what follows token t.
             loss_mask: (b, s), 0 where a target does not count.
             row_numbers: int64 (b,): which rows of the run's order these are; read by dropout alone, in training.
-            cache: what was read of the rows before ``x``, which is then their next tokens; ``x`` is added to it.
+            cache: keys and values of the tokens that were read before; ``x`` are the next ones, and are added to it.
         Returns:
             Hidden states as x without ``post_process``; logits (b, s, vocab_size) without ``labels``; else losses of
             each token in nats, float32 (b, s), 0 where masked. Logits and losses are whole on every tensor-parallel
@@ -347,6 +348,11 @@ class GPTModel(nn.Module):
         else:
             logits = self.embedding(x)
         return logits
+
+
+def _with_dropout(x: Tensor, rows: Rows, site: int) -> Tensor:
+    """``x`` with dropout at ``site``, or as it is where nothing is dropped."""
+    return x if rows.dropout is None else dropped(x, rows.dropout.keys_BS, site, rows.dropout.hidden)
 
 
 def _again(function: Any, x: Tensor, rows: Rows) -> Tensor:

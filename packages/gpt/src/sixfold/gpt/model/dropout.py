@@ -24,7 +24,7 @@ from torch import Tensor
 from sixfold.gpt.parallel.axes import Axes
 from sixfold.gpt.parallel.sequence_parts import SequencePart
 
-EMBEDDING = 0  # a site; those of layer n are 2n + 1, behind attention, and 2n + 2, behind the feed-forward part
+EMBEDDING = 0  # the first site; each layer has two
 _GAMMA, _MIX = -0x61C8864680B583EB, (-0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15)  # 9E37..., BF58..., 94D0..., signed
 
 
@@ -50,9 +50,24 @@ class Dropout:
 NONE = Dropout()
 
 
+def after_attention(layer: int) -> int:
+    """The site behind attention of a layer, by its global number."""
+    return 2 * layer + 1
+
+
+def after_feed_forward(layer: int) -> int:
+    """The site behind the feed-forward part of a layer."""
+    return 2 * layer + 2
+
+
 @dataclass(frozen=True, slots=True)
 class TokenKeys:
-    """Of the tokens of a micro-batch that are here: (b, s) int64, and the share of hidden states that is dropped."""
+    """What layers need to drop hidden states.
+
+    Attributes:
+        keys_BS: (b, s) int64, of the tokens of a micro-batch that this rank has.
+        hidden: share of hidden states that is dropped.
+    """
 
     keys_BS: Tensor
     hidden: float
@@ -87,10 +102,12 @@ def token_keys(dropout: Dropout, rows_B: Tensor, x: Tensor, axes: Axes) -> Token
 
 
 def kept(keys_BS: Tensor, site: int, width: int, share: float) -> Tensor:
-    """(B, S, width) bool: what stays where ``share`` of the channels is dropped."""
+    """(B, S, width) bool: which channels stay where ``share`` of them is dropped."""
     states = _finalized(keys_BS + _wrapped((site + 1) * _GAMMA))
-    counters = torch.arange(1, width // 2 + width % 2 + 1, device=keys_BS.device) * _GAMMA
+    words = (width + 1) // 2
+    counters = torch.arange(1, words + 1, device=keys_BS.device) * _GAMMA
     halves = _finalized(states.unsqueeze(-1) + counters).view(torch.int32)
+    # A half is uniform in [-2**31, 2**31): the lowest ``share`` of these numbers is dropped.
     return halves[..., :width] >= min(round(share * 2**32) - 2**31, 2**31 - 1)
 
 
@@ -112,4 +129,5 @@ def _finalized(z: Tensor) -> Tensor:
 
 
 def _wrapped(word: int) -> int:
+    """``word`` modulo 2**64, signed as tensors hold it."""
     return (word + 2**63) % 2**64 - 2**63

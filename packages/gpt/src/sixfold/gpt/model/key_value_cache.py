@@ -3,13 +3,13 @@
     new keys, values --> KeyValueCache.extend (this file) --> those of all that is seen --> attend (this file)
 
 A model reads rows piece by piece. The first piece goes through the back ends of attention.py. Later ones, of a token
-each as a rule, are compared with what is kept by two matrix products. Nothing is kept twice: ``extend`` gives views.
+each as a rule, attend to what is kept by two matrix products. Nothing is kept twice: ``extend`` gives views.
 
 [Note: rows of several lengths] They are padded on the left, and the padding is a document of its own: no query sees it,
 and positions count from where a row's tokens start. So a row in a batch is what it is alone.
 
-[Note: kept of a window] A layer that slides keeps twice its window at most. When that is full, the keys that a later
-query sees are moved to its front: once in so many tokens as the window has.
+[Note: kept of a window] A layer that slides keeps twice its window at most. When that is full, the keys that later
+queries see are moved to its front. So keys are moved once in a window of tokens, not at each token.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ class KeyValueCache:
         self.config, self.tokens, self.length = config, tokens, 0
         self.starts = list(starts) if starts is not None and any(starts) else None
         self._layers: dict[int, _Layer] = {}
-        self._begins: Tensor | None = None
+        self._starts_B1: Tensor | None = None
 
     def begin(self, b: int, s: int, axes: Axes, *, others: bool) -> None:
-        """Look at a piece of ``b`` rows of ``s`` tokens before it is read.
+        """Refuse a piece of ``b`` rows of ``s`` tokens that cannot be read with this cache.
 
         Args:
             others: positions or documents are given beside it.
         Raises:
-            ConfigError: it cannot be read with a cache.
+            ConfigError: why, and what works.
         """
         if torch.is_grad_enabled():
             raise ConfigError("a key-value cache has no gradients; call the model under torch.inference_mode()")
@@ -77,13 +77,13 @@ class KeyValueCache:
     def positions(self, s: int, device: torch.device) -> Tensor:
         """(b or 1, s): of the next piece."""
         places = torch.arange(self.length, self.length + s, device=device).unsqueeze(0)
-        return places if self.starts is None else places - self._starts(device)
+        return places if self.starts is None else places - self._starts_on(device)
 
     def extend(self, layer: int, *new: Tensor) -> Sequence[Tensor]:
-        """Keep a layer's ``new``, (b, s, heads, any width) each.
+        """Keep the ``new`` tensors of a layer, (b, s, heads, any width) each.
 
         Returns:
-            As much as a query of the piece sees, or more: (b, n, heads, width) each; the last s are ``new``.
+            All that queries of the piece see, or more: (b, n, heads, width) each; the last s are ``new``.
         """
         if (found := self._layers.get(layer)) is None:
             window = self.config.sliding_window if self.config.slides(layer) else 0
@@ -115,24 +115,24 @@ class KeyValueCache:
         return attend
 
     def _unseen(self, s: int, n: int, window: int, device: torch.device) -> Tensor:
-        """(b or 1, s, n) bool: of the last n keys of each query of the piece those that it does not see."""
+        """(b or 1, s, n) bool: which of the last n keys a query of the piece does not see."""
         end = self.length + s
         queries = torch.arange(self.length, end, device=device).unsqueeze(1)
         keys = torch.arange(end - n, end, device=device).unsqueeze(0)
         unseen = (keys > queries).unsqueeze(0)
         if window:
             unseen = unseen | (keys <= queries - window)
-        return unseen if self.starts is None else unseen | (keys.unsqueeze(0) < self._starts(device).unsqueeze(-1))
+        return unseen if self.starts is None else unseen | (keys.unsqueeze(0) < self._starts_on(device).unsqueeze(-1))
 
-    def _starts(self, device: torch.device) -> Tensor:
-        """(b, 1): ``starts``, brought to the device once."""
-        if self._begins is None:
-            self._begins = torch.tensor(self.starts, device=device).unsqueeze(1)
-        return self._begins
+    def _starts_on(self, device: torch.device) -> Tensor:
+        """(b, 1): ``starts`` as a tensor, brought to the device once."""
+        if self._starts_B1 is None:
+            self._starts_B1 = torch.tensor(self.starts, device=device).unsqueeze(1)
+        return self._starts_B1
 
 
 class _Layer:
-    """Of one layer: tensors (b, heads, room, width), of which the first ``end`` places are taken."""
+    """What one layer keeps: tensors (b, heads, room, width), of which the first ``end`` places are taken."""
 
     def __init__(self, new: Sequence[Tensor], tokens: int, window: int) -> None:
         self.rows, self.window, self.end = len(new[0]), window, 0

@@ -7,9 +7,9 @@ Over tp latents are computed of the rank's part of the sequence, and travel in p
 the whole of q_a and kv_a, and its heads' part of q_b, kv_b and out. Values are narrower than keys. They are padded with
 zeros to a head's width, so that every back end takes them, and what comes out is cut.
 
-[Note: latents] A cache keeps latents and rotated keys, not the keys and values of heads. A later query is brought to
-the latents in place of them to it: q (W l) = (q W) l. So the latents are one key head that all queries read. Values are
-the latents too, brought to heads when they are summed.
+[Note: latents] A cache keeps latents and rotated keys, not the keys and values of heads. With k = W l a score is
+q (W l) = (q W) l: so later queries are multiplied with W, not all latents that are kept. The latents are then one key
+head that all queries read. They are the values too, and their weighted sum is multiplied with the values' part of kv_b.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from sixfold.gpt.parallel.axes import ALONE, Axes
 from sixfold.gpt.parallel.tensor_parallel import columns, joined
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from sixfold.gpt.model.attention import Rows
 
 _EPS = 1e-6  # of latents' norms, whatever model.norm_eps is: as transformers
@@ -54,23 +56,12 @@ class LatentAttention(nn.Module):
 
     def forward(self, x: Tensor, rows: Rows) -> Tensor:
         """Hidden states as between blocks -> the same."""
-        config, again = self.config, rows.recompute != "none"
+        config, turned = self.config, self.config.qk_rope_head_dim
         rows = rows.of(sliding=self.slides)
         later = rows.cache is not None and rows.cache.length > 0
-        turned, of_q, of_kv = config.qk_rope_head_dim, config.q_lora_rank, config.kv_lora_rank
-        latent, key = self.kv_a(x).split((of_kv, turned), -1)
-        latents = [self.q_a_norm(self.q_a(x))] if of_q else []
+        latent, key = self.kv_a(x).split((config.kv_lora_rank, turned), -1)
         latent = self.kv_a_norm(latent)
-        together = torch.cat((*latents, latent, key), -1)
-        products = [] if later else [lambda t: self.kv_b(t[..., of_q : of_q + of_kv])]
-        products.append(lambda t: t[..., of_q + of_kv :])
-        if of_q:
-            products.append(lambda t: self.q_b(t[..., :of_q]))
-        # As where it is recomputed: the latents that were gathered are small, and kept.
-        found = columns(together, products, self.axes, recomputed=True)
-        kv = None if later else found.pop(0)
-        key, *found = found
-        (q,) = found or columns(x, (self.q,), self.axes, recomputed=again)
+        q, key, kv = self._products(x, latent, key, again=rows.recompute != "none", of_heads=not later)
         q, q_turned = _parts(q, config.qk_nope_head_dim, turned)
         q_turned, key = (self._rotated(t, rows) for t in (q_turned, key.unsqueeze(2)))
         if self.scale != 1:
@@ -85,12 +76,32 @@ class LatentAttention(nn.Module):
         attended = rows.attend(q, k, F.pad(v, (0, config.head_dim - config.v_head_dim)))
         return joined(self.out(attended[..., : config.v_head_dim].flatten(2)), self.axes)
 
+    def _products(
+        self, x: Tensor, latent: Tensor, key: Tensor, *, again: bool, of_heads: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Queries, the turned key that all heads share, and keys with values of heads if ``of_heads``.
+
+        They are of all tokens of the rows: over tp the latents are gathered, together.
+        """
+        of_q, of_kv = self.config.q_lora_rank, self.config.kv_lora_rank
+        latents = [self.q_a_norm(self.q_a(x))] if of_q else []
+        together = torch.cat((*latents, latent, key), -1)
+        products: dict[str, Callable[[Tensor], Tensor]] = {}  # their order is that in which gradients are added
+        if of_heads:
+            products["kv"] = lambda t: self.kv_b(t[..., of_q : of_q + of_kv])
+        products["key"] = lambda t: t[..., of_q + of_kv :]
+        if of_q:
+            products["q"] = lambda t: self.q_b(t[..., :of_q])
+        # As where it is recomputed: the latents that were gathered are small, and kept.
+        found = dict(zip(products, columns(together, [*products.values()], self.axes, recomputed=True), strict=True))
+        q = found["q"] if of_q else columns(x, (self.q,), self.axes, recomputed=again)[0]
+        return q, found["key"], found.get("kv")
+
     def _of_latents(self, q: Tensor, q_turned: Tensor, kept: Tensor, rows: Rows) -> Tensor:
         """Attention to what a cache keeps, (b, n, 1, latent + turned) -> (b, s, heads, v_head_dim). [Note: latents]"""
         config = self.config
-        assert type(self.kv_b) is nn.Linear, (
-            f"kv_b is a {type(self.kv_b).__name__}, more than its matrix"
-        )  # no lora.target
+        # [lora] refuses latent attention, so no adapter lies beside the matrix.
+        assert type(self.kv_b) is nn.Linear, f"kv_b is a {type(self.kv_b).__name__}, more than its matrix"
         of_head = self.kv_b.weight.unflatten(0, (-1, config.qk_nope_head_dim + config.v_head_dim))  # type: ignore[no-untyped-call]
         to_keys, to_values = of_head.split((config.qk_nope_head_dim, config.v_head_dim), 1)
         q = torch.cat((torch.einsum("bshd,hdl->bshl", q, to_keys), q_turned), -1)

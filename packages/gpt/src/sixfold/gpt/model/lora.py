@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear whose parameters stay those of ``base``, with an adapter beside them."""
+    """``base`` with an adapter beside it: its own parameters are the same tensors under the same names."""
 
     def __init__(self, base: nn.Linear, lora: LoraConfig) -> None:
         nn.Module.__init__(self)
@@ -38,7 +38,7 @@ class AdaptedLinear(nn.Linear):
 
 
 def add_adapters(model: nn.Module, lora: LoraConfig) -> None:
-    """Give the linears that ``lora`` names an adapter, in place; without adapters nothing changes."""
+    """Give an adapter to each linear that ``lora`` names, in place; with rank 0 nothing changes."""
     if not lora.rank:
         return
     for block in model.modules():

@@ -128,6 +128,6 @@ def test_what_a_cache_cannot_read_is_refused_and_leaves_it_as_it_was():
         with pytest.raises(ConfigError, match="of 2 rows gets 3"):
             model(TOKENS[:, :3], cache=KeyValueCache(model.config, 10, starts=[0, 1]))
         with pytest.raises(ConfigError, match=r"parallel\.cp is 2"):
-            kept.begin(3, 1, SimpleNamespace(cp=SimpleNamespace(size=2), sharded_sequence=False), others=False)
+            kept.check_piece(3, 1, SimpleNamespace(cp=SimpleNamespace(size=2), sharded_sequence=False), others=False)
         found = model(TOKENS[:, 8:10], cache=kept)
         torch.testing.assert_close(found, model(TOKENS[:, :10])[:, 8:], rtol=0, atol=1e-5)

@@ -1,6 +1,6 @@
-"""``sixfold watch RUN`` and ``sixfold report RUN``: a run as it goes on, and where its time went.
+"""``sixfold watch RUN`` and ``sixfold report RUN``: a live view of a run, and where its time went.
 
-    RUN/metrics.jsonl --> observe/live_view.py --> watch (this file): a terminal, or a line now and then
+    RUN/metrics.jsonl --> observe/live_view.py --> watch (this file): a terminal, or a line every 30 s
                       `-> observe/time_spent.py --> report (this file): text or JSON
 
 No torch, no ranks: it may run on another machine that sees the folder.
@@ -24,12 +24,15 @@ from sixfold.gpt.observe.live_view import BLOCKS, PLAIN_BLOCKS, LiveView
 from sixfold.gpt.observe.metrics import EVALUATIONS, clock, describe, read_all
 from sixfold.gpt.observe.time_spent import CAUSES, TimeSpent, spent
 
-DRAW_S, GRACE_S = 1.0, 10.0  # between frames; after an error, until no restart is expected
-OTHER_SCREEN, OLD_SCREEN, HOME, REST_OF_LINE, REST = "\x1b[?1049h", "\x1b[?1049l", "\x1b[H", "\x1b[K", "\x1b[J"
+DRAW_S = 1.0  # between frames
+GRACE_S = 10.0  # after an error, for a restart
+# Control sequences of a terminal; CLEAR_LINE and CLEAR_BELOW are from the cursor on.
+ALTERNATE_SCREEN, USUAL_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
+HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The two verbs."""
+    """Add ``watch`` and ``report``."""
     verb = verbs.add_parser("watch", help="follow a run in this terminal until it ends; Ctrl-C leaves the run alone")
     verb.add_argument("run_dir", type=Path, metavar="RUN", help="run folder; it may not have begun yet")
     verb.add_argument("--once", action="store_true", help="print one view and end")
@@ -44,7 +47,7 @@ def add_verbs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
 
 
 def report(run: Path, *, as_object: bool) -> int:
-    """Print what ``run`` spent.
+    """Print where the time of ``run`` went.
 
     Raises:
         ConfigError: it is no run.
@@ -127,19 +130,19 @@ def _is_over(view: LiveView, now: float) -> bool:
 
 
 def _draw(view: LiveView, stream: TextIO) -> None:
-    """Each second on the terminal's other screen; the last view stays on its own."""
-    stream.write(OTHER_SCREEN)
+    """Draw each second on the terminal's alternate screen; the last view stays on the usual one."""
+    stream.write(ALTERNATE_SCREEN)
     try:
         while True:
             view.poll()
             rows = _frame(view, stream)
-            stream.write(HOME + "\n".join(row + REST_OF_LINE for row in rows) + REST)
+            stream.write(HOME + "\n".join(row + CLEAR_LINE for row in rows) + CLEAR_BELOW)
             stream.flush()
             if _is_over(view, time.time()):
                 return
             time.sleep(DRAW_S)
     finally:
-        stream.write(OLD_SCREEN + "\n".join(_frame(view, stream)) + "\n")
+        stream.write(USUAL_SCREEN + "\n".join(_frame(view, stream)) + "\n")
         stream.flush()
 
 
@@ -154,7 +157,8 @@ def _tell(view: LiveView, stream: TextIO, every_s: float) -> None:
             events = events[-1:]
         if now - told_at >= every_s or over:
             line = view.line(now)
-            events = [*events, line] if line != said and not over else [line, *events] if line != said else events
+            if line != said:
+                events = [line, *events] if over else [*events, line]  # the end is the last line
             told_at, said = now, line
         if events:
             stream.write("\n".join(events) + "\n")

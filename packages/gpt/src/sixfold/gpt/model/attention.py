@@ -180,7 +180,7 @@ def plan_rows(
     """
     later = cache is not None and cache.length > 0
     if cache is not None:
-        cache.begin(x.shape[0], x.shape[1], axes, others=position_ids is not None or cu_seqlens is not None)
+        cache.check_piece(x.shape[0], x.shape[1], axes, others=position_ids is not None or cu_seqlens is not None)
         position_ids = cache.positions(x.shape[1], x.device) if later else None
         cu_seqlens = None if later else cache.boundaries(x.shape[0], x.shape[1])
     documents = _documents(config, x, cu_seqlens, axes)

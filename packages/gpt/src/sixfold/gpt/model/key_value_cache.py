@@ -42,7 +42,7 @@ class KeyValueCache:
         self._layers: dict[int, _Layer] = {}
         self._starts_B1: Tensor | None = None
 
-    def begin(self, b: int, s: int, axes: Axes, *, others: bool) -> None:
+    def check_piece(self, b: int, s: int, axes: Axes, *, others: bool) -> None:
         """Refuse a piece of ``b`` rows of ``s`` tokens that cannot be read with this cache.
 
         Args:

@@ -3,12 +3,12 @@
     metrics.jsonl --> MetricsTail --> scalars --> CurveFeed (this file), a thread per sink --> tensorboard.py
                                                                                           `-> wandb_sink.py
 
-A sink gets what metrics.jsonl says and nothing else, so a curve shows what was logged. How far it has read is kept in
-its folder of the run: what a process had not handed over when it was killed, the next start does. A sink that was asked
-for later than the run began gets all lines.
+A sink gets what metrics.jsonl says and nothing else, so a curve shows what was logged. Its folder in the run keeps how
+many bytes it has read. If a process is killed, the next start hands over the lines from there on. If a sink is switched
+on in the middle of a run, it gets all lines.
 
 [Note: a sink ends no run] It may hang (a network), fail (a full disk, no login) or be slow. So it has a thread of its
-own, which says once what went wrong. Training never waits for it, but for a moment at the end of the run.
+own, which says once what went wrong. Training waits for it at the end of the run alone, for ``CLOSE_S`` at most.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from sixfold.gpt.observe.metrics import MetricsTail, last_of_each_step
+from sixfold.gpt.observe.metrics import EVALUATIONS, MetricsTail, last_of_each_step
 from sixfold.gpt.observe.tensorboard import TensorBoardSink, check_tensorboard
 from sixfold.gpt.observe.wandb_sink import WandbSink, check_wandb
 
@@ -53,7 +53,7 @@ class CurveSink(Protocol):
     """Where curves are drawn."""
 
     def take_back(self, step: int) -> None:
-        """Updates behind ``step`` are done again: what was drawn of them does not count."""
+        """Hide what was drawn of updates behind ``step``, which are done again."""
 
     def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """The next values of some curves, at Unix seconds ``at``."""
@@ -76,7 +76,7 @@ def check_sinks(log: LogConfig) -> None:
 
 
 def feeds_of(config: TrainConfig) -> list[CurveFeed]:
-    """Begin to feed what ``config.log`` asks for; for one rank of a run."""
+    """Start a feed for each sink that ``config.log`` asks for; on one rank of a run."""
     sinks: dict[str, Callable[[Path], CurveSink]] = {}
     if config.log.tensorboard:
         sinks["tensorboard"] = TensorBoardSink
@@ -86,18 +86,16 @@ def feeds_of(config: TrainConfig) -> list[CurveFeed]:
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The curves' next values that a line of metrics.jsonl holds, by name; none is null."""
+    """The next value of each curve that a line of metrics.jsonl has, by the curve's name; nulls are left out."""
     found: dict[str, float | None] = {}
     if record["kind"] == "step":
         found |= {f"train/{name}": record.get(name) for name in CURVES}
         found |= {"train/wall_mfu": wall_mfu(record)}
         found |= {f"loss by dataset/{name}": loss for name, loss in record.get("loss_by_dataset", {}).items()}
-    elif record["kind"] == "eval":
-        name = record.get("name")
-        found[f"loss by validation set/{name}" if name else "valid/loss"] = record["loss"]
-    elif record["kind"] == "eval_ema":
-        name = record.get("name")
-        found[f"loss by validation set, ema/{name}" if name else "valid/loss ema"] = record["loss"]
+    elif record["kind"] in EVALUATIONS:
+        name, ema = record.get("name"), record["kind"] == "eval_ema"
+        of_set = f"loss by validation set{', ema' if ema else ''}/{name}"
+        found[of_set if name else f"valid/loss{' ema' if ema else ''}"] = record["loss"]
     elif record["kind"] == "timeline":
         found |= {"pipeline/bubble": record["bubble"], "pipeline/bubble on paper": record["bubble_on_paper"]}
     elif record["kind"] == "save":
@@ -106,7 +104,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 
 def wall_mfu(step: Mapping[str, Any]) -> float | None:
-    """MFU by the clock since the line before, with evaluations and saves; ``mfu`` is of the step alone."""
+    """MFU by the clock since the line before, evaluations and saves included; ``mfu`` is that of the step alone."""
     alone, wall, mfu = (step.get(name) for name in ("tokens_per_second", "wall_tokens_per_second", "mfu"))
     return mfu * wall / alone if mfu is not None and wall is not None and alone else None
 
@@ -126,11 +124,11 @@ class CurveFeed:
         self._thread.start()
 
     def close(self, *, failed: bool, waits: bool = True) -> None:
-        """Take the last lines.
+        """Hand over the last lines and close the sink.
 
         Args:
             failed: the run ended with an error.
-            waits: for a moment. False: the run goes on, and nothing has to be told.
+            waits: until that is done, ``CLOSE_S`` at most. False: at once, since the run goes on in another generation.
         """
         self._failed = failed
         self._ends.set()
@@ -141,9 +139,9 @@ class CurveFeed:
             self._tell(f"has not taken the last lines within {CLOSE_S:g} s; the next start of the run hands them over")
 
     def _follow(self) -> None:
-        before = [one for one in threading.enumerate() if one.name == self._thread.name and one is not self._thread]
-        for one in before:  # of a generation before, in this process
-            one.join(CLOSE_S)
+        for one in threading.enumerate():  # of the generation before, in this process: two would write one folder
+            if one.name == self._thread.name and one is not self._thread:
+                one.join(CLOSE_S)
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             metrics = self._folder.parent / "metrics.jsonl"
@@ -161,7 +159,7 @@ class CurveFeed:
             self._tell(f"gets no more of this run ({said}); the run goes on, and the next start hands over what lacks")
 
     def _take(self, tail: MetricsTail, sink: CurveSink) -> bool:
-        """Whether there were new lines."""
+        """Hand over the new lines; whether there were any."""
         records = last_of_each_step(tail.read())
         for record in records:
             if record["kind"] in ("start", "resume"):
@@ -172,7 +170,7 @@ class CurveFeed:
         return bool(records)
 
     def _read_before(self, metrics: Path) -> int:
-        """Bytes of ``metrics`` that the sink has."""
+        """Bytes of ``metrics`` that the sink has read, by its file ``READ``; 0 if that is of another metrics.jsonl."""
         try:
             kept = json.loads((self._folder / READ).read_bytes())
             if kept["first"] == _first_line(metrics) and kept["bytes"] <= metrics.stat().st_size:
@@ -191,6 +189,6 @@ class CurveFeed:
 
 
 def _first_line(metrics: Path) -> str:
-    """Tells one metrics.jsonl from another; the time is in it."""
+    """The beginning of the first line. Its time tells one metrics.jsonl from another."""
     with metrics.open("rb") as file:
         return file.readline(256).decode(errors="replace")

@@ -24,14 +24,17 @@ Record = dict[str, Any]
 BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 NEAR = 20  # lines of steps that "now" is a mean of
 LEAST_S = 60.0  # without a line, until it is said; longer where updates are slow
-_SLIM = ("loss_by_dataset", "expert_load")  # not shown: a run of a million updates has them a million times
-_TOLD = frozenset(
+_NOT_KEPT = ("loss_by_dataset", "expert_load")  # fields not shown, of which a long run has very many
+_EVENT_KINDS = frozenset(
     {"start", "resume", "damaged", "recovery", "no_snapshot", "no_replica", "straggler", "replicas", "nonfinite", "end"}
 )
 
 
 def spark(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
-    """``values`` as ``width`` characters at most: each the mean of as many values, between the least and the most."""
+    """``values`` as a line of at most ``width`` blocks, each the mean of equally many values.
+
+    The lowest block is the least mean, the highest the largest.
+    """
     width = min(width, len(values))
     if width < 1:
         return ""
@@ -43,10 +46,10 @@ def spark(values: Sequence[float], width: int, blocks: str = BLOCKS) -> str:
 
 
 class LiveView:
-    """What is known of a run so far.
+    """What the lines of a run say so far.
 
     Attributes:
-        records: all lines, without what is not shown. steps: lines `step` that count, in order.
+        records: all lines, without fields that are not shown. steps: lines `step` that count, in order.
     """
 
     def __init__(self, run_dir: str | Path) -> None:
@@ -54,12 +57,12 @@ class LiveView:
         self.records: list[Record] = []
         self.steps: list[Record] = []
         self._tail = MetricsTail(self.folder / "metrics.jsonl", offset=0)
-        self._spent: tuple[int, float, TimeSpent | None] = (0, 0.0, None)  # lines, what it took, and it
+        self._spent: tuple[int, float, TimeSpent | None] = (0, 0.0, None)  # of how many lines, its seconds, the result
         self._last_step: int | None = None
 
     def poll(self) -> list[Record]:
-        """Read what is new; the new lines."""
-        new = [{key: value for key, value in one.items() if key not in _SLIM} for one in self._tail.read()]
+        """Read the lines that are new, and return them."""
+        new = [{key: value for key, value in one.items() if key not in _NOT_KEPT} for one in self._tail.read()]
         self.records += new
         if any(one["kind"] in ("start", "resume") for one in new):
             self.steps = [one for one in last_of_each_step(self.records) if one["kind"] == "step"]
@@ -75,7 +78,7 @@ class LiveView:
         return last if last is not None and last["kind"] == "end" else None
 
     def state(self, now: float) -> str:
-        """In a few words."""
+        """What the run does now, in a few words."""
         if not self.records:
             return f"waiting for {self.folder / 'metrics.jsonl'}"
         if self.end is not None:
@@ -87,10 +90,10 @@ class LiveView:
         return "training" if self.records[-1]["kind"] not in ("start", "resume") else "starting"
 
     def line(self, now: float) -> str:
-        """One line, where there is no terminal to draw on."""
+        """The newest step in one line, for a stream that is no terminal."""
         if not self.steps:
             return self.state(now)
-        left = self._left()
+        left = self._pace_and_left()
         return describe(self.steps[-1], self._last_step, None if left is None else left[0])
 
     def frame(self, now: float, width: int, height: int = 100, *, blocks: str = BLOCKS) -> list[str]:
@@ -102,7 +105,7 @@ class LiveView:
         rows = [f"{self.folder}: {self.state(now)}", *([step] if step else [])]
         if self.steps:
             rows += [*self._losses(width, blocks), *self._speed(), *self._saved(now), *self._time()]
-        told = [one for one in self.records if one["kind"] in _TOLD and _is_event(one)]
+        told = [one for one in self.records if one["kind"] in _EVENT_KINDS and _is_event(one)]
         room = max(0, min(6, height - len(rows) - 2))
         for one in told[len(told) - room :] if room else []:
             text = " ".join(_event(one).split())
@@ -156,8 +159,8 @@ class LiveView:
         took = f"took {float(last['seconds']):.3g} s, held up {float(last['blocked_seconds']):.3g} s"
         return [f"saved   step {last['step']:,}, {ago} ago; {took}"]
 
-    def _left(self) -> tuple[float, float] | None:
-        """Seconds of an update by the clock in this start, and those that are left."""
+    def _pace_and_left(self) -> tuple[float, float] | None:
+        """Seconds of an update by the clock in this start, and seconds left; None: not known yet."""
         begun = next((float(one["time"]) for one in reversed(self.records) if one["kind"] == "start"), 0.0)
         mine = [one for one in self.steps if float(one["time"]) >= begun]
         if len(mine) < 2 or not self._last_step:
@@ -167,7 +170,7 @@ class LiveView:
         return pace, pace * (self._last_step - int(last["step"]))
 
     def _time(self) -> list[str]:
-        found, left = self._time_spent(), self._left()
+        found, left = self._time_spent(), self._pace_and_left()
         rows = []
         if found is not None:
             said = f"time    {clock(found.wall_s)} gone"
@@ -181,7 +184,7 @@ class LiveView:
         return rows
 
     def _time_spent(self) -> TimeSpent | None:
-        """Of all lines; not for each new one, where that would take long."""
+        """``spent`` of all lines, or of nearly all: where it takes long, it waits until a tenth more have come."""
         lines, took, found = self._spent
         if len(self.records) > lines and (found is None or len(self.records) > lines * (1 + min(0.1, took))):
             began = time.monotonic()
@@ -194,7 +197,7 @@ class LiveView:
 
 
 def _wrapped(row: str, width: int) -> list[str]:
-    """``row`` in lines; what does not fit stands below, behind the name of the row."""
+    """``row`` in lines of ``width``; those that continue it are indented by the width of its name."""
     return textwrap.wrap(row, max(10, width), subsequent_indent=" " * 8) or [""]
 
 

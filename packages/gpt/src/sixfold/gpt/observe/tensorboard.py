@@ -1,4 +1,4 @@
-"""TensorBoard of a run, on request.
+"""The curves of a run as events of TensorBoard.
 
 curves.py --> TensorBoardSink (this file) --> RUN/tensorboard
 """
@@ -30,13 +30,13 @@ def check_tensorboard(wanted: bool) -> None:
 
 
 def _second_of(path: Path) -> int:
-    """Of the name that TensorBoard gives a file; 0: another file."""
+    """The Unix second in the name of an event file; 0 for another file."""
     second = path.name.removeprefix(EVENTS).partition(".")[0]
     return int(second) if second.isdecimal() else 0
 
 
 class TensorBoardSink:
-    """Writes events into ``folder``. What is taken back is hidden, as TensorBoard does it: by a new file."""
+    """Writes events into ``folder``. TensorBoard hides steps that are taken back by a new file with ``purge_step``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -70,7 +70,7 @@ class TensorBoardSink:
             self._writer.close()
 
     def _open(self, hides: int | None) -> None:
-        """TensorBoard reads files by name, which begins with a second: no two are opened within one."""
+        """Begin a file. TensorBoard reads files in the order of the seconds in their names, so no two have one."""
         from torch.utils.tensorboard import SummaryWriter
 
         while (newest := max(map(_second_of, self._folder.glob(f"{EVENTS}*")), default=0)) == int(time.time()):

@@ -1,8 +1,8 @@
-"""W&B (Weights & Biases) of a run, on request.
+"""The curves of a run on W&B (Weights & Biases).
 
     curves.py --> WandbSink (this file) --> wandb: its service, or RUN/wandb where WANDB_MODE is offline
 
-A run has one id, which is kept in its folder: a start that resumes the run goes on with the same curves.
+A run has one id, which its folder keeps. So a start that resumes the run continues the same curves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from sixfold.gpt.errors import ConfigError
 
-ID = "run-id.txt"
+ID = "run-id.txt"  # in RUN/wandb
 
 
 def check_wandb(project: str) -> None:
@@ -35,7 +35,7 @@ def check_wandb(project: str) -> None:
 class WandbSink:
     """Hands values to wandb. Its x axis is ``step``.
 
-    W&B's history takes nothing back: steps that are done again have a second point.
+    W&B's history takes nothing back, so a step that is done again has two points.
 
     Args:
         folder: RUN/wandb.
@@ -52,7 +52,7 @@ class WandbSink:
             entity=entity or None,
             id=_id_of(folder),
             resume="allow",
-            dir=str(folder.parent),  # in which it makes the folder wandb
+            dir=str(folder.parent),  # wandb makes its folder, ``wandb``, in it
             name=folder.absolute().parent.name,
             config=dict(config),
             settings=wandb.Settings(console="off", silent=True),  # the terminal is the run's
@@ -62,14 +62,14 @@ class WandbSink:
         print(f"sixfold: W&B: {place}", file=sys.stderr, flush=True)
 
     def take_back(self, step: int) -> None:
-        """See CurveSink; W&B has no such thing."""
+        """See CurveSink. W&B cannot: both points stay."""
 
     def add(self, step: int, at: float, values: Mapping[str, float]) -> None:
         """See CurveSink."""
         self._run.log({"step": step, **values})
 
     def flush(self) -> None:
-        """See CurveSink; wandb's own process has what it was given."""
+        """See CurveSink. Nothing to do: wandb's own process has what ``add`` gave it."""
 
     def close(self, failed: bool) -> None:
         """See CurveSink."""
@@ -77,7 +77,7 @@ class WandbSink:
 
 
 def _id_of(folder: Path) -> str:
-    """The id that W&B knows the run by, drawn once."""
+    """The id of the run on W&B, drawn at its first start."""
     path = folder / ID
     if not path.exists():
         path.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")

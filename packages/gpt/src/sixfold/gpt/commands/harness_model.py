@@ -19,10 +19,11 @@ from torch import Tensor
 
 from sixfold.gpt.commands.next_logits import NextLogits, write_all
 from sixfold.gpt.commands.sample import Draws, Opened, next_token
-from sixfold.gpt.commands.score import documents
+from sixfold.gpt.commands.score import document_arguments
 from sixfold.gpt.errors import ConfigError
 
 TOKENS = 256  # of an answer, where a task does not say: as lm-eval's own models
+NO_HARNESS = "sixfold eval needs lm-eval, EleutherAI's harness: pip install 'sixfold-gpt[eval]'"
 
 
 def harness_model(run: Opened, *, batch: int = 8) -> Any:
@@ -38,9 +39,6 @@ def harness_model(run: Opened, *, batch: int = 8) -> Any:
     return type("SixfoldModel", (HarnessModel, TemplateLM), {})(run, batch)
 
 
-NO_HARNESS = "sixfold eval needs lm-eval, EleutherAI's harness: pip install 'sixfold-gpt[eval]'"
-
-
 class HarnessModel:
     """What lm-eval's ``TemplateLM`` leaves to its models. Requests come in any order, and are read longest first."""
 
@@ -48,7 +46,8 @@ class HarnessModel:
 
     def __init__(self, run: Opened, batch: int) -> None:
         super().__init__()
-        self.run, self.batch, self.lead = run, batch, run.tokenizer.encode("")
+        self.run, self.batch = run, batch
+        self.lead = run.tokenizer.encode("")  # what the tokenizer's template puts before a text
         self.device_of_model = next(run.model.parameters()).device
         largest = max(self.prefix_token_id, *self.lead, 0)
         if largest >= run.model.config.vocab_size:
@@ -68,7 +67,10 @@ class HarnessModel:
         return self.lead[0] if self.lead else self.run.tokenizer.eod
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Ids of a text, begun as the tokenizer's template says; not twice, and not if no special tokens are asked."""
+        """Ids of a text behind the lead of the template.
+
+        The lead is there once if the text has it already, and not at all if ``add_special_tokens`` is False.
+        """
         ids, lead = self.run.tokenizer.encode(string), self.lead
         if lead and ids[: len(lead)] == lead and (add_special_tokens is False or ids[len(lead) :][: len(lead)] == lead):
             return ids[len(lead) :]
@@ -110,18 +112,18 @@ class HarnessModel:
 
     @torch.inference_mode()
     def _logits(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """(rows, longest, vocabulary); rows are padded behind, where no token of theirs sees it."""
+        """(rows, longest, vocabulary). Rows are padded at their ends, which none of their own tokens sees."""
         inputs = np.zeros((len(rows), max(map(len, rows))), dtype=np.int64)
         for number, row in enumerate(rows):
             inputs[number, : len(row)] = row
-        apart = documents(inputs, self.run.tokenizer.eod, self.run.document_mask)
+        apart = document_arguments(inputs, self.run.tokenizer.eod, self.run.document_mask)
         kwargs = {name: tensor.to(self.device_of_model) for name, tensor in apart.items()}
         logits: Tensor = self.run.model(torch.from_numpy(inputs).to(self.device_of_model), **kwargs)
         return logits
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """What the model writes behind each context until one of its stops, its document's end or so many tokens."""
-        answers = [_Answer(self, context, wanted) for context, wanted in (request.args for request in requests)]
+        """What the model writes behind each context, until a stop, the end of its document or its last token."""
+        answers = [_Answer(self, *request.args) for request in requests]
         order = sorted(answers, key=lambda one: (one.tokens, -len(one.ids)))
         for tokens, alike in groupby(order, key=lambda one: one.tokens):  # no row of a batch outgrows the context
             for part in _batched(alike, self.batch):
@@ -131,7 +133,7 @@ class HarnessModel:
 
 
 class _Answer:
-    """A context and what is written behind it."""
+    """A context and what is written behind it: a text of ``write_all``."""
 
     def __init__(self, model: HarnessModel, context: str, wanted: Mapping[str, Any]) -> None:
         self.tokenizer, self.ended = model.run.tokenizer, False
@@ -149,10 +151,12 @@ class _Answer:
         self.generator = torch.Generator().manual_seed(self.how.seed)
 
     def view(self) -> list[int]:
+        """What the model reads next; see [Note: how a text without a prompt begins] of sample.py."""
         lead = [] if self.written and self.apart else self.lead
         return lead + self.ids + self.written
 
     def draw(self, logits: Tensor) -> None:
+        """Take the next token; a text that has ended grows by ends of documents."""
         how, eod = self.how, self.tokenizer.eod
         token = eod if self.ended else next_token(logits, how.temperature, how.top_k, self.generator, top_p=how.top_p)
         self.written.append(token)
@@ -173,7 +177,7 @@ class _Answer:
 
 
 def _asked(wanted: Mapping[str, Any]) -> tuple[list[str], int, Draws]:
-    """Stops, tokens and draws of a task's ``generation_kwargs``."""
+    """Stops, most tokens, and how to draw, from the ``generation_kwargs`` of a task."""
     rest = dict(wanted)
     until = rest.pop("until", None) or []
     stops = [until] if isinstance(until, str) else list(until)
@@ -184,7 +188,8 @@ def _asked(wanted: Mapping[str, Any]) -> tuple[list[str], int, Draws]:
     if not rest.pop("do_sample", temperature > 0):
         temperature, draws = 0.0, {}
     if rest:
-        raise ConfigError(f"a task asks for {_named(rest)} in its generation_kwargs, which sixfold eval does not have")
+        asked = ", ".join(sorted(rest))
+        raise ConfigError(f"a task asks for {asked} in its generation_kwargs, which sixfold eval does not have")
     return [stop for stop in stops if stop], tokens, Draws(temperature=temperature, **{"top_k": 0, **draws})
 
 
@@ -193,7 +198,3 @@ def _batched(items: Iterable[_Answer], size: int) -> Iterator[list[_Answer]]:
     rest = iter(items)
     while part := list(islice(rest, size)):
         yield part
-
-
-def _named(keys: Iterable[str]) -> str:
-    return ", ".join(sorted(keys))

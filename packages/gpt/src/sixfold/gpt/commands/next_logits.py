@@ -1,9 +1,9 @@
-"""Logits of the next token of rows that grow, of which a model reads only what is new.
+"""Logits of the next token of growing rows, of which the model reads only the new tokens.
 
     rows of ids --> NextLogits (this file) --> GPTModel with a KeyValueCache --> (rows, vocabulary) --> sample.py, eval
 
-Who calls it hands over whole rows. If each is a row of the call before and what came behind it, the rest is read;
-else all is read anew: rows that moved because the context is full, or other rows.
+A caller hands over whole rows. If each row is one of the call before with more tokens behind it, only these are read.
+Else all is read anew: the rows have moved because the context is full, or they are others.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ if TYPE_CHECKING:
 
 
 def in_view(ids: Sequence[int], context: int, drop: int = 1) -> list[int]:
-    """The end of ``ids`` that fits into ``context``; so many that ``drop`` divides their number are left out."""
+    """The end of ``ids`` that fits into ``context``, without the oldest ones, ``drop`` at a time."""
     over = max(0, len(ids) - context)
     return list(ids[-(-over // drop) * drop :])
 
 
 class Growing(Protocol):
-    """A text that is being written; one that has ended still grows by a token at each draw, as its batch does."""
+    """A text that is being written. One that has ended still grows by a token at each draw, as its batch does."""
 
     ended: bool
 
-    def view(self) -> list[int]: ...
+    def view(self) -> list[int]:
+        """The ids that the model sees."""
 
-    def draw(self, logits: Tensor) -> object: ...
+    def draw(self, logits: Tensor) -> object:
+        """Take the next token."""
 
 
 def write_all(texts: Sequence[Growing], read: NextLogits, tokens: int) -> None:
-    """Draw at most ``tokens`` for each text, of one batch, which goes on without those that have ended."""
+    """Draw at most ``tokens`` for each text, in one batch; those that have ended leave it when they are half of it."""
     batch = list(texts)
     for _ in range(tokens):
         if 2 * sum(text.ended for text in batch) >= len(batch):  # the others are read anew, and go on alone
@@ -50,11 +52,11 @@ def write_all(texts: Sequence[Growing], read: NextLogits, tokens: int) -> None:
 
 
 class NextLogits:
-    """Call it with rows, their lengths may differ.
+    """Call it with rows of ids, whose lengths may differ.
 
     Args:
         tokens: most tokens of a row.
-        cache: read what is new alone, where ``model`` can: a decoder of the caller's own reads whole rows, one by one.
+        cache: read new tokens alone, if ``model`` takes ``cache=``; without it each row is read whole, by itself.
     """
 
     def __init__(self, model: GPTModel, tokens: int, *, cache: bool = True) -> None:
@@ -66,10 +68,10 @@ class NextLogits:
 
     @torch.inference_mode()
     def __call__(self, rows: Sequence[Sequence[int]]) -> Tensor:
-        """(rows, vocabulary): of the token that follows each row."""
+        """(rows, vocabulary): logits of the token that follows each row."""
         if not self.cached:
             return torch.cat([self.model(torch.tensor([row], device=self.device))[:, -1] for row in rows])
-        before, self._rows = self._rows, []  # nothing is known of a cache when the model fails
+        before, self._rows = self._rows, []  # if the model fails, nobody knows what the cache has
         new = _behind(before, rows)
         if new is None or self._cache is None:
             longest = max(map(len, rows))
@@ -82,7 +84,7 @@ class NextLogits:
 
 
 def _behind(before: Sequence[list[int]], rows: Sequence[Sequence[int]]) -> list[Sequence[int]] | None:
-    """What came behind each row, as much of each; None: they are other rows."""
+    """The new tokens behind each row, equally many; None: they are other rows, or have grown unevenly or not at all."""
     if len(before) != len(rows):
         return None
     new = [row[len(old) :] for old, row in zip(before, rows, strict=True)]

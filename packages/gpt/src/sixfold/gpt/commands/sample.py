@@ -3,12 +3,12 @@
     prompt --> tokenizer --> next_logits.py --> temperature, top k, top p, one draw --> next token (this file) --> text
 
 [Note: how a text without a prompt begins] With the end of a document alone: what follows it is a first token. A model
-that reads each document by itself (data.document_mask, the default) has met that end behind its document only, never
-before a text. So it goes with the first draw, and the text goes on as one whose first token was the prompt.
+that reads each document by itself (data.document_mask, the default) has seen that end only behind a document, never
+before a text. So that end is left out after the first draw, and the text goes on as if its first token was the prompt.
 
-[Note: a full context] The model sees the last ``context`` tokens. Until they are full it reads each token once. Behind
-that every token that leaves moves all others, which are then read anew: so a long text costs a whole context for each
-token. With ``drop`` so many of the oldest leave at once, and the context is read anew once in so many tokens.
+[Note: a full context] The model sees the last ``context`` tokens. It reads each token once until the context is full.
+From then on each token that leaves moves all others by one position, and they are read anew: a token costs a whole
+context. With ``drop = n`` the n oldest tokens leave at once, so the context is read anew once in n tokens.
 
 Draws come from a generator of their own on the CPU, so a seed gives the same text whatever ran before.
 """
@@ -64,9 +64,9 @@ class Draws:
         context: tokens that the model sees at most; longer than it was trained on is of no use.
         document_mask: the model was trained to read each document by itself, as runs do by default; see [Note: how a
             text without a prompt begins].
-        cache: keep what the model has read, so that a token costs one token's work; else all is read for each.
-        drop: so many of the oldest tokens leave when the context is full; 1 has the longest context at each token, and
-            more is faster, see [Note: a full context].
+        cache: keep what the model has read, so that a token costs one token's work; else all is read for each token.
+        drop: how many of the oldest tokens leave when the context is full; 1 keeps the context longest, and more is
+            faster, see [Note: a full context].
     Raises:
         ConfigError: a value outside its range.
     """
@@ -116,9 +116,9 @@ def stream(model: GPTModel, tokenizer: Tokenizer, prompt: str = "", **draws: Any
 
 
 def sample_many(model: GPTModel, tokenizer: Tokenizer, prompts: Sequence[str], **draws: Any) -> list[str]:
-    """What `sample` gives for each prompt, read as one batch; each has draws of its own from ``seed``.
+    """What `sample` gives for each prompt, read as one batch. Each text is drawn by a generator of its own.
 
-    A text is that of the prompt alone, but where rounding decides between two tokens. Arguments and errors: `stream`.
+    It is the text that the prompt has alone, unless rounding decides between two tokens. Arguments, errors: `stream`.
     """
     how = Draws(**draws)
     texts = [_Text(model.config.vocab_size, tokenizer, prompt, how) for prompt in prompts]
@@ -141,11 +141,12 @@ def _pieces(model: GPTModel, text: _Text, how: Draws) -> Iterator[str]:
 class _Text:
     """A prompt and what is written behind it, until its document ends.
 
-    Decoded behind the prompt: many a tokenizer takes the space away from what it decodes first. Of a long text only an
-    end is decoded, one that starts with a whole character.
+    [Note: what is decoded] New tokens are decoded behind the prompt, because many tokenizers take the space away from
+    the first token that they decode. Of a long text only the tail is decoded, which starts with a whole character.
+    ``shown`` counts the characters of the decoded tail that were given out, or are of the prompt.
     """
 
-    END = 64
+    TAIL = 64  # tokens; the tail grows to twice as many
 
     def __init__(self, vocab_size: int, tokenizer: Tokenizer, prompt: str, how: Draws) -> None:
         self.tokenizer, self.how, self.ended = tokenizer, how, False
@@ -153,8 +154,8 @@ class _Text:
         self.lead = [] if ids else [tokenizer.eod]
         if (largest := max(self.lead + ids)) >= vocab_size:
             raise ConfigError(f"tokenizer {tokenizer.name!r} gives id {largest}, model.vocab_size is {vocab_size}")
-        self.ids, self.end, self.shown = ids, list(ids), len(tokenizer.decode(ids))
-        self.prompt = len(ids)
+        self.ids, self.prompt_tokens = ids, len(ids)
+        self.tail, self.shown = list(ids), len(tokenizer.decode(ids))  # [Note: what is decoded]
         self.longest = min(how.context, len(self.lead + ids) + how.tokens)
         self.generator = torch.Generator().manual_seed(how.seed)
 
@@ -173,24 +174,25 @@ class _Text:
             self.ids.append(self.tokenizer.eod)  # in a batch rows grow alike
             return ""
         self.ids.append(token)
-        self.end.append(token)
-        text = self.tokenizer.decode(self.end)
+        self.tail.append(token)
+        text = self.tokenizer.decode(self.tail)
         whole = text.rstrip("\ufffd")  # a part of a character is decoded as U+FFFD
         piece, self.shown = whole[self.shown :], max(self.shown, len(whole))
-        if len(self.end) >= 2 * self.END and len(text) == self.shown:
-            shorter = self.tokenizer.decode(self.end[-self.END :])
+        if len(self.tail) >= 2 * self.TAIL and len(text) == self.shown:
+            shorter = self.tokenizer.decode(self.tail[-self.TAIL :])
             if text.endswith(shorter):
-                self.end, self.shown = self.end[-self.END :], len(shorter)
+                self.tail, self.shown = self.tail[-self.TAIL :], len(shorter)
         return piece
 
     def written(self) -> str:
-        """All of it."""
-        ends = self.ids.index(self.tokenizer.eod, self.prompt) if self.ended else len(self.ids)
-        return self.tokenizer.decode(self.ids[:ends])[len(self.tokenizer.decode(self.ids[: self.prompt])) :]
+        """The whole text, without the prompt."""
+        ends = self.ids.index(self.tokenizer.eod, self.prompt_tokens) if self.ended else len(self.ids)
+        prompt = self.tokenizer.decode(self.ids[: self.prompt_tokens])
+        return self.tokenizer.decode(self.ids[:ends])[len(prompt) :]
 
     def rest(self) -> str:
-        """What is left when no token comes any more."""
-        return self.tokenizer.decode(self.end)[self.shown :]
+        """What is left to give out after the last token."""
+        return self.tokenizer.decode(self.tail)[self.shown :]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -213,9 +215,9 @@ def open_run(path: str | Path, tokenizer: str = "", eod_token: str = "", *, ema:
 
     Args:
         tokenizer, eod_token: as of `tokenizer_for`; "" are the run's own.
-        ema: the average of the weights in their place.
+        ema: take the average of the weights (``optimizer.ema_decay``) in their place.
     Raises:
-        ConfigError: there is no checkpoint or no tokenizer, or no average.
+        ConfigError: there is no checkpoint, no tokenizer or no average.
         CheckpointError: the checkpoint is damaged.
     """
     from sixfold.gpt.checkpoints.trained_model import (
@@ -264,7 +266,8 @@ def sample_run_many(
 def _opened(
     path: str | Path, tokenizer: str, eod_token: str, ema: bool, draws: dict[str, Any]
 ) -> tuple[Opened, dict[str, Any]]:
-    """A run, and fields of `Draws` with its own in the place of those that are not given."""
-    Draws(**{"context": draws.get("drop", 1)} | draws)  # refused before a model is read
+    """A run, and ``draws`` with the run's own context and mask where they are not given."""
+    # Refused before the model is read. The run's context is not known yet: one that takes any drop stands for it.
+    Draws(**{"context": draws.get("drop", 1)} | draws)
     run = open_run(path, tokenizer, eod_token, ema=ema)
     return run, {"context": run.context, "document_mask": run.document_mask} | draws

@@ -1,7 +1,7 @@
 """How well a model predicts a whole text, in nats per byte.
 
     PREFIX-valid --> windows --> model --> sum of -log p / bytes   (this file) --> demo.py
-    rows --> documents (this file) --> harness_model.py
+    rows --> document_arguments (this file) --> harness_model.py
 
 Windows of ``seq_length`` inputs that do not overlap; every id but the very first is predicted exactly once, the ends of
 documents included. The nats of all of them are divided by the bytes of the text: what a compressor built on the model
@@ -45,8 +45,8 @@ def boundaries(inputs: npt.NDArray[np.int64], eod: int) -> npt.NDArray[np.int32]
     return np.flatnonzero(begins).astype(np.int32)
 
 
-def documents(inputs: npt.NDArray[np.int64], eod: int, document_mask: bool) -> dict[str, torch.Tensor]:
-    """What tells a model which tokens of a batch it reads together: as it was trained."""
+def document_arguments(inputs: npt.NDArray[np.int64], eod: int, document_mask: bool) -> dict[str, torch.Tensor]:
+    """Arguments of ``GPTModel.forward`` that keep documents apart; none if it was trained without a mask."""
     from sixfold.gpt.data.token_stream import positions_in_documents
 
     if not document_mask:
@@ -81,5 +81,5 @@ def _nats(
     model: GPTModel, inputs: npt.NDArray[np.int64], labels: npt.NDArray[np.int64], eod: int, document_mask: bool
 ) -> float:
     targets = torch.from_numpy(np.ascontiguousarray(labels))
-    apart = documents(inputs, eod, document_mask)
+    apart = document_arguments(inputs, eod, document_mask)
     return float(model(torch.from_numpy(np.ascontiguousarray(inputs)), labels=targets, **apart).double().sum())

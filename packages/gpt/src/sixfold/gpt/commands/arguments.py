@@ -42,8 +42,9 @@ def configuration(args: argparse.Namespace, kind: type[Config]) -> Config:
     files = [word for word in args.words if word not in overrides]
     if not files and not args.preset:
         raise ConfigError("no configuration is named; give a TOML file, or --preset with the name of a model")
-    at = {word.partition("=")[2] if word.startswith("--") else word: place for place, word in enumerate(args.given)}
-    changes = sorted([*overrides, *args.changes], key=lambda change: at[change])  # in both forms the last one counts
+    # In the order of the command line, whatever the form (KEY=VALUE, --set KEY=VALUE): the last one counts.
+    place = {word.partition("=")[2] if word.startswith("--") else word: n for n, word in enumerate(args.given)}
+    changes = sorted([*overrides, *args.changes], key=lambda change: place[change])
     return kind.from_toml(files, changes, preset=args.preset)
 
 

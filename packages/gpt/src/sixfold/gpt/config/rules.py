@@ -75,17 +75,8 @@ def check_rules(config: "TrainConfig") -> None:
             "fsdp.offload is true and optimizer.name 'muon', whose step needs the momentum of all its matrices at "
             "once; optimizer.name = 'adamw' works, or fsdp.offload = false"
         )
-    for key in ("hidden_dropout", "embedding_dropout"):
-        if getattr(config.train, key) and config.train.compile:
-            raise ConfigError(
-                f"train.{key} is {getattr(config.train, key)} and train.compile true: what is dropped depends on the "
-                f"number of a layer, and compiled layers share one program; train.compile = false works"
-            )
-    if config.optimizer.ema_decay and config.fsdp.main_dtype != "float32":
-        raise ConfigError(
-            f"optimizer.ema_decay is {config.optimizer.ema_decay} and fsdp.main_dtype {config.fsdp.main_dtype!r}, in "
-            f"which an average would lose what an update adds; fsdp.main_dtype = 'float32' works"
-        )
+    _check_dropout(config)
+    _check_average(config)
     if config.train.float8_products:
         _check_float8(config)
     if config.train.offload_activations and config.run.device == "cpu":
@@ -103,6 +94,23 @@ def check_rules(config: "TrainConfig") -> None:
     _check_changes(config)
     for name, batch in batch_sizes(config):
         _check_batch(name, batch, config.train.micro_batch_size, max(config.parallel.dp, 1))
+
+
+def _check_dropout(config: "TrainConfig") -> None:
+    for key in ("hidden_dropout", "embedding_dropout"):
+        if getattr(config.train, key) and config.train.compile:
+            raise ConfigError(
+                f"train.{key} is {getattr(config.train, key)} and train.compile true: what is dropped depends on the "
+                f"number of a layer, and compiled layers share one program; train.compile = false works"
+            )
+
+
+def _check_average(config: "TrainConfig") -> None:
+    if config.optimizer.ema_decay and config.fsdp.main_dtype != "float32":
+        raise ConfigError(
+            f"optimizer.ema_decay is {config.optimizer.ema_decay} and fsdp.main_dtype {config.fsdp.main_dtype!r}, in "
+            f"which an average would lose what an update adds; fsdp.main_dtype = 'float32' works"
+        )
 
 
 def _check_float8(config: "TrainConfig") -> None:
@@ -372,12 +380,13 @@ def _check_schedule_lr(config: "TrainConfig") -> None:
             f"the key out"
         )
     room = max(steps - schedule.warmup_steps, 0)
-    read = [samples_before(config, step) * config.data.seq_length for step in (steps - room, steps)]
-    if steps and schedule.decay_tokens > read[1] - read[0]:
+    behind_warmup = samples_before(config, steps) - samples_before(config, steps - room)
+    tokens = behind_warmup * config.data.seq_length
+    if steps and schedule.decay_tokens > tokens:
         raise ConfigError(
             f"schedule.decay_tokens is {schedule.decay_tokens}, and behind schedule.warmup_steps "
-            f"{schedule.warmup_steps} the run of train.steps {steps} reads {read[1] - read[0]}; "
-            f"schedule.decay_tokens = {read[1] - read[0]} works"
+            f"{schedule.warmup_steps} the run of train.steps {steps} reads {tokens}; "
+            f"schedule.decay_tokens = {tokens} works"
         )
     if steps and schedule.decay_steps > room:
         raise ConfigError(

@@ -1,9 +1,9 @@
-"""What data.changes says, as blending takes it, and pairs that a run needs no more.
+"""The entries of data.changes as blending takes them, and which pairs a run still needs.
 
     config.data --> blend_changes, prefixes_to_open (this file) --> token_stream.py
 
-Documents that are taken down stand in the configuration or in a text file, one number a line. A dataset that left the
-blend may be deleted: what the checkpoint says of it is then enough.
+Documents that are taken down are numbers in the configuration, or in a text file with one number a line. A dataset that
+left the blend may be deleted: what the checkpoint says of it is then enough.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def blend_changes(data: DataConfig) -> list[BlendChange]:
 def _dropped(
     data: DataConfig, number: int, change: DataChange
 ) -> dict[str | bytes | PathLike[str] | PathLike[bytes], Sequence[int]]:
-    """Documents by prefix; a key is a prefix, or else the name of a dataset."""
+    """Documents by prefix. A key of the configuration is a prefix, or the name of a dataset."""
     prefixes = data.train_prefixes
     by_name = dict(zip(data.names_of(prefixes), prefixes, strict=True))
     return {
@@ -54,28 +54,31 @@ def _dropped(
 
 
 def refuse_other_drops(was: Sequence[Sequence[Any]], now: Sequence[Sequence[Any]], data: DataConfig) -> None:
-    """Documents that were taken down before a checkpoint stay the same; both are its state's ``drops``.
+    """Refuse lists of documents that differ from those that the run has taken down before its checkpoint.
 
+    Args:
+        was, now: ``drops`` of the saved state and of the new one: (position, dataset, count of documents, digest) each.
     Raises:
         ConfigError: the key whose list or file has changed, and how many it named.
     """
-    counts = {(at, name): (count, digest) for at, name, count, digest in was}
+    saved = {(at, name): (count, digest) for at, name, count, digest in was}
     for at, name, count, digest in now:
-        then = counts.get((at, name), (count, digest))
-        if then == (count, digest):
+        count_then, digest_then = saved.get((at, name), (count, digest))
+        if (count_then, digest_then) == (count, digest):
             continue
         number = next(n for n, change in enumerate(data.changes) if change.at == at)
         key = next(one for one in data.changes[number].drop if name in (one, *data.names_of([one])))
         given = data.changes[number].drop[key]
         file = f" (the file {given})" if isinstance(given, str) else ""
+        others = ", others" if count_then == count else ""
         raise ConfigError(
-            f"data.changes[{number}].drop.{key}{file} names {count} documents, and the run has taken down {then[0]}"
-            f"{', others' * (then[0] == count)}, from position {at} on. Name those again; a further change with a "
-            f"later position takes down more"
+            f"data.changes[{number}].drop.{key}{file} names {count} documents, and the run has taken down {count_then}"
+            f"{others}, from position {at} on. Name those again; a further change with a later position takes down more"
         )
 
 
 def _numbers(what: str, path: str) -> list[int]:
+    """The numbers in the file ``path`` of the key ``what``."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split()
     except (OSError, UnicodeDecodeError) as error:
@@ -95,10 +98,10 @@ def _numbers(what: str, path: str) -> list[int]:
 
 
 def prefixes_to_open(config: TrainConfig) -> tuple[str, ...]:
-    """Every prefix of a run but those that left the blend and were deleted; a store is asked of a URL.
+    """Every prefix of a run but those that left the blend and were deleted; for URLs the store is asked.
 
     Raises:
-        ConfigError: validation reads a part of such a one.
+        ConfigError: validation reads a part of a deleted one.
     """
     from sixfold.indexed_data import IndexedDataset
 
@@ -113,7 +116,10 @@ def prefixes_to_open(config: TrainConfig) -> tuple[str, ...]:
 
 
 def prefixes_with_tokenizer(data: DataConfig) -> tuple[str, ...]:
-    """Whose PREFIX.json says which tokenizer made the data: the blend's; if one of it was deleted, any of the run's."""
+    """Prefixes whose PREFIX.json may say which tokenizer made the data.
+
+    Those of the first blend; if one of them was deleted, all that the run has read.
+    """
     from sixfold.indexed_data import IndexedDataset
 
     if all(prefix not in data.left or IndexedDataset.exists(prefix) for prefix in data.blend):

@@ -158,7 +158,7 @@ def dataset_builder(
         group: all ranks: they compare what they opened, and each builds a share of an index.
         tell: whether this rank tells of datasets that are read very often; one of them is enough.
         valid: the name of a validation set, which alone is built; "": training data, and a set without a name.
-        state: of the data, where a run goes on: it stands for datasets that left the blend and were deleted.
+        state: of the data, if the run goes on: it stands for datasets that left the blend and were deleted.
     """
     from sixfold.blending import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
     from sixfold.gpt.data.tokenizer import tokenizer_of
@@ -410,10 +410,12 @@ class TokenStream:
         return batch
 
     def _refuse_ids(self, positions: Sequence[int], batch: dict[str, npt.NDArray[Any]]) -> None:
+        """Name the first id of ``batch`` that lies outside the vocabulary, its dataset, document and place."""
         tokens, labels, most = batch["tokens"], batch["labels"], self.vocab_size - 1
         row = int(np.flatnonzero(np.maximum(tokens, labels).max(axis=1) > most)[0])
+        are_next_tokens = np.array_equal(tokens[row, 1:], labels[row, :-1])  # a user's own dataset may have others
         what, ids = "token", np.append(tokens[row], labels[row, -1])
-        if not np.array_equal(tokens[row, 1:], labels[row, :-1]):  # an own dataset's, which are no next tokens
+        if not are_next_tokens:
             what, ids = ("token", tokens[row]) if tokens[row].max() > most else ("label", labels[row])
         at = int(np.flatnonzero(ids > most)[0])
         found, why = int(ids[at]), self.dataset.why(positions[row])
@@ -492,7 +494,7 @@ class TokenStream:
 def global_batches(config: TrainConfig, first_step: int = 0, *, datasets: OwnDatasets | None = None) -> Iterator[Batch]:
     """The whole batch of each step, in one process without a group. Each layout trains on the same samples.
 
-    Rows are in the order in which gradients are summed: that of positions, or what ``data.deal`` makes of it.
+    Rows are in the order in which their gradients are summed: that of positions, or as ``data.deal`` permutes them.
 
     Args:
         first_step: updates already done; the first batch is the one that update ``first_step`` trains on.

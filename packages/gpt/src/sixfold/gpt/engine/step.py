@@ -264,7 +264,7 @@ def train_step(
     asks: Asks = _NOTHING,
     *,
     timed: bool = False,
-    decay: float = 0.0,
+    ema_decay: float = 0.0,
 ) -> StepOutcome | NonFinite:
     """Run one update on this rank's microbatches. Collective over the mesh.
 
@@ -273,7 +273,7 @@ def train_step(
         lr: learning rate of this update.
         asks: what this rank wants after it.
         timed: the outcome's ``ran`` has events, for which the host waits for its device.
-        decay: of the average of weights, where the rank has one.
+        ema_decay: of the average of weights in this update, where the rank has one.
     Returns:
         The outcome; or, on every rank alike, that loss or norm are not finite. Weights are then untouched.
     """
@@ -308,7 +308,7 @@ def train_step(
     rank.optimizer.step()
     rank.copy_table()
     if rank.average is not None:
-        rank.average.update(decay)
+        rank.average.update(ema_decay)
     rank.model.zero_grad()
     return _outcome(rank, agreed, norm, result, program)
 

@@ -55,7 +55,7 @@ from sixfold.gpt.model.float8_linear import check_float8
 from sixfold.gpt.observe import digest_file, timeline
 from sixfold.gpt.observe.curves import check_sinks, feeds_of
 from sixfold.gpt.observe.memory_snapshot import check_memory_steps, recorded
-from sixfold.gpt.observe.metrics import MetricsWriter, read_all
+from sixfold.gpt.observe.metrics import EVALUATIONS, MetricsWriter, read_all
 from sixfold.gpt.observe.profiler import profiled
 from sixfold.gpt.observe.software_versions import software_versions
 from sixfold.gpt.observe.straggler import StragglerReport
@@ -203,7 +203,7 @@ class Run:
             self.finish_save()
 
     def _since(self, folder: Path) -> Path | None:
-        """The newest checkpoint, where parts of the model stay as they are: their files are linked."""
+        """For a save that links files of what does not change: the newest checkpoint if parts are frozen, else None."""
         if not (self.config.train.frozen or self.config.lora.rank):
             return None
 
@@ -250,12 +250,12 @@ class Run:
 
     @property
     def evaluations(self) -> list[tuple[str, str]]:
-        """Kind of line and name of the set of each: all sets with the weights, then all with their average."""
-        kinds = ("eval",) if self.rank.average is None else ("eval", "eval_ema")
+        """(kind of line, name of the set) of each: all sets with the weights, then all with their average."""
+        kinds = ("eval",) if self.rank.average is None else EVALUATIONS
         return [(kind, name) for kind in kinds for name in self.valid]
 
     def unevaluated(self) -> list[tuple[str, str]]:
-        """Those of ``evaluations`` of which metrics.jsonl has no loss of this step; rank 0 looks, and all know."""
+        """Those of ``evaluations`` for which metrics.jsonl has no loss of this step; rank 0 looks and tells all."""
 
         def look() -> list[tuple[str, str]]:
             lines = read_all(Path(self.config.run.dir) / "metrics.jsonl")
@@ -273,7 +273,7 @@ class Run:
             False if it was given up because a rank was asked to stop; then a line is missing.
         """
         wanted = self.evaluations if wanted is None else wanted
-        plain, averaged = ([one for one in wanted if one[0] == kind] for kind in ("eval", "eval_ema"))
+        plain, averaged = ([one for one in wanted if one[0] == kind] for kind in EVALUATIONS)
         if not all(self._evaluate_set(*one, flag) for one in plain):
             return False
         with self.rank.averaged() if averaged else nullcontext():
@@ -313,8 +313,8 @@ class Run:
         try:
             with world_collective(f"step {number}"), traces, memory, self.rank.clock.part("compute"):
                 asks = Asks(stop=stop, save=self.save_is_due())
-                timed, decay = number in log.timeline_steps, decay_after(self.config.optimizer, number)
-                outcome = train_step(self.rank, batch, lr, asks, timed=timed, decay=decay)
+                timed, ema_decay = number in log.timeline_steps, decay_after(self.config.optimizer, number)
+                outcome = train_step(self.rank, batch, lr, asks, timed=timed, ema_decay=ema_decay)
         except NoTargetsError:
             raise NoTargetsError(self.config.data.eod_mask_loss, f"step {number}: ") from None
         except NotFiniteError as found:  # inside the program, where versions of weights are updated

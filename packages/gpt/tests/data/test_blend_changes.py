@@ -114,8 +114,8 @@ def test_a_deleted_pair_is_not_opened_once_it_has_left_the_blend(tmp_path):
     configs = {
         name: changed(tmp_path, *some) for name, some in {"left": [left], "zero": [zero], "back": [left, back]}.items()
     }
-    assert [configs[name].data.left for name in configs] == [(str(tmp_path / "wiki"),)] * 2 + [()]
-    assert tiny_config(tmp_path, "data.weights=[0, 1]").data.left == ()
+    assert [configs[name].data.retired_prefixes for name in configs] == [(str(tmp_path / "wiki"),)] * 2 + [()]
+    assert tiny_config(tmp_path, "data.weights=[0, 1]").data.retired_prefixes == ()
     write_pair(tmp_path / "held", 20, 3)
     split = changed(tmp_path, left, options=("eval.every=2",))
     held = changed(tmp_path, left, options=("eval.every=2", f'data.valid=["{tmp_path}/held"]', "data.split=98,2,0"))

@@ -22,19 +22,22 @@ _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
 def is_frozen(config: "TrainConfig", name: str) -> bool:
-    """Whether the parameter ``name``, canonical, stays as it is."""
+    """Whether the parameter ``name``, canonical, is not trained."""
     if config.lora.rank:
         return not is_adapter(name)
     return any(matches(pattern, name) for pattern in config.train.frozen)
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Whether ``name`` begins as ``pattern`` says: each part between dots is alike, ``*``, or within ``FIRST-LAST``."""
+    """Whether ``name`` begins with ``pattern``, part by part between dots.
+
+    A part of the pattern is the part itself, ``*`` for any one, or ``FIRST-LAST`` for these numbers and all between.
+    """
     wanted, parts = pattern.split("."), name.split(".")
     return len(wanted) <= len(parts) and all(map(_fits, wanted, parts))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096)  # a plan asks for each tensor of each layer, again and again
 def _fits(wanted: str, part: str) -> bool:
     found = _RANGE.fullmatch(wanted)
     if found and part.isdecimal():
@@ -66,7 +69,7 @@ def check_frozen(config: "TrainConfig") -> None:
 
 
 def _examples(names: list[str]) -> list[str]:
-    """Those outside of layers, and some of the last layer's."""
+    """Names for an error: those outside of layers, and some of the last layer."""
     outside = [name for name in names if not name.startswith("layers.")]
     inside = [name for name in names if name.startswith("layers.")]
     return [outside[0], *inside[-3:], *outside[1:]]

@@ -152,13 +152,12 @@ class DataConfig(Table):
         return named[-1]
 
     @property
-    def left(self) -> tuple[str, ...]:
-        """Prefixes that training has read and, from the last change of the blend on, reads no more."""
-        blends = [
-            (self.blend, self.weights),
-            *((self.blend_at(n), c.weights) for n, c in enumerate(self.changes) if c.blend or c.weights),
-        ]
-        last, weights = blends[-1] if len(blends) > 1 else (self.train_prefixes, ())
+    def retired_prefixes(self) -> tuple[str, ...]:
+        """Prefixes that training reads at first and, from the last change of the blend on, no more."""
+        changed = [number for number, change in enumerate(self.changes) if change.blend or change.weights]
+        if not changed:
+            return ()
+        last, weights = self.blend_at(changed[-1]), self.changes[changed[-1]].weights
         read = {prefix for prefix, weight in zip(last, weights or (1.0,) * len(last), strict=True) if weight}
         return tuple(prefix for prefix in self.train_prefixes if prefix not in read)
 

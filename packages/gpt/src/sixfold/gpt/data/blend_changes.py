@@ -106,7 +106,8 @@ def prefixes_to_open(config: TrainConfig) -> tuple[str, ...]:
     from sixfold.indexed_data import IndexedDataset
 
     data = config.data
-    gone = [prefix for prefix in data.left if prefix not in data.valid_prefixes and not IndexedDataset.exists(prefix)]
+    unread = [prefix for prefix in data.retired_prefixes if prefix not in data.valid_prefixes]
+    gone = [prefix for prefix in unread if not IndexedDataset.exists(prefix)]
     if gone and config.eval.every and not data.valid and set(gone) & set(data.blend):
         raise ConfigError(
             f"{gone[0]}.idx and .bin are not there: training reads it no more, and validation reads a part of it "
@@ -122,6 +123,5 @@ def prefixes_with_tokenizer(data: DataConfig) -> tuple[str, ...]:
     """
     from sixfold.indexed_data import IndexedDataset
 
-    if all(prefix not in data.left or IndexedDataset.exists(prefix) for prefix in data.blend):
-        return data.blend
-    return data.train_prefixes
+    deleted = [p for p in data.blend if p in data.retired_prefixes and not IndexedDataset.exists(p)]
+    return data.train_prefixes if deleted else data.blend

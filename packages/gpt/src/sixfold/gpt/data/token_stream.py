@@ -391,7 +391,7 @@ class TokenStream:
         self.vocab_size = config.model.vocab_size
         self.seq_length = config.data.seq_length
         self.document_mask = config.data.document_mask
-        self.drops = config.train.hidden_dropout > 0 or config.train.embedding_dropout > 0
+        self.has_dropout = config.train.hidden_dropout > 0 or config.train.embedding_dropout > 0
         self.permutes = config.data.dealt_as == "permuted"
         self._looks_ahead = bool(getattr(dataset, "looks_ahead", False))  # users' own have no such thing
         self._told = self._asked = 0  # samples that ids were fetched ahead of, and where the last batch began
@@ -448,7 +448,7 @@ class TokenStream:
                 kwargs["cu_seqlens"] = documents_here(cu_seqlens, size, self.part).to(transfer.put)
             else:
                 kwargs["cu_seqlens"] = transfer.put(cu_seqlens)
-        if self.drops:
+        if self.has_dropout:
             kwargs["row_numbers"] = transfer.put(np.array(samples, dtype=np.int64))
         tokens = transfer.put(cut(batch["tokens"]))
         counted = loss_mask.sum(axis=1, dtype=np.float64)

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import functools
 import json
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 
 from sixfold import dist_ckpt
-from sixfold.gpt import GPTConfig, GPTModel
+from sixfold.gpt import GPTConfig, GPTModel, load_model
 from sixfold.gpt.config.table import keys_of
 from sixfold.gpt.config.toml import write_tables
+from sixfold.gpt.huggingface.convert import import_model
 
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -133,6 +136,15 @@ def write_folder(
     model = peer(case, **sizes).to(dtype)
     model.save_pretrained(folder, max_shard_size=shard)
     return model
+
+
+@functools.cache
+def peer_and_import(case: str) -> tuple[Any, GPTModel]:
+    """``peer(case)``, and our model with its weights."""
+    with TemporaryDirectory() as folder:
+        model = write_folder(Path(folder, "hf"), case)
+        import_model(Path(folder, "hf"), Path(folder, "run"))
+        return model, load_model(Path(folder, "run"))
 
 
 def edit_json(path: Path, change: Callable[[dict[str, Any]], object]) -> None:

@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from sixfold.gpt.config.train_config import GPTConfig
 
@@ -89,3 +89,12 @@ def varlen_by_hand(
             hidden |= ahead < -window_size[0]
         outs.append(torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, -math.inf).softmax(-1), v[first:last]))
     return torch.cat(outs)
+
+
+def scaled(model: nn.Module, factor: float) -> nn.Module:
+    """``model`` with matrices ``factor`` times as large, so that its logits lie far apart."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(factor)
+    return model

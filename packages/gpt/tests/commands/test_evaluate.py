@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from model_helpers import small
+from model_helpers import scaled, small
 
 from sixfold.gpt.commands import cli
 from sixfold.gpt.commands.evaluate import evaluate, table
@@ -165,10 +165,7 @@ def test_the_results_of_tasks_are_those_of_the_peer_and_lie_in_the_run(tmp_path,
 
 def of_bytes(*, document_mask, context=16):
     """A model of bytes, without the harness."""
-    model = GPTModel(small(vocab_size=257)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4.0) if parameter.dim() > 1 else None
+    model = scaled(GPTModel(small(vocab_size=257)).eval(), 4.0)
     run = Opened(model=model, context=context, tokenizer=ByteTokenizer(), document_mask=document_mask)
     return HarnessModel(run, 3)
 

@@ -6,8 +6,8 @@ import random
 
 import pytest
 import torch
-from hf_helpers import CASES, write_folder
-from model_helpers import small
+from hf_helpers import CASES, peer_and_import, write_folder
+from model_helpers import scaled, small
 
 from sixfold.gpt.commands import cli
 from sixfold.gpt.commands import sample as sample_module
@@ -31,27 +31,9 @@ class Numbers:
 
 
 @functools.cache
-def of_transformers(case):
-    """transformers' model of a case, and ours with its weights; neither ends a document."""
-    from tempfile import TemporaryDirectory
-
-    from sixfold.gpt.checkpoints.trained_model import load_model
-    from sixfold.gpt.huggingface.convert import import_model
-
-    with TemporaryDirectory() as folder:
-        peer = write_folder(f"{folder}/hf", case)
-        import_model(f"{folder}/hf", f"{folder}/run")
-        return peer, load_model(f"{folder}/run")
-
-
-@functools.cache
 def sharp(**fields):
     """A model whose likeliest tokens are far from the next."""
-    model = GPTModel(small(vocab_size=257, **fields)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(8.0) if parameter.dim() > 1 else None
-    return model
+    return scaled(GPTModel(small(vocab_size=257, **fields)).eval(), 8.0)
 
 
 def read_by(model, monkeypatch):
@@ -63,9 +45,9 @@ def read_by(model, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_greedy_tokens_are_those_without_a_cache_and_those_of_transformers(case):
+def test_greedy_tokens_are_those_without_a_cache_and_those_peer_and_import(case):
     pytest.importorskip("transformers", reason="needs transformers, a peer that only tests use")
-    peer, model = of_transformers(case)
+    peer, model = peer_and_import(case)
     prompt, how = "7 1 44 20 3 62 8", {"tokens": 30, "temperature": 0, "context": 64}
     text = sample(model, Numbers(), prompt, **how)
     assert text == sample(model, Numbers(), prompt, **how, cache=False)

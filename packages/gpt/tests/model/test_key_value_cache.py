@@ -1,13 +1,12 @@
 """Rows that are read piece by piece, against transformers and against the whole row, on every architecture."""
 
-import functools
 import itertools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from hf_helpers import CASES, write_folder
-from model_helpers import small
+from hf_helpers import CASES, peer_and_import
+from model_helpers import scaled, small
 
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.model.decoder import GPTModel
@@ -17,20 +16,6 @@ pytest.importorskip("transformers", reason="needs transformers, a peer that only
 
 TOKENS = torch.randint(0, 100, (3, 40), generator=torch.Generator().manual_seed(0))
 PIECES = [[40], [1] * 40, [13, *[1] * 9, 5, 1, 12], [2, 20, 18]]
-
-
-@functools.cache
-def pair(case):
-    """transformers' model of a case, and ours with its weights."""
-    from tempfile import TemporaryDirectory
-
-    from sixfold.gpt.checkpoints.trained_model import load_model
-    from sixfold.gpt.huggingface.convert import import_model
-
-    with TemporaryDirectory() as folder:
-        peer = write_folder(f"{folder}/hf", case)
-        import_model(f"{folder}/hf", f"{folder}/run")
-        return peer, load_model(f"{folder}/run")
 
 
 def in_pieces(model, tokens, pieces, **cache):
@@ -45,7 +30,7 @@ def in_pieces(model, tokens, pieces, **cache):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_logits_of_a_row_in_pieces_are_transformers_of_the_whole(case):
-    peer, model = pair(case)
+    peer, model = peer_and_import(case)
     with torch.inference_mode():
         expected = peer(TOKENS).logits
     assert expected.std() > 0.1
@@ -56,7 +41,7 @@ def test_logits_of_a_row_in_pieces_are_transformers_of_the_whole(case):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_a_padded_row_of_a_batch_has_the_logits_that_it_has_alone(case):
-    _, model = pair(case)
+    _, model = peer_and_import(case)
     starts = [0, 17, 3]
     for pieces in [[40], [20, *[1] * 20], [18, 15, 7]]:
         found = in_pieces(model, TOKENS, pieces, starts=starts)
@@ -69,10 +54,8 @@ def test_a_padded_row_of_a_batch_has_the_logits_that_it_has_alone(case):
 @pytest.mark.parametrize("types", [(), ("full_attention", "sliding_attention", "sliding_attention")])
 def test_a_layer_that_slides_keeps_twice_its_window_at_most(window, types):
     config = small(sliding_window=window, layer_types=types)
-    model = GPTModel(config)
+    model = scaled(GPTModel(config), 3.0)
     with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(3.0) if parameter.dim() > 1 else None
         whole = model(TOKENS)
     for pieces in PIECES:
         torch.testing.assert_close(in_pieces(model, TOKENS, pieces), whole, rtol=0, atol=1e-5)
@@ -85,7 +68,7 @@ def test_a_layer_that_slides_keeps_twice_its_window_at_most(window, types):
 
 
 def test_latents_are_what_latent_attention_keeps():
-    _, model = pair("deepseek_v3")
+    _, model = peer_and_import("deepseek_v3")
     kept = KeyValueCache(model.config, 50)
     with torch.inference_mode():
         model(TOKENS, cache=kept)

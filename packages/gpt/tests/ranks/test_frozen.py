@@ -55,12 +55,17 @@ def first_tensors(config):
 
 
 def check_untouched(config):
-    """Frozen tensors of the last checkpoint are the initial ones; all others have moved, and they alone have state."""
+    """Frozen tensors of the last checkpoint are the initial ones, without state; all others have moved and have state.
+
+    Biases of routers are moved by their loads, not by gradients: they have no state, and loads may leave them.
+    """
     first, last = first_tensors(config), final_tensors(config)
     for key, value in first.items():
-        frozen = is_frozen(config, key.removeprefix("model."))
-        assert torch.equal(last[key], value) is frozen, key
-        assert (f"optimizer.state.exp_avg.{key}" in last) is not frozen, key
+        has_state = any(name.startswith("optimizer.") and name.endswith(f".{key}") for name in last)
+        if is_frozen(config, key.removeprefix("model.")):
+            assert torch.equal(last[key], value) and not has_state, key
+        elif not key.endswith("router.bias"):
+            assert not torch.equal(last[key], value) and has_state, key
 
 
 @pytest.mark.slow
@@ -112,20 +117,10 @@ def test_muon_and_experts_leave_what_is_frozen(tmp_path):
     ep = TrainConfig.from_text(experts.to_toml(), ["parallel.ep=2", "parallel.dp=2", f"run.dir={tmp_path / 'ep'}"])
     fp8 = tiny_config(tmp_path, BEGIN, UNTIED, "train.precision=fp8", "parallel.dp=2", run="fp8")
     run_all([(2, muon), (1, experts), (2, ep), (2, fp8)])
-    check_frozen_alone(muon)
-    check_frozen_alone(fp8)
+    check_untouched(muon)
+    check_untouched(fp8)
     for config in (experts, ep):
-        check_frozen_alone(config)
+        check_untouched(config)
         moved = final_tensors(config)["model.layers.1.ffn.router.bias"]
         assert moved.abs().max() > 0, "the router that is not frozen is balanced"
     assert losses(ep) == pytest.approx(losses(experts), rel=1e-6)
-
-
-def check_frozen_alone(config):
-    first, last = first_tensors(config), final_tensors(config)
-    for key, value in first.items():
-        if is_frozen(config, key.removeprefix("model.")):
-            assert torch.equal(last[key], value), key
-            assert not [name for name in last if name.startswith("optimizer.") and name.endswith(key)]
-        elif not key.endswith(".bias"):
-            assert not torch.equal(last[key], value), key

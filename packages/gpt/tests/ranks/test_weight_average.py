@@ -15,7 +15,7 @@ from run_helpers import assert_same_tensors, final_tensors, lines, losses, run, 
 from sixfold import dist_ckpt
 from sixfold.gpt import ConfigError, train
 from sixfold.gpt.checkpoints.trained_model import load_model
-from sixfold.gpt.commands.sample import sample_run
+from sixfold.gpt.commands.sample import open_run, sample, sample_run
 from sixfold.gpt.data.token_stream import TokenStream, build_datasets
 from sixfold.gpt.training import loop
 
@@ -99,7 +99,13 @@ def test_an_evaluation_with_it_is_that_of_the_loaded_model_and_training_does_not
             expected = float(load_model(config.run.dir, ema=ema)(batch.tokens, **batch.kwargs).sum()) / batch.targets
         assert found["loss"] == pytest.approx(expected, rel=1e-6) and found["tokens"] == batch.targets
     assert line["loss"] != lines(config, "eval")[0]["loss"]
-    assert sample_run(config.run.dir, "a", ema=True, tokens=3) is not None
+    how = {"tokens": 30, "temperature": 1.0, "seed": 1}
+    texts = {ema: sample_run(config.run.dir, "a", ema=ema, **how) for ema in (True, False)}
+    opened = open_run(config.run.dir)
+    for ema, text in texts.items():
+        model = load_model(config.run.dir, ema=ema)
+        assert text == sample(model, opened.tokenizer, "a", context=opened.context, **how)
+    assert texts[True] != texts[False]
 
 
 @pytest.mark.slow

@@ -128,7 +128,7 @@ def post_norm_bytes(config: TrainConfig, shape: Shape) -> int:
 
 
 def adapter_bytes(config: TrainConfig, shape: Shape, among: Sequence[str]) -> int:
-    """Of adapters of linears ``among``: what A gives."""
+    """Of the adapters of the linears ``among``: the outputs of A."""
     return config.lora.rank * shape.t * shape.item * len(set(among) & set(config.lora.targets))
 
 
@@ -238,8 +238,8 @@ def index_bytes(config: TrainConfig, shape: Shape, layers: Sequence[int]) -> int
     return each * sum(map(config.model.has_experts, layers))
 
 
-def dropped_bytes(config: TrainConfig, shape: Shape) -> int:
-    """Of a layer: which elements dropout has left, of both of its parts."""
+def dropout_bytes(config: TrainConfig, shape: Shape) -> int:
+    """Of dropout in a layer: a byte for each element of its two parts, which says whether it stays."""
     return 2 * shape.t * shape.h // shape.between if config.train.hidden_dropout else 0
 
 
@@ -248,7 +248,7 @@ def layer_bytes(config: TrainConfig, shape: Shape, device: str, layer: int) -> i
     recompute = config.train.recompute
     if recompute == "full":
         return shape.hidden_bytes
-    second = second_part_bytes(config, shape, layer) + dropped_bytes(config, shape)
+    second = second_part_bytes(config, shape, layer) + dropout_bytes(config, shape)
     return second + (shape.hidden_bytes if recompute == "selective" else attention_bytes(config, shape, device, layer))
 
 
@@ -309,7 +309,7 @@ def backward_bytes(
             "selective": attention_bytes(config, shape, device, layer),
             "full": attention_bytes(config, shape, device, layer)
             + second_part_bytes(config, shape, layer)
-            + dropped_bytes(config, shape),
+            + dropout_bytes(config, shape),
         }[config.train.recompute]
         inside = again + max(_attention_gradients(shape), _second_gradients(config, shape, layer))
         worst = max(worst, inside + weights)

@@ -98,11 +98,11 @@ def units_of_rank(
             it, or with ``config.two_tables`` the head has a copy without an optimizer.
     """
     model, last, tp = config.model, parallel.stages - 1, parallel.tp
-    one_table, second = tied_here and not config.two_tables, 0 if tied_here else 2
+    one_table = tied_here and not config.two_tables
     head_name = "embedding.weight" if model.tie_embeddings else "head.weight"
     table, head = (
         _stream([(table_numel(model, tp), moments)], frozen=is_frozen(config, name))
-        for name, moments in (("embedding.weight", 2), (head_name, second))
+        for name, moments in (("embedding.weight", 2), (head_name, 0 if tied_here else 2))
     )
     root: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by frozen: elements and moments
     units: list[Unit] = []
@@ -127,25 +127,25 @@ def units_of_rank(
 
 
 def _stream(sizes: Sequence[tuple[int, int]], *, frozen: bool) -> Stream:
-    """Of (elements, moments) of tensors."""
+    """Of tensors of (elements, moments) each; frozen ones have no moments."""
     return Stream(tuple(n for n, _ in sizes), tuple(0 if frozen else m for _, m in sizes), frozen=frozen)
 
 
 def _frozen_tensors(config: TrainConfig, layer: int) -> tuple[bool, ...]:
-    """Of each tensor of a layer, in their order; () where nothing is frozen."""
+    """Whether each tensor of a layer is frozen, in their order; () if the run has no ``train.frozen``."""
     if not config.train.frozen:
         return ()
     return tuple(is_frozen(config, full_name(layer, short)) for short in layer_tensors(config.model, layer))
 
 
 def _layer_streams(config: TrainConfig, layer: int, tp: int, ep: int) -> tuple[Stream, ...]:
-    """What all ranks of dp x cp share and, where ep splits them, the experts; of both what is trained and frozen."""
+    """What all ranks of dp x cp share and, if ep splits them, the experts; each by trained and frozen tensors."""
     sizes = layer_tensors(config.model, layer, tp, ep, config.lora)
     muon, fp8 = config.optimizer.name == "muon", config.train.precision == "fp8"
-    still = {name for name in sizes if is_frozen(config, full_name(layer, name))}
+    kinds = {n: (ep > 1 and n.startswith("experts."), is_frozen(config, full_name(layer, n))) for n in sizes}
     found = []
     for experts, frozen in product((False, True), (False, True)):
-        names = [n for n in sizes if (ep > 1 and n.startswith("experts.")) is experts and (n in still) is frozen]
+        names = [name for name, kind in kinds.items() if kind == (experts, frozen)]
         moments = tuple(0 if frozen else 1 if muon and name in _MATRICES else 2 for name in names)
         quantized = tuple(name in _QUANTIZED for name in names) if fp8 else ()
         whole = tuple("norm" in name or name in _WHOLE or _is_whole_adapter(name) for name in names) if tp > 1 else ()

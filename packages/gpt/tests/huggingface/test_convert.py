@@ -349,6 +349,17 @@ def test_without_the_extra_one_line_says_what_to_install(tmp_path, monkeypatch, 
     assert not Path("b").exists()
 
 
+def test_the_row_of_the_padding_token_is_trained_and_in_transformers_is_not(tmp_path):
+    peers = write_folder(tmp_path / "hf", "llama", pad_token_id=5)
+    import_model(tmp_path / "hf", tmp_path / "run")
+    ours, tokens = load_model(tmp_path / "run"), torch.tensor([[5, 1, 5, 2]])
+    ours(tokens).square().sum().backward()
+    peers(tokens).logits.square().sum().backward()
+    gradients = ours.embedding.weight.grad, peers.model.embed_tokens.weight.grad
+    torch.testing.assert_close(*(gradient[1] for gradient in gradients), rtol=0, atol=1e-5)
+    assert gradients[0][5].any() and not gradients[1][5].any()
+
+
 @pytest.mark.parametrize("case", ["qwen3_moe", "qwen2_moe"])
 def test_gradients_of_an_imported_mixture_are_the_peers(tmp_path, case):
     peer = write_folder(tmp_path / "hf", case)

@@ -70,7 +70,7 @@ def sharded(base: Path, *, trained: bool) -> FullyShardedDataParallel:
 
 
 def rows_of(pairs: Sequence[dict[str, str]], tokenizer: Tokenizer) -> dict[str, Tensor]:
-    """Chosen answers, then rejected ones, behind their prompts; what is no answer does not count, nor padding."""
+    """The chosen answers, then the rejected ones, each behind its prompt; only tokens of answers count."""
     texts = [(pair["prompt"], pair[which]) for which in ("chosen", "rejected") for pair in pairs]
     ids = [(tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eod]) for prompt, answer in texts]
     length = max(len(prompt) + len(answer) for prompt, answer in ids)
@@ -93,7 +93,7 @@ def train(
     base: Path, pairs: Sequence[dict[str, str]], tokenizer: Tokenizer, out: Path,
     *, steps: int = 10, batch: int = 4, beta: float = 0.1, lr: float = 1e-3,
 ) -> list[float]:  # fmt: skip
-    """Each step reads ``batch`` pairs, of which a rank has every n-th. Writes a checkpoint; losses by step."""
+    """Train on ``batch`` pairs a step, a share of them on each rank, write a checkpoint; returns the losses by step."""
     rank, ranks = place()
     policy, reference = sharded(base, trained=True), sharded(base, trained=False).eval()
     optimizer = fully_shard_optimizer(torch.optim.AdamW(policy.module.parameters(), lr=lr, weight_decay=0.0), policy)
@@ -118,7 +118,7 @@ def train(
 
 
 def write_tiny(folder: Path) -> None:
-    """A base with initial weights, as `sixfold import` writes one."""
+    """Write a base with initial weights, as `sixfold import` writes one."""
     config = GPTConfig(**TINY)
     text = "[model]\n" + "".join(f"{key} = {value}\n" for key, value in TINY.items())
     common = {"step": 0, "samples": 0, "tokens": 0, "config": text, "imported": {"max_position_embeddings": 256}}

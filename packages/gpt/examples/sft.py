@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 2 sft.py             the same over two ranks, with the same losses
     torchrun --nproc-per-node 8 sft.py run.toml    yours: checkpoint.init_from, a blend with masks, run.dir
 
-`sixfold train run.toml` has the same losses, and pipelines, resumes and logs besides. Write a loop for what it has not,
-such as another loss: dpo.py.
+`sixfold train run.toml` has the same losses, and also pipelines, resumes and logs. Write a loop of your own for what it
+lacks, such as another loss (dpo.py).
 """
 
 import os
@@ -93,7 +93,7 @@ def rows_of(batch: Batch) -> dict[str, torch.Tensor]:
 
 
 def fine_tune(config: TrainConfig) -> list[float]:
-    """Train, and write a checkpoint that `sixfold export`, `sixfold sample` and `load_model` open; losses by step."""
+    """Train, write a checkpoint for `sixfold export`, `sixfold sample` and `load_model`; returns the losses by step."""
     model, o = sharded(config), config.optimizer
     matrices = [p for p in model.module.parameters() if p.dim() > 1]
     rest = [p for p in model.module.parameters() if p.dim() < 2]
@@ -119,7 +119,7 @@ def fine_tune(config: TrainConfig) -> list[float]:
 
 
 def write_tiny(folder: Path) -> None:
-    """A base with initial weights, and chats as bytes of which answers count."""
+    """Write a base with initial weights, and chats as bytes, in which only answers count."""
     tokenizer, says = ByteTokenizer(), [("what does the fox do? ", "it jumps"), ("who sleeps? ", "the dog")]
     with IndexedDatasetBuilder(f"{folder}/chats.bin", dtype=np.uint16) as builder:
         for question, answer in says * 50:

@@ -153,7 +153,7 @@ def initial_weights(config: TrainConfig, mesh: RankMesh) -> Path | None:
 
 
 def data_state(start: StartingPoint) -> dict[str, Any] | None:
-    """What the checkpoint says of the data; None of a fresh start, and of an imported model."""
+    """The state of the data in the checkpoint; None for a fresh start and for an imported model."""
     common = {} if start.newest is None else saved_common(start.newest)
     state: dict[str, Any] | None = None if IMPORTED in common else common.get("data")
     return state

@@ -40,8 +40,8 @@ SEEN_S = 90.0
 SEEN_POLL_S = 0.05
 END = "eod"  # key of common data: the id that ends a document, for a resume whose tokenizer has another name
 UNTOLD = "untold"  # key of snapshots: lines of metrics.jsonl that wait until the snapshot is whole
-AVERAGES = f"{AVERAGE}.model."  # begins keys of averages of weights
-_PREFIXES = {"param": "model.", AVERAGE: AVERAGES}
+AVERAGES = f"{AVERAGE}.model."  # how keys of averages of weights begin
+_KEY_PREFIXES = {"param": "model.", AVERAGE: AVERAGES}
 ORIGIN = "origin"  # key of common data: what convert.py's import said that [model] does not; checkpoints hand it on
 
 
@@ -64,7 +64,7 @@ def sharded_state(
         name = canonical(record.name)
         tied = int(rank.tied_copy and name == TIED)
         offsets = [(axis, part, parts) for axis, (part, parts) in sorted(cuts.of(name).items())]
-        key = _PREFIXES.get(record.key, f"optimizer.state.{record.key}.model.") + name
+        key = _KEY_PREFIXES.get(record.key, f"optimizer.state.{record.key}.model.") + name
         state[key] = dist_ckpt.ShardedTensor.from_rank_offsets_flat(
             key,
             record.tensor,
@@ -139,7 +139,7 @@ def save(
     """Write the whole training state to ``folder``, complete or not at all. Collective over all ranks.
 
     Args:
-        since: an older checkpoint, of which what has not changed is linked.
+        since: an older checkpoint; of its files those are linked whose tensors have not changed.
         background: return when the values are copied; a worker process of each rank writes them.
     Returns:
         Seconds for which training was blocked, and the handle of a background save.
@@ -206,12 +206,14 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
         rank.materialize_state()
     else:
         rank.optimizer.clear_state()  # of a damaged checkpoint that was loaded in part
-    if rank.average is not None:  # without one in the checkpoint it begins with the weights, when all is loaded
-        has_average = any(key.startswith(AVERAGES) for key in saved)
-        (rank.average.make_room if has_average else rank.average.forget)()
+    if rank.average is not None:
+        if any(key.startswith(AVERAGES) for key in saved):
+            rank.average.make_room()
+        else:
+            rank.average.forget()  # it begins with the weights, when all is loaded
     if older := any(key.startswith("optimizer.state.older.") for key in saved):
         older = rank.expect_older()
-    state = _without_new_adapters(rank, sharded_state(rank, weights_only=not has_state), saved)
+    state = _draw_new_adapters(rank, sharded_state(rank, weights_only=not has_state), saved)
     common = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
     if has_state:
         _set_scalars(rank, common["optimizer"]["scalars"])
@@ -221,8 +223,8 @@ def load(rank: RankModel, folder: Path) -> tuple[Progress, dict[str, Any]]:
     return progress, common
 
 
-def _without_new_adapters(rank: RankModel, state: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-    """``state`` without adapters where a checkpoint is of a base that has none: these are drawn."""
+def _draw_new_adapters(rank: RankModel, state: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Draw the adapters that a checkpoint of a base does not have; what of ``state`` is to be loaded."""
     if not rank.config.lora.rank or any(map(is_adapter, saved)):
         return dict(state)
     draw_start_values(rank.model, rank.config, rank.mesh.cuts, is_adapter)
@@ -264,7 +266,7 @@ def _take(rank: RankModel, common: dict[str, Any]) -> Progress:
 def load_weights(rank: RankModel, folder: Path) -> None:
     """Fill the model alone; optimizer state stays fresh. Collective over all ranks."""
     saved = dist_ckpt.load_tensors_metadata(folder)
-    state = _without_new_adapters(rank, sharded_state(rank, weights_only=True), saved)
+    state = _draw_new_adapters(rank, sharded_state(rank, weights_only=True), saved)
     loaded = dist_ckpt.load(state, folder, group=rank.mesh.control, timeout_s=rank.config.run.timeout_seconds)
     _set_extra_state(rank, loaded)
     rank.origin = loaded.get(ORIGIN)

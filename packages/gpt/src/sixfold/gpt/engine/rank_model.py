@@ -186,22 +186,22 @@ class RankModel:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Within it the weights are their average, and the other way round. Collective over the mesh."""
+        """Within it weights and their average have changed places. Collective over the mesh."""
         assert self.average is not None, "optimizer.ema_decay is 0"
         if self.before_update is not None:
             self.before_update()  # a snapshot that is still being copied is of the weights
         self.average.swap()
-        self._written()
+        self._renew_copies()
         try:
             yield
         except BaseException:
             self.average.swap()  # for who saves them; nothing is computed with them any more
             raise
         self.average.swap()
-        self._written()
+        self._renew_copies()
 
-    def _written(self) -> None:
-        """Main weights were written: whatever was made of them is made anew."""
+    def _renew_copies(self) -> None:
+        """Make all copies of the main weights anew, which were written."""
         self.copy_table()
         self.model.refresh()
 
@@ -393,7 +393,7 @@ def draw_start_values(
     cuts: Cuts,
     wanted: Callable[[str], bool] = lambda name: True,
 ) -> None:
-    """Initial weights of this rank's shards, of those ``wanted`` by canonical name; nobody draws another rank's."""
+    """Fill this rank's shards with initial weights, of parameters whose canonical names are ``wanted``."""
     seed = config.train.seed
     for record in model.state_records():
         name, shape = canonical(record.name), record.global_shape

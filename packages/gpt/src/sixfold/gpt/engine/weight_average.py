@@ -1,4 +1,4 @@
-"""The exponential moving average of a rank's main weights, and its turn in their place.
+"""The exponential moving average of a rank's main weights, which changes places with them for an evaluation.
 
     optimizer.ema_decay, updates done --> decay_after --> WeightAverage.update (this file), behind optimizer.step
     training_state.py <-- state_records;    an evaluation <-- swap
@@ -8,8 +8,8 @@
 num_updates. Without the second term (``optimizer.ema_warmup = false``) the first weights, which were drawn, count for
 about 1 / (1 - d) updates.
 
-Three roundings of each element by itself: the bits do not depend on how weights are cut. An average lies beside the
-main weights that it is of, in their dtype, cut as they are. Nothing of it depends on anything but weights and t.
+Each element has three roundings of its own, so the bits do not depend on how weights are cut. An average is stored
+beside its main weights, in their dtype and cut as they are. It depends on the weights and t alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sixfold.gpt.config.train_config import OptimizerConfig
 
 AVERAGE = "ema"  # the key of its records
-_TOGETHER_BYTES = 64 * 2**20  # of differences that an update holds at a time, or those of one tensor
+_TOGETHER_BYTES = 64 * 2**20  # most differences that an update holds at a time, unless one tensor has more
 
 
 def decay_after(config: OptimizerConfig, update: int) -> float:
@@ -54,15 +54,15 @@ class WeightAverage:
         return bool(self._averages)
 
     def begin(self) -> None:
-        """With the weights as they are."""
+        """Begin with the weights as they are."""
         self._averages = {record.name: record.tensor.detach().clone() for record in self._weights()}
 
     def make_room(self) -> None:
-        """For values that a load writes."""
+        """Make room for the values that a load writes."""
         self._averages = {record.name: torch.empty_like(record.tensor) for record in self._weights()}
 
     def forget(self) -> None:
-        """As before it began."""
+        """Become as before it began."""
         self._averages = {}
 
     def state_records(self) -> list[StateRecord]:
@@ -73,7 +73,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, decay: float) -> None:
-        """One update of the weights was done. [Note: the rule]"""
+        """Follow an update of the weights. [Note: the rule]"""
         for weights, averages in self._bundles():
             differences = list(torch._foreach_sub(weights, averages))
             torch._foreach_mul_(differences, 1.0 - decay)
@@ -89,6 +89,7 @@ class WeightAverage:
             average.copy_(weights)
 
     def _bundles(self) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+        """Weights and their averages, ``_TOGETHER_BYTES`` at a time."""
         weights: list[Tensor] = []
         averages: list[Tensor] = []
         nbytes = 0

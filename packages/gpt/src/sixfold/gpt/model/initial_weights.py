@@ -78,8 +78,8 @@ def initializer(config: GPTConfig, seed: int, cuts: Cuts = WHOLE) -> Callable[[s
         are materialised, of any dtype and device. It is what ``FullyShardedDataParallel(init_fn=...)`` takes.
 
     Normal of ``init_std``; ``attention.out`` and ``ffn.down`` of init_std / sqrt(2 * num_layers);
-    norms 1 (those that add 1 to their weight 0), biases 0, rows of vocabulary padding 0. Of adapters A of the standard
-    deviation 1 / sqrt(3 * width), B 0.
+    norms 1 (those that add 1 to their weight 0), biases 0, rows of vocabulary padding 0. Of an adapter, A is normal of
+    1 / sqrt(3 * inputs) and B is 0.
     """
 
     def fill(name: str, module: nn.Module) -> None:

@@ -257,7 +257,7 @@ class MetricsTail:
     """Reads the lines of a growing metrics.jsonl once each.
 
     Args:
-        offset: bytes that are left out; None: those that are there now.
+        offset: bytes at the start of the file that are not read; None: all that are there now.
     Attributes:
         offset: bytes of the lines that were read.
     """
@@ -370,9 +370,8 @@ def describe(record: Mapping[str, Any], steps: int | None = None, pace: float | 
     if kind == "step":
         return _describe_step(record, steps, pace)
     if kind in EVALUATIONS:
-        of = f" of {record['name']}" if record.get("name") else ""
-        of += " with averaged weights" if kind == "eval_ema" else ""
-        return f"step {step}  validation loss{of} {_number(record['loss'])} nats/token over {record['tokens']:,} tokens"
+        loss = f"validation loss{of_evaluation(record)} {_number(record['loss'])} nats/token"
+        return f"step {step}  {loss} over {record['tokens']:,} tokens"
     if kind == "start":
         read = ", ".join(f"{name} {times:.3g}" for name, times in record.get("epochs", {}).items())
         return f"step {step}  {record.get('order', '')} order; epochs of each dataset in the whole run: {read}"
@@ -403,6 +402,12 @@ def _describe_slow(step: int | None, slow: Mapping[str, Any]) -> str:
         f"the others {slow['others_seconds']:.3f} s; most in {slow['part']}: {slow['part_seconds']:.3f} s, the others "
         f"{slow['others_part_seconds']:.3f} s"
     )
+
+
+def of_evaluation(record: Mapping[str, Any]) -> str:
+    """What an evaluation is of: `` of NAME with averaged weights``, or less."""
+    of = f" of {record['name']}" if record.get("name") else ""
+    return f"{of} with averaged weights" if record["kind"] == "eval_ema" else of
 
 
 def _describe_step(record: Mapping[str, Any], steps: int | None, pace: float | None) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.observe import digest_file
-from sixfold.gpt.observe.metrics import EVALUATIONS, parse_lines
+from sixfold.gpt.observe.metrics import EVALUATIONS, of_evaluation, parse_lines
 
 Scalars = dict[str, float | None]  # by name; None: not finite
 SCALARS = ("lr", "batch_size", "samples", "tokens", "loss", "grad_norm")
@@ -138,8 +138,7 @@ def _attempts(records: list[dict[str, Any]]) -> list[Attempt]:
         elif kind == "step":
             now.scalars.setdefault(step, {}).update(_scalars(record))
         elif kind in EVALUATIONS:
-            of = f" of {record['name']}" if record.get("name") else ""
-            of += " with averaged weights" if kind == "eval_ema" else ""
+            of = of_evaluation(record)
             named = {f"{EVALUATION}{name}{of}": record[name] for name in ("loss", "tokens") if name in record}
             now.scalars.setdefault(step, {}).update(named)
         elif kind == "digest" and isinstance(record.get("digest"), str):

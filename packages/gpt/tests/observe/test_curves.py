@@ -54,10 +54,10 @@ def quick(monkeypatch):
     monkeypatch.setattr(curves, "POLL_S", 0.02)
 
 
-def feed(folder, sink, *losses, first=1, failed=False, **options):
+def feed(folder, sink, *losses, first=1, failed=False, name="drawn", **options):
     """A start behind step ``first - 1`` that writes these losses, beside one sink."""
     with MetricsWriter(folder / "metrics.jsonl") as writer:
-        one = CurveFeed(folder, "drawn", sink)
+        one = CurveFeed(folder, name, sink)
         writer.write("start", **START | {"step": first - 1})
         for step, loss in enumerate(losses, first):
             writer.write("step", **STEP | {"step": step, "loss": loss})
@@ -109,11 +109,7 @@ os.kill(os.getpid(), 9)
 """
     pytest.importorskip("tensorboard", reason="needs tensorboard, an extra")
     subprocess.run([sys.executable, "-c", script], check=False, timeout=120)
-    with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
-        one = CurveFeed(tmp_path, "tensorboard", TensorBoardSink)
-        writer.write("start", **START | {"step": 2})
-        writer.write("step", **STEP | {"step": 3, "loss": 3.0})
-        one.close(failed=False)
+    feed(tmp_path, TensorBoardSink, 3.0, first=3, name="tensorboard")
     assert drawn_in(tmp_path)["train/loss"] == [(1, 5.0), (2, 4.0), (3, 3.0)]
 
 
@@ -187,13 +183,8 @@ def test_tensorboard_has_every_number_of_a_step_and_of_its_datasets(tmp_path):
 
 def test_steps_that_a_resumed_run_repeats_replace_the_first_ones_in_tensorboard(tmp_path):
     pytest.importorskip("tensorboard", reason="needs tensorboard, an extra")
-    for first, losses in ((1, (5.0, 4.0, 3.0)), (2, (9.0,))):
-        with MetricsWriter(tmp_path / "metrics.jsonl") as writer:
-            one = CurveFeed(tmp_path, "tensorboard", TensorBoardSink)
-            writer.write("start", **START | {"step": first - 1})
-            for step, loss in enumerate(losses, first):
-                writer.write("step", **STEP | {"step": step, "loss": loss})
-            one.close(failed=False)
+    feed(tmp_path, TensorBoardSink, 5.0, 4.0, 3.0, name="tensorboard")
+    feed(tmp_path, TensorBoardSink, 9.0, first=2, name="tensorboard")
     assert drawn_in(tmp_path)["train/loss"] == [(1, 5.0), (2, 9.0)]
 
 

@@ -23,7 +23,7 @@ class Told(Script):
 
 
 def whole():
-    """12 updates: an evaluation of 3 s behind the 6th; killed in the 9th, which 10 s later is done again from 8 on."""
+    """12 updates, with an evaluation of 3 s behind the 6th. Killed 1.5 s after the 10th; 10 s later it goes on from 8."""
     run = Told()
     run.start(0, world=2)
     run.clock += 5.0
@@ -31,8 +31,7 @@ def whole():
     run.clock += 3.0
     run.line("eval", step=6, loss=1.0, tokens=64, seconds=3.0)
     run.updates(7, 10)
-    run.clock += 1.5
-    run.clock += 10.0
+    run.clock += 1.5 + 10.0
     run.start(8, world=2)
     run.clock += 4.0
     run.updates(9, 12)

@@ -73,6 +73,20 @@ def test_a_model_of_ones_own_is_refused_beside_degrees_that_split_ours(key):
         check_provider(config, lambda pre_process, post_process, vp_stage: None)
 
 
+@pytest.mark.parametrize(
+    "option",
+    ["train.precision=fp8", "train.compile=true", "train.recompute=full", "train.z_loss=0.1",
+     "train.label_smoothing=0.1", "train.hidden_dropout=0.1", "train.embedding_dropout=0.1", "train.frozen=['norm']",
+     "lora.rank=2", "optimizer.name=muon", "model.num_experts=4"],
+)  # fmt: skip
+def test_a_model_of_ones_own_is_refused_beside_options_that_only_ours_has(option):
+    config = config_with(option)
+    check_provider(config, None)
+    key = option.partition("=")[0].replace(".", r"\.")
+    with pytest.raises(ConfigError, match=rf"{key} is .*, which is of GPTModel and not of a model_provider"):
+        check_provider(config, lambda pre_process, post_process, vp_stage: None)
+
+
 def can_work(v: dict[str, int]) -> bool:
     """The rules once more, as spec and documentation of the keys say them."""
     cut = (v["model.num_attention_heads"], v["model.num_query_groups"], v["model.ffn_hidden_size"], 384)

@@ -23,7 +23,7 @@ class Told(Script):
 
 
 def whole():
-    """12 updates, with an evaluation of 3 s behind the 6th. Killed 1.5 s after the 10th; 10 s later it goes on from 8."""
+    """12 updates, an evaluation of 3 s behind the 6th. Killed 1.5 s after the 10th; 10 s later it goes on from 8."""
     run = Told()
     run.start(0, world=2)
     run.clock += 5.0

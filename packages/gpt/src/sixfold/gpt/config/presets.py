@@ -63,7 +63,7 @@ def _qwen_3(*sizes: int, **other: Any) -> dict[str, Any]:
 
 
 def _balance(coefficient: float, experts_per_token: int, layers: int) -> float:
-    """Of router_aux_loss_coef, which is over all layers together, of shares that sum to a token's experts."""
+    """model.router_aux_loss of a router_aux_loss_coef. [Note: the balance of transformers] (experts_config.py)"""
     return float(f"{coefficient * experts_per_token / layers:.15g}")  # as an import of config.json reads it
 
 
@@ -72,8 +72,8 @@ def _mixtral(*sizes: int, coefficient: float) -> dict[str, Any]:
     return _model(*sizes, vocab_size=32000, rope_theta=1e6, num_experts=8, router_aux_loss=balance)
 
 
-def _layers(count: int, every: int) -> list[str]:
-    """One layer of ``every``, the last of them, sees the whole row."""
+def _layer_types(count: int, every: int) -> list[str]:
+    """Every ``every``-th layer sees the whole row; the others slide."""
     return ["full_attention" if (layer + 1) % every == 0 else "sliding_attention" for layer in range(count)]
 
 
@@ -83,10 +83,10 @@ def _olmo_2(*sizes: int, vocab_size: int = 100352, **other: Any) -> dict[str, An
 
 
 def _olmo_3(*sizes: int) -> dict[str, Any]:
-    """Its rows grew from 8,192 to 65,536 tokens: RoPE's scaling is of the layers that do not slide."""
+    """RoPE is scaled for rows of 65,536 tokens in the layers that see the whole row; training began with 8,192."""
     window: dict[str, Any] = {
         "sliding_window": 4096,
-        "layer_types": _layers(sizes[0], 4),
+        "layer_types": _layer_types(sizes[0], 4),
         "rope_local_base_freq": 500000.0,
     }
     return _olmo_2(*sizes, vocab_size=100278, rope_scaling=_OLMO_3, **window)
@@ -99,12 +99,12 @@ def _gemma(*sizes: int, **other: Any) -> dict[str, Any]:
 
 def _gemma_2(*sizes: int, head_dim: int = 256, **other: Any) -> dict[str, Any]:
     caps: dict[str, Any] = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-    window: dict[str, Any] = {"sliding_window": 4096, "layer_types": _layers(sizes[0], 2)}
+    window: dict[str, Any] = {"sliding_window": 4096, "layer_types": _layer_types(sizes[0], 2)}
     return _gemma(*sizes, vocab_size=256000, head_dim=head_dim, **caps, **window, **other)
 
 
 def _gemma_3(*sizes: int, head_dim: int = 256, small: bool = False, **other: Any) -> dict[str, Any]:
-    window: dict[str, Any] = {"sliding_window": 512 if small else 1024, "layer_types": _layers(sizes[0], 6)}
+    window: dict[str, Any] = {"sliding_window": 512 if small else 1024, "layer_types": _layer_types(sizes[0], 6)}
     rope: dict[str, Any] = {"rope_theta": 1e6, "rope_local_base_freq": 1e4}
     longer: dict[str, Any] = {} if small else {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
     vocab = 262144 if small else 262208  # those that see pictures have 64 rows more

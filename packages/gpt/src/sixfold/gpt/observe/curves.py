@@ -155,8 +155,8 @@ class CurveFeed:
             sink.close(self._failed)
             self._keep(metrics, tail.offset)
         except Exception as error:
-            said = f"{type(error).__name__}: {error}".splitlines()[0]
-            self._tell(f"gets no more of this run ({said}); the run goes on, and the next start hands over what lacks")
+            why = f"{type(error).__name__}: {error}".splitlines()[0]
+            self._tell(f"gets no more of this run ({why}); the run goes on, and the next start hands over what lacks")
 
     def _take(self, tail: MetricsTail, sink: CurveSink) -> bool:
         """Hand over the new lines; whether there were any."""

@@ -23,7 +23,7 @@ from sixfold.gpt.observe.time_spent import TimeSpent, spent
 Record = dict[str, Any]
 BLOCKS, PLAIN_BLOCKS = "▁▂▃▄▅▆▇█", "_.-=+*#@"
 NEAR = 20  # lines of steps that "now" is a mean of
-LEAST_S = 60.0  # without a line, until it is said; longer where updates are slow
+SILENT_S = 60.0  # without a line, until the view says so; more if updates take long
 _NOT_KEPT = ("loss_by_dataset", "expert_load")  # fields not shown, of which a long run has very many
 _EVENT_KINDS = frozenset(
     {"start", "resume", "damaged", "recovery", "no_snapshot", "no_replica", "straggler", "replicas", "nonfinite", "end"}
@@ -85,7 +85,7 @@ class LiveView:
             return {"finished": "finished", "sigterm": "stopped, and saved"}.get(self.end["reason"], "failed")
         last = max(float(one["time"]) for one in self.records[-NEAR:])
         longest = max((float(one["seconds"]) for one in self.steps[-NEAR:]), default=0.0)
-        if now - last > max(LEAST_S, 10 * longest):
+        if now - last > max(SILENT_S, 10 * longest):
             return f"no line for {clock(now - last)}: it hangs, or was killed"
         return "training" if self.records[-1]["kind"] not in ("start", "resume") else "starting"
 
@@ -105,9 +105,9 @@ class LiveView:
         rows = [f"{self.folder}: {self.state(now)}", *([step] if step else [])]
         if self.steps:
             rows += [*self._losses(width, blocks), *self._speed(), *self._saved(now), *self._time()]
-        told = [one for one in self.records if one["kind"] in _EVENT_KINDS and _is_event(one)]
+        events = [one for one in self.records if one["kind"] in _EVENT_KINDS and _is_event(one)]
         room = max(0, min(6, height - len(rows) - 2))
-        for one in told[len(told) - room :] if room else []:
+        for one in events[len(events) - room :] if room else []:
             text = " ".join(_event(one).split())
             rows.append(f"{time.strftime('%d. %H:%M:%S', time.localtime(float(one['time'])))} {text}")
         return [line for row in rows for line in _wrapped(row, width)][:height]
@@ -120,8 +120,8 @@ class LiveView:
         valid = ""
         if evals:
             latest = {one.get("name", ""): one["loss"] for one in evals if one["step"] == evals[-1]["step"]}
-            told = ", ".join(f"{name!r} {loss:.4f}" if name else f"{loss:.4f}" for name, loss in latest.items())
-            valid = f", validation {told} at step {evals[-1]['step']:,}"
+            shown = ", ".join(f"{name!r} {loss:.4f}" if name else f"{loss:.4f}" for name, loss in latest.items())
+            valid = f", validation {shown} at step {evals[-1]['step']:,}"
         rows = [f"loss    {'not finite' if last is None else f'{last:.4f}'}{valid}"]
         room = max(4, min(60, width - 30))
         for name, values in (("all", losses), (f"last {NEAR * 5}", losses[-NEAR * 5 :])):
@@ -173,8 +173,8 @@ class LiveView:
         found, left = self._time_spent(), self._pace_and_left()
         rows = []
         if found is not None:
-            said = f"time    {clock(found.wall_s)} gone"
-            rows.append(said if left is None or self.end is not None else f"{said}, {clock(left[1])} left")
+            rest = "" if left is None or self.end is not None else f", {clock(left[1])} left"
+            rows.append(f"time    {clock(found.wall_s)} gone{rest}")
             shares = [
                 f"{cause} {seconds / found.wall_s:.0%}"
                 for cause, seconds in sorted(found.seconds.items(), key=lambda pair: -pair[1])

@@ -356,7 +356,7 @@ def test_the_row_of_the_padding_token_is_trained_and_in_transformers_is_not(tmp_
     ours(tokens).square().sum().backward()
     peers(tokens).logits.square().sum().backward()
     gradients = ours.embedding.weight.grad, peers.model.embed_tokens.weight.grad
-    torch.testing.assert_close(*(gradient[1] for gradient in gradients), rtol=0, atol=1e-5)
+    torch.testing.assert_close(*(gradient[1] for gradient in gradients), rtol=1e-4, atol=1e-5)
     assert gradients[0][5].any() and not gradients[1][5].any()
 
 

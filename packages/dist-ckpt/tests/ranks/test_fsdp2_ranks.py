@@ -105,3 +105,53 @@ def test_fsdp2_over_tensor_parallel_layers_is_saved_whole_and_loads(tmp_path):
     assert "_StridedShard" in kinds
     assert [(same, kind) for _, _, same, kind in results] == [(True, "OrderedDict")] * 4
     assert {key: value.tolist() for key, value in dist_ckpt.load_plain_tensors(tmp_path / "c").items()} == expected
+
+
+class Branches(torch.nn.Module):
+    def __init__(self, names):
+        super().__init__()
+        torch.manual_seed(0)
+        for name in names:
+            self.add_module(name, torch.nn.Linear(4, 4, bias=False))
+
+    def forward(self, x):
+        return self.a(x).tanh() + self.b(x).sin() * self.c(x)
+
+
+def branches(ranks, names, steps):
+    model = Branches(names)
+    fully_shard(model, mesh=init_device_mesh("cpu", (ranks,)))
+    adam = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(steps):
+        model(torch.full((2, 4), 1.0 + step)).square().mean().backward()
+        adam.step()
+        adam.zero_grad()
+    return model, adam
+
+
+def evaluated(model):
+    with torch.no_grad():
+        model(torch.ones(1, 4))
+
+
+def moments(model, adam):
+    model.state_dict()  # FSDP2 puts the sharded parameters back
+    return {name: adam.state[own]["exp_avg"].full_tensor().tolist() for name, own in model.named_parameters()}
+
+
+def after_an_evaluation(rank, ranks, folder):
+    """Two models with an optimizer each, the optimizers first; an evaluation before the save, and before the load."""
+    pairs = [branches(ranks, "abc", 3), branches(ranks, "bac", 2)]
+    expected = [moments(*pair) for pair in pairs]
+    for model, _ in pairs:
+        evaluated(model)
+    dist_ckpt.save({"steps": [adam for _, adam in pairs], "models": [model for model, _ in pairs]}, folder)
+    fresh = [branches(ranks, "cba", 0), branches(ranks, "cab", 0)]
+    for model, _ in fresh:
+        evaluated(model)
+    dist_ckpt.load({"steps": [adam for _, adam in fresh], "models": [model for model, _ in fresh]}, folder)
+    return [moments(*pair) for pair in fresh] == expected
+
+
+def test_moments_go_by_name_after_an_evaluation_with_the_optimizers_first(tmp_path):
+    assert run_ranks(after_an_evaluation, 2, tmp_path / "c") == [True, True]

@@ -113,14 +113,23 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
         MismatchError: a PerRank of another number of ranks.
     """
     merges: list[Merge] = []
+    states = dict[tree.KeyPath, tuple[Any, dict[str, str]]]()
 
     @cache
     def names() -> set[str] | None:
         return None if saved is None else {*saved.tensors, *tree.names_of_tensors(saved.common)}
 
+    def state_of_module(path: tree.KeyPath, module: torch.nn.Module) -> tuple[Any, dict[str, str]]:
+        if path not in states:
+            states[path] = stateful.named_state_of(module, tree.key_text(path), names())
+        return states[path]
+
     @cache
     def known() -> dict[int, list[parameter_names.Name]]:
-        return parameter_names.names_in(node)
+        modules = parameter_names.modules_in(node)
+        for path, module in modules:  # FSDP2's have other parameters after a forward, until a hook of state_dict()
+            state_of_module(path, module)
+        return parameter_names.names_in(modules)
 
     def changed(path: tree.KeyPath, part: Any) -> Any:
         return tree.mapped(part, change, path, same=tree.PLAIN | tree.BRANCHES | {ShardedTensor})
@@ -138,7 +147,7 @@ def expand(node: Any, rank: int = 0, ranks: int = 1, saved: Saved | None = None)
         elif is_stateful(leaf):
             owner, own_names = module_names.inside(leaf), dict[str, str]()
             if isinstance(owner, torch.nn.Module):
-                own, own_names = stateful.named_state_of(owner, tree.key_text(path), names())
+                own, own_names = state_of_module(path, owner)
             else:
                 own = stateful.given_state(owner, path) if saved is None else owner.state_dict()
             built = changed(path, stateful.state_of(owner, own, path, saved, known))

@@ -1,6 +1,6 @@
 """Which parameter of an optimizer is which: by the names that the modules beside it give.
 
-    modules of a state dict --> names_in --> names_of (this file) --> kept in common data at a save
+    modules of a state dict --> modules_in, names_in --> names_of (this file) --> kept in common data at a save
     names of the save + names of the load --> numbers_of_then (this file) --> what stateful.py asks for
 
 [Note: state by name] torch numbers the parameters of an optimizer by their place. A model whose layers are made in
@@ -42,13 +42,16 @@ class Name(NamedTuple):
         return f"{self.module}.{self.within}"
 
 
-def names_in(state: Any) -> dict[int, list[Name]]:
-    """``id(parameter)`` -> its names by alphabet, for the modules of a state dict."""
+def modules_in(state: Any) -> list[tuple[tree.KeyPath, torch.nn.Module]]:
+    """The modules of a state dict, out of the wrappers around the whole."""
+    found = ((path, module_names.inside(leaf)) for path, leaf in tree.leaves(state))
+    return [(path, module) for path, module in found if isinstance(module, torch.nn.Module)]
+
+
+def names_in(modules: Sequence[tuple[tree.KeyPath, torch.nn.Module]]) -> dict[int, list[Name]]:
+    """``id(parameter)`` -> its names by alphabet, for the modules of a state dict, which has been taken of each."""
     found = defaultdict[int, set[Name]](set)
-    for path, leaf in tree.leaves(state):
-        module = module_names.inside(leaf)
-        if not isinstance(module, torch.nn.Module):
-            continue
+    for path, module in modules:
         named = [*module.named_parameters(remove_duplicate=False)]
         plain = module_names.plain_names(module, [name for name, _ in named])
         for name, parameter in named:

@@ -118,3 +118,40 @@ def test_values_of_plain_dcp_keep_their_lists_and_are_listed(tmp_path):
     theirs = {"one": None, "deep": {"x": None}}
     torch_dcp.load(theirs, checkpoint_id=tmp_path / "c", no_dist=True)
     assert theirs == {"one": [5], "deep": {"x": (1,)}}
+
+
+def with_rates(*rates, kind=torch.optim.AdamW, **options):
+    """An optimizer with a group for each rate."""
+    groups = [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": rate} for rate in rates]
+    return kind(groups, lr=rates[0], foreach=False, **options)
+
+
+def rates_of(optimizer):
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize("saves", [dist_ckpt.save, lambda state, at: torch_dcp.save(state, checkpoint_id=at)])
+def test_a_learning_rate_that_others_share_changes_only_where_it_is_loaded(tmp_path, saves):
+    saves({"optimizer": with_rates(torch.tensor(0.125), torch.tensor(0.25)).state_dict()}, tmp_path / "c")
+    rate = torch.tensor(0.5)
+    loaded, other = with_rates(rate, rate), with_rates(rate)
+    dist_ckpt.load({"optimizer": loaded}, tmp_path / "c")
+    loaded.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+    assert (rates_of(loaded), rates_of(other), float(rate)) == ([0.125, 0.25, 0.5], [0.5], 0.5)
+
+
+def test_optimizers_that_share_a_learning_rate_are_loaded_with_two(tmp_path):
+    saved = [with_rates(torch.tensor(0.125)), with_rates(torch.tensor(0.25), kind=torch.optim.SGD)]
+    dist_ckpt.save({"body": saved[0], "head": saved[1]}, tmp_path / "c")
+    rate = torch.tensor(0.5, dtype=torch.float64)
+    body, head = with_rates(rate), with_rates(rate, kind=torch.optim.SGD)
+    dist_ckpt.load({"body": body, "head": head}, tmp_path / "c")
+    assert (rates_of(body), rates_of(head), float(rate)) == ([0.125], [0.25], 0.5)
+    assert body.param_groups[0]["lr"].dtype is torch.float64  # as the group had it
+
+
+def test_a_learning_rate_that_was_not_saved_stays_the_groups_own(tmp_path):
+    dist_ckpt.save({"optimizer": with_rates(0.125)}, tmp_path / "c")
+    own = with_rates(torch.tensor(0.5))
+    dist_ckpt.load({"optimizer": own}, tmp_path / "c")
+    assert rates_of(own) == [0.125]

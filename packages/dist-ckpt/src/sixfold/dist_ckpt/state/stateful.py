@@ -5,7 +5,8 @@
 [Note: an optimizer without state] An optimizer that has made no step has no moments, and its state dict asks for none.
 So each stored one is asked for: laid out like its parameter if it has the parameter's shape, else whole.
 ``load_state_dict`` then gets them. Moments that it has and the checkpoint has not are not asked for: after the load it
-has none, as after torch's own.
+has none, as after torch's own. A learning rate that is a tensor may be the caller's, and that of other optimizers: it
+is read into a copy, which the group then has.
 
 [Note: state that grows] A data loader, a metric or the extra state of a module may hold more now than at the save, or
 less. Its tensors of another shape, and elements of a longer list, are not filled: the object gets what was saved.
@@ -138,7 +139,11 @@ def state_of(
         for number, tensor in found.items():
             if not isinstance(tensor, torch.Tensor) and name not in made.get(number, {}):
                 made[number] = {**made.get(number, {}), name: _like(parameters[number], tensor)}
-    return own | {"state": made, "param_groups": groups}
+    return own | {"state": made, "param_groups": tree.mapped(groups, _copied, same=tree.BRANCHES)}
+
+
+def _copied(_: tree.KeyPath, leaf: Any) -> Any:
+    return leaf.detach().clone() if type(leaf) in PLAIN_TENSORS else leaf
 
 
 def _moments(

@@ -285,6 +285,19 @@ def test_a_benchmark_that_fails_keeps_the_figures_that_it_has(group_of):
     assert "- here: status 1: failed: ours" in page("2026-11-28", MACHINE, "nox -s gpu", [outcome])
 
 
+def test_a_case_that_a_device_cannot_run_is_told_and_a_group_without_any_result_is_red():
+    some = {"plain": {"step_s": 0.5}, "float8": {"left out": "this device is NVIDIA A100"}}
+    outcome = Outcome(group=SPEED, status=0, figures=some)
+    assert outcome.green
+    text = page("2026-11-28", MACHINE, "nox -s gpu", [outcome])
+    assert "| speed | how fast | 1 of 2 cases |" in text
+    assert "| float8 |  | this device is NVIDIA A100 |" in text
+    assert not Outcome(group=SPEED, status=0, figures={"float8": {"left out": "none"}}).green
+    assert not Outcome(group=SPEED, status=0, figures=some | {"ours": {"error": "not reached"}}).green
+    skipped = [{"collected": ["a"]}, {"node": "a", "outcome": "skipped", "seconds": 0, "why": "no device"}]
+    assert not Outcome(group=TESTS, status=0, records=skipped).green
+
+
 def test_a_line_that_was_cut_is_left_out():
     assert gpu_run.whole_lines('{"begun": "a"}\n{"node": "a", "outc') == [{"begun": "a"}]
 

@@ -13,7 +13,9 @@ from checks.gpu_groups import TOTAL_S, Group
 
 LONGEST = 300  # columns of what a failure says
 COLUMNS = ("group", "what it tells", "passed", "failed", "skipped", "not run", "seconds")
-Figures = Mapping[str, Mapping[str, float | str]]  # case --> name of a figure --> value; "error" of one without
+Figures = Mapping[
+    str, Mapping[str, float | str]
+]  # case --> name of a figure --> value; "error" or "left out": why none
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +53,16 @@ class Outcome:
 
     @property
     def green(self) -> bool:
-        """All of it ran, and nothing failed."""
+        """All of it ran, nothing failed, and not all was skipped."""
         of_tests = {outcome for outcome, _ in self.tests.values()}
-        measured = [case for case, values in self.figures.items() if "error" not in values]
-        whole = len(measured) == len(self.figures) > 0 if self.group.benchmark else bool(of_tests)
-        return self.status == 0 and not self.stopped and whole and of_tests <= {"passed", "skipped"}
+        some = self.measured > 0 if self.group.benchmark else "passed" in of_tests
+        whole = of_tests <= {"passed", "skipped"} and not any("error" in values for values in self.figures.values())
+        return self.status == 0 and not self.stopped and some and whole
+
+    @property
+    def measured(self) -> int:
+        """Cases of a benchmark that have figures."""
+        return sum(not {"error", "left out"} & values.keys() for values in self.figures.values())
 
 
 def slug(device: str) -> str:
@@ -92,8 +99,7 @@ def _row(one: Outcome) -> str:
     if one.status is None:
         cells = ["", "", "", "all", ""]
     elif one.group.benchmark:
-        measured = sum("error" not in values for values in one.figures.values())
-        cells = [f"{measured} of {len(one.figures)} cases", _fault(one), "", "", f"{one.seconds:.0f}"]
+        cells = [f"{one.measured} of {len(one.figures)} cases", _fault(one), "", "", f"{one.seconds:.0f}"]
     else:
         failed = counts["failed"] + counts["lost"]
         cells = [f"{counts['passed']}", f"{failed or _fault(one)}", f"{counts['skipped'] or ''}"]

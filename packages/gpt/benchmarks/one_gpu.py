@@ -27,8 +27,10 @@ from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.data.token_stream import Microbatch
 from sixfold.gpt.engine.rank_model import build_rank
 from sixfold.gpt.engine.step import train_step
+from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.launch.rendezvous import World
 from sixfold.gpt.machine.devices import DEVICES, Device, device_named
+from sixfold.gpt.model.float8_linear import check_float8
 from sixfold.gpt.parallel.mesh import make_mesh
 from sixfold.gpt.plan.plan import plan_layout
 
@@ -147,7 +149,11 @@ def main() -> None:
     for name in options.only:
         write(options.out, results)
         try:
+            if TrainConfig.from_text(CONFIG, CASES[name]).train.float8_products:
+                check_float8(torch.device("cuda", 0))
             results[name] = measured(name, options.seconds / len(options.only), device)
+        except ConfigError as error:  # the device or torchao is not there
+            results[name] = {"left out": str(error)}
         except Exception as error:  # the others are measured all the same
             failed.append(name)
             results[name] = {"error": f"{type(error).__name__}: {error}".partition("\n")[0]}

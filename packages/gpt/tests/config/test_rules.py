@@ -203,6 +203,7 @@ def test_a_world_that_does_not_fit_is_named_with_a_value_that_works(overrides, w
         "data.document_shuffle=block", "data.max_epochs=0", "pipeline.edges=one", "checkpoint.every_minutes=0",
         "optimizer.weight_decay=0", "optimizer.beta2=0.99", "optimizer.eps=1", "train.precision=fp32",
         "train.precision=fp8", "train.compile=true", "train.deterministic=true", "train.batch_ramp=[[0, 16]]",
+        "train.float8_products=true",
         "train.batch_ramp=[[0, 16], [50, 32]]", "data.tokenizer=moved/tokenizer.json", "data.eod_token=</s>",
     ],
 )  # fmt: skip

@@ -19,6 +19,7 @@ from sixfold.gpt import ConfigError, train
 from sixfold.gpt.model import decoder, float8_linear
 from sixfold.gpt.model.decoder import GPTModel
 from sixfold.gpt.model.float8_linear import check_float8, use_float8
+from sixfold.gpt.plan.report import run
 
 ON = ("train.precision=bf16", "run.device=auto", "train.steps=2", "train.float8_products=true")
 OFF = (*ON[:-1], "train.float8_products=false")
@@ -203,3 +204,10 @@ def test_a_provider_is_refused_beside_it(tmp_path, torchao):
         ConfigError, match=r"train\.float8_products is True, which is of GPTModel and not of a model_prov"
     ):
         train(tiny_config(tmp_path, *ON), model_provider=lambda pre_process, post_process, vp_stage: nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"), [(ON, "; bf16, float8 products counted as bf16, recompute none"), (OFF, "; bf16, recompute none")]
+)
+def test_a_plan_says_that_it_counts_its_products_as_bfloat16(tmp_path, keys, told):
+    assert told in run(tiny_config(tmp_path, *keys), world=1, device="h100")

@@ -1,6 +1,6 @@
-"""A loop that skips a batch on any exception, and an exception at the k-th tensor operation of one batch.
+"""A loop that skips a batch on any exception, and an exception at the k-th operation, or call, within one batch.
 
-    engine/test_interruptions.py, ranks/test_interruptions_ranks.py --> outcome (this file)
+    engine/test_interruptions.py, ranks/test_interruptions_ranks.py --> sweep (this file)
 
 The oracle is a plain net that trains the batches that were not skipped.
 """
@@ -20,8 +20,8 @@ BATCHES = 4
 MICROBATCHES = 2
 
 
-class Boom(TorchDispatchMode):
-    """Raises at the k-th operation, and counts."""
+class RaisesAtOperation(TorchDispatchMode):
+    """Within it the k-th tensor operation raises; ``count``: operations that came."""
 
     def __init__(self, k: int, error: type[BaseException]) -> None:
         super().__init__()
@@ -34,14 +34,14 @@ class Boom(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class Nth:
-    """Within it the k-th call of ``owner.name`` raises."""
+class RaisesAtCall:
+    """Within it the k-th call of ``owner.name`` raises; ``count``: calls that came."""
 
     def __init__(self, k: int, error: type[BaseException], owner: type, name: str) -> None:
         self.k, self.count, self.error, self.owner, self.name = k, 0, error, owner, name
 
-    def __enter__(self) -> Nth:
-        self.own = self.name in vars(self.owner)
+    def __enter__(self) -> RaisesAtCall:
+        self.is_own = self.name in vars(self.owner)  # not of a base class
         self.plain = plain = getattr(self.owner, self.name)
 
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -54,7 +54,7 @@ class Nth:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.own:
+        if self.is_own:
             setattr(self.owner, self.name, self.plain)
         else:
             delattr(self.owner, self.name)
@@ -91,29 +91,34 @@ def plain_weights(ranks: int, *, without: int, by_microbatch: bool) -> dict[str,
 
 
 def outcome(
-    wrap: Callable[[], tuple[Any, Any]], rank: int, k: int, error: type[BaseException], at: int, inject: Any = Boom
+    wrap: Callable[[], tuple[Any, Any]],
+    rank: int,
+    k: int,
+    error: type[BaseException],
+    at: int,
+    raises: Any = RaisesAtOperation,
 ) -> tuple[str, dict[str, torch.Tensor], int]:
-    """("skipped", "ended" or "unhurt", weights, operations of the batch) with ``error`` at operation ``k`` of it."""
+    """("skipped", "ended" or "unhurt", weights, what was counted in batch ``at``) with ``error`` at the ``k``-th."""
     model, optimizer = wrap()
-    skipped, count = "unhurt", 0
+    found, count = "unhurt", 0
     try:
         for step in range(BATCHES):
             try:
                 if step == at:
-                    with inject(k, error) as boom:
+                    with raises(k, error) as counter:
                         try:
                             gradients(model, step, rank)
                         finally:
-                            count = boom.count
+                            count = counter.count
                 else:
                     gradients(model, step, rank)
             except error:
-                skipped = "skipped"
+                found = "skipped"
                 optimizer.zero_grad()
                 continue
             optimizer.step()
             optimizer.zero_grad()
-        return skipped, model.full_state_dict(), count
+        return found, model.full_state_dict(), count
     except FsdpError as told:
         rule = "nobody can know what it left there; restart from the last checkpoint"
         return "ended" if rule in str(told) else f"ended by {told}", {}, count
@@ -123,21 +128,26 @@ def sweep(
     wrap: Callable[[], tuple[Any, Any]],
     rank: int,
     ranks: int,
-    ks: Callable[[range], Iterable[int]],
+    choose: Callable[[range], Iterable[int]],
     error: type[BaseException],
     at: int,
     *,
     by_microbatch: bool,
-    inject: Any = Boom,
+    raises: Any = RaisesAtOperation,
 ) -> dict[str, int]:
-    """How often each outcome came; fails where weights differ from the oracle's."""
+    """How often each outcome came; fails where weights differ from the oracle's.
+
+    Args:
+        choose: at which of all operations, or calls, of batch ``at`` there is one run with ``error``.
+        by_microbatch: the order in which the strategy adds gradients, for the oracle.
+    """
     whole = plain_weights(ranks, without=-1, by_microbatch=by_microbatch)
     without = plain_weights(ranks, without=at, by_microbatch=by_microbatch)
-    found, weights, operations = outcome(wrap, rank, 0, error, at, inject)
+    found, weights, operations = outcome(wrap, rank, 0, error, at, raises)
     assert found == "unhurt" and same(whole, weights) == [], "the oracle is right where nothing is injected"
     outcomes: dict[str, int] = {}
-    for k in ks(range(1, operations + 1)):
-        found, weights, _ = outcome(wrap, rank, k, error, at, inject)
+    for k in choose(range(1, operations + 1)):
+        found, weights, _ = outcome(wrap, rank, k, error, at, raises)
         assert found in ("skipped", "ended"), f"operation {k} of {operations}: {found}"
         assert found == "ended" or same(without, weights) == [], f"operation {k} of {operations}: {found}"
         outcomes[found] = outcomes.get(found, 0) + 1

@@ -11,12 +11,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from fsdp_helpers import Block, make_adamw, make_net
-from fsdp_interrupt_helpers import Nth, sweep
+from fsdp_helpers import Block, batch, make_adamw, make_net
+from fsdp_interrupt_helpers import RaisesAtCall, gradients, sweep
 from torch import nn
 
 from ranktest import run_ranks
-from sixfold.fsdp import BufferConfig, fully_shard, fully_shard_optimizer
+from sixfold.fsdp import BufferConfig, FsdpError, fully_shard, fully_shard_optimizer
 from sixfold.fsdp.buffers.gradients import Gradients
 from sixfold.fsdp.buffers.weights import Weights
 from sixfold.fsdp.collectives.comm import GlooComm
@@ -47,24 +47,24 @@ def middle_and_last(calls):
     return sorted({calls[len(calls) // 2], calls[-1]}) if calls else []
 
 
-def interrupted(rank, ranks, kind, every):
-    def wrap():
-        net = make_net()
-        model = fully_shard(net, process_group=dist.group.WORLD, fsdp_unit_modules=[Block, nn.Embedding], **KINDS[kind])
-        return model, fully_shard_optimizer(make_adamw(net.parameters()), model)
+def wrapped(kind):
+    net = make_net()
+    model = fully_shard(net, process_group=dist.group.WORLD, fsdp_unit_modules=[Block, nn.Embedding], **KINDS[kind])
+    return model, fully_shard_optimizer(make_adamw(net.parameters()), model)
 
+
+def interrupted(rank, ranks, kind, every):
     found = {}
     for owner, name in POINTS:
-        inject = partial(Nth, owner=owner, name=name)
         found[name] = sweep(
-            wrap,
+            partial(wrapped, kind),
             rank,
             ranks,
             list if every else middle_and_last,
             torch.OutOfMemoryError,
             1,
             by_microbatch=kind in ("zero-3", "zero-3 all", "zero-2"),
-            inject=inject,
+            raises=partial(RaisesAtCall, owner=owner, name=name),
         )
     return found
 
@@ -76,3 +76,27 @@ def interrupted(rank, ranks, kind, every):
 def test_two_ranks_go_on_with_the_bits_of_a_plain_net_or_one_error_ends_the_model(kind, every):
     mine, other = run_ranks(interrupted, 2, kind, every, timeout=600.0)
     assert mine == other and sum(sum(one.values()) for one in mine.values()) > 10
+
+
+ENDS = {"gather": (Gathering, "use"), "reduce": (Gradients, "take")}
+
+
+def goes_on_after(rank, ranks, op):
+    model, optimizer = wrapped("zero-3")
+    loss = model(batch(0, 0, rank)).sum()
+    with RaisesAtCall(1, MemoryError, *ENDS[op]), pytest.raises(MemoryError):
+        loss.backward()
+    told = []
+    for use in (optimizer.zero_grad, optimizer.step, model.full_state_dict, lambda: gradients(model, 1, rank)):
+        with pytest.raises(FsdpError) as error:
+            use()
+        told.append(str(error.value))
+    return told
+
+
+@pytest.mark.parametrize("op", ENDS)
+def test_on_several_ranks_each_call_after_it_says_to_restart_from_the_last_checkpoint(op):
+    for told in run_ranks(goes_on_after, 2, op):
+        assert len(told) == 4
+        for text in told:
+            assert f"MemoryError came in the midst of a {op}" in text and "restart from the last checkpoint" in text

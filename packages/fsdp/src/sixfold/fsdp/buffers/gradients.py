@@ -258,7 +258,7 @@ class Gradients:
         self.state = State.IDLE
 
     def start_over(self) -> None:
-        """No gradient is wanted, wherever an exception left them; main gradients are whoever's ``.grad`` they are."""
+        """Drop what is local, in whatever state an exception left it. Main gradients stay: ``.grad`` refers to them."""
         self._leave()
         self._unsure.clear()
         self.state = State.IDLE

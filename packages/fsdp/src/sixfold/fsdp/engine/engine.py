@@ -24,7 +24,7 @@ from sixfold.fsdp.collectives.host_messages import Control
 from sixfold.fsdp.config import ShardingStrategy
 from sixfold.fsdp.engine.backward import Backward, CallContext, old_graph, refuse_graph
 from sixfold.fsdp.engine.gather import Gathering
-from sixfold.fsdp.engine.interruptions import Interruptible, Interruptions, whole
+from sixfold.fsdp.engine.interruptions import Interruptions, interruptible
 from sixfold.fsdp.engine.rank_agreement import OrderCheck
 from sixfold.fsdp.engine.reduce import ReducePolicy, Reduction, StageState
 from sixfold.fsdp.engine.transforms import refuse_transforms
@@ -36,7 +36,7 @@ from sixfold.fsdp.parameter_access.saved_weights import SavedViews, SavedWeights
 from sixfold.fsdp.torch_private import calling_frame, in_backward
 
 
-class Engine(Interruptible):
+class Engine:
     """The events of one model: what each starts, and what it waits for."""
 
     def __init__(
@@ -139,8 +139,8 @@ class Engine(Interruptible):
         if self._gathers:
             refuse_transforms(None, self.faults.step)
         if in_backward() == -1 and not self._calls:
-            self.interruptions.before_use(in_call=False)
-            self._look()
+            self.interruptions.before_use()
+            self._notice_edits()
         training = torch.is_grad_enabled()
         if training and in_backward() == -1 and not self._calls:
             self._leave_backward()
@@ -153,14 +153,15 @@ class Engine(Interruptible):
         self.guards[0].reveal()
         return context
 
-    @whole("gather")
-    def _look(self) -> None:
+    @interruptible("gather")
+    def _notice_edits(self) -> None:
+        """Gathered copies are stale if a user wrote to main weights."""
         if self.main_parameters.look():
             self._order_check.edited()
             self.main_changed(frozen=True)
         self.main_parameters.copied()
 
-    @whole("gather")
+    @interruptible("gather")
     def _begin_step(self) -> None:
         if self._stepped:
             self._next_step()
@@ -228,12 +229,11 @@ class Engine(Interruptible):
             guard.hide()
         return self._calls[-1] if self._calls else None
 
-    @whole("gather")
+    @interruptible("gather")
     def _use(self, unit: Unit, in_step: bool) -> None:
         if self._gathers:
             refuse_transforms(unit.name, self.faults.step)
-        if self.interruptions.of:
-            self.interruptions.before_use(in_call=True)
+        self.interruptions.refuse()
         if in_step:
             self._order_check.use(unit)
         busy = self.running or unit.around
@@ -326,7 +326,7 @@ class Engine(Interruptible):
             self._acquire(flat_buffer)
         flat_buffer.gradients.add(record, gradient, self.reduction.wide)  # where it raises, zero_grad drops the sum
 
-    @whole("reduce")
+    @interruptible("reduce")
     def _acquire(self, flat_buffer: ParamAndGradBuffer) -> None:
         unit = self._by_name[flat_buffer.unit]
         backward = self._backward or self._begin_backward()
@@ -349,14 +349,14 @@ class Engine(Interruptible):
             )
         self._add_deferred(record, gradient)
 
-    @whole("reduce")
+    @interruptible("reduce")
     def _add_deferred(self, record: ParamRecord, gradient: Tensor) -> None:
         self._touched.add(self._by_name[record.flat_buffer.unit].index)
         if record.flat_buffer.gradients.state not in OPEN:
             self.reduction.acquire(record.flat_buffer, pooled=False)
         record.flat_buffer.gradients.add(record, gradient, self.reduction.wide)
 
-    @whole("reduce")
+    @interruptible("reduce")
     def _end_backward(self) -> None:
         """Autograd's final callback. [Note: when a unit's backward is done]"""
         backward, self._backward = self._backward, None
@@ -389,7 +389,7 @@ class Engine(Interruptible):
 
     # ---- when to reduce
 
-    @whole("reduce")
+    @interruptible("reduce")
     def _put(self, unit: Unit, *, inside_step: bool = False) -> None:
         self._touched.discard(unit.index)
         if not unit.trained:
@@ -425,12 +425,12 @@ class Engine(Interruptible):
 
     # ---- end of a step
 
-    @whole("reduce")
+    @interruptible("reduce")
     def finish_grad_sync(self, *, inside_step: bool = False) -> None:
         """Reduce what is local and wait for all. Inside ``optimizer.step()`` no exchange stands before a reduction."""
         self.faults.check()
         refuse_transforms(None, self.faults.step)
-        self.interruptions.before_use(in_call=False)
+        self.interruptions.before_use()
         self._put_touched(self.units, inside_step=inside_step)
         self._order_check.gradients_done(inside_step=inside_step)
         self.reduction.finish(self.reduce_policy.over)
@@ -451,15 +451,14 @@ class Engine(Interruptible):
         """
         self.faults.check()
         refuse_transforms(None, self.faults.step)
-        if self.interruptions.of == "gather":
-            self.interruptions.start_over()
+        self.interruptions.gather_anew()
         written = None if self.gathering.versions is None else self.gathering.versions.look()
         guard = None if written is None else guard_of(written)
         if guard is not None:
             raise written_in_place(guard, self.units[0].module)
         self._order_check.before_save()
 
-    @whole("reduce")
+    @interruptible("reduce")
     def before_step(self, *, widen: bool) -> None:
         """An optimizer of this model is about to step; ``widen``: over all main gradients at once."""
         self.finish_grad_sync(inside_step=True)
@@ -471,7 +470,7 @@ class Engine(Interruptible):
         self.main_parameters.show(nn.Parameter)
         self.stepping = True
 
-    @whole("reduce")
+    @interruptible("reduce")
     def after_step(self) -> None:
         """Main weights changed."""
         self.stepping = False
@@ -482,14 +481,14 @@ class Engine(Interruptible):
         self.main_changed(frozen=False)
         self._stepped = True
 
-    @whole("gather")
+    @interruptible("gather")
     def main_changed(self, *, frozen: bool) -> None:
         """Gathered copies are stale, and graphs that hold them are of no more use."""
         self.gathering.invalidate(frozen=frozen)
         self.main_parameters.settle()
         self.weights += 1
 
-    @whole("reduce")
+    @interruptible("reduce")
     def forget(self, record: ParamRecord) -> None:
         """``.grad = None`` of one of the module's parameters: what ``discard_local`` does for all, one by one."""
         if self.faults.failed is not None or not record.flat_buffer.trainable:
@@ -507,7 +506,7 @@ class Engine(Interruptible):
             self._touched.discard(unit.index)
             self._outstanding[unit.index] = 0
 
-    @whole("reduce")
+    @interruptible("reduce")
     def discard_local(self, parameters: Collection[nn.Parameter] | None = None) -> None:
         """Forget gradients that are not main gradients yet, of some ``parameters`` or of all.
 

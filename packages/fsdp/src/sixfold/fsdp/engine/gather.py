@@ -93,7 +93,7 @@ class AllGatherPipeline:
             self._freed(unit)
 
     def start_over(self) -> None:
-        """All are EMPTY, wherever an exception left them."""
+        """Every unit is EMPTY, in whatever state an exception left it."""
         self.states = dict.fromkeys(self.states, GatherState.EMPTY)
         self.ready.clear()
         self._pending.clear()
@@ -448,7 +448,7 @@ class Gathering:
                 self.pipeline.wait(unit.name)
 
     def start_over(self) -> None:
-        """What is gathered, or was about to be, is of no use. In one process: nothing is on its way."""
+        """Forget what is gathered or was about to be. For one process alone: no collective may be on its way."""
         self.pipeline.start_over()
         self.placement.start_over()
         self._returning.clear()

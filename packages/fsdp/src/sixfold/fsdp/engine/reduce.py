@@ -298,7 +298,7 @@ class GradReducePipeline:
                 self.watch("drain", unit)
 
     def abandon(self) -> None:
-        """None is in flight any more, wherever an exception left it."""
+        """No reduction counts as in flight, in whatever state an exception left it."""
         self._flying.clear()
 
     def finish(self) -> None:

@@ -18,9 +18,8 @@ from sixfold.fsdp.parameter_access.uncompiled import uncompiled
 _top_transform: Any = torch._C._functorch.peek_interpreter_stack
 _transforms: Any = torch._C._functorch.get_interpreter_stack
 _VMAP = torch._C._functorch.TransformType.Vmap
-_mode: Any = torch._C._get_dispatch_mode
+_active_mode: Any = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
-
 _tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 _REMEDY = (
@@ -33,10 +32,13 @@ _REMEDY = (
 def refuse_transforms(unit: str | None, step: int, *, functions: bool = True) -> None:
     """Raise where real weights and gradients would not be moved. About 1 us.
 
-    ``functions``: in transforms of torch.func too; their own backward leaves no gradient on a parameter.
+    Args:
+        unit: whose weights are about to be used, None where it is all of them; step: of the run, for the error.
+        functions: refuse transforms of torch.func too. False where nothing is gathered: their own backward leaves no
+            gradient on a parameter.
     """
     what = ""
-    if _mode(_FAKE) is not None:
+    if _active_mode(_FAKE) is not None:
         what = "FakeTensorMode is active (a memory estimator, torch.export), and its tensors have no elements"
     elif functions and _top_transform() is not None:
         kinds = [one.key().name for one in _transforms() if one.key() != _VMAP]

@@ -92,7 +92,7 @@ class Placement:
         return True
 
     def start_over(self) -> None:
-        """Nothing is gathered, and all lie in their ranges, wherever an exception left them."""
+        """Nothing is gathered, and each unit lies in its own range, wherever an exception left it."""
         self.arena.start_over()
         self._bind()
         for name in self.sizes:

@@ -99,41 +99,48 @@ def batches(documents: int) -> None:
         print(f"| {B} x {S} | {found[0] / 1e3:.1f}k samples/s | {found[1] / 1e3:.1f}k | {found[1] / found[0]:.2f} |")
 
 
+WAYS = {  # to make one window ready to give a row
+    "16,384 documents, ranges of all rows": {},
+    "8,192 documents": {"window": 2**13},
+    "4,096 documents": {"window": 2**12},
+    "lengths in steps of 16 tokens": {"step": 16},
+    "lengths in steps of 64 tokens": {"step": 64},
+    "ranges of the row asked alone": {"all_rows": False},
+    "best fit in a kernel": {"kernel": True},
+    "both of these (taken)": {"all_rows": False, "kernel": True},
+}
+
+
 def ways(documents: int) -> None:
-    """What makes one window ready to give a row, by ways to make it faster; NumPy alone unless a kernel is named."""
     print("| way | lengths | S | rows / concatenated | ms per window, median |\n|" + "---|" * 5)
     for kind in KINDS:
+        lengths = lengths_of(kind, documents)
         for S in (2048, 8192):
-            lengths = lengths_of(kind, documents)
-
-            def told(way: str, size: int, step: int, numpy: bool, every_range: bool, kind=kind, S=S, lengths=lengths):
-                spent, found = [], 0
-                source = ListSource([])
-                source.sequence_lengths = -(-lengths // step)
-                source.dtype = np.dtype(np.uint16)
-                source.sequence_pointers = (np.cumsum(source.sequence_lengths) - source.sequence_lengths) * 2
-                cut = Windows(Part(source, range(documents)), (1, "web", "train"), S // step, "block")
-                with mock.patch.object(packed_rows, "window_size", return_value=size), contextlib.ExitStack() as stack:
-                    if numpy:
-                        stack.enter_context(forced(Level.NUMPY))
-                    for window in range(len(cut)):
-                        start = time.process_time()
-                        packed = cut.packed(window)
-                        rows = packed.edge_R.size - 1
-                        packed.table(np.arange(rows if every_range else 1))
-                        spent.append(time.process_time() - start)
-                        found += rows
+            for way, options in WAYS.items():
+                found, spent = packed_windows(lengths, S, **options)
                 ratio = found / (lengths.sum() / S)
                 print(f"| {way} | {kind} | {S} | {ratio:.5f} | {np.median(spent) * 1e3:.2f} |")
 
-            told("16,384 documents, ranges of all rows", 2**14, 1, True, True)
-            told("8,192 documents", 2**13, 1, True, True)
-            told("4,096 documents", 2**12, 1, True, True)
-            told("lengths in steps of 16 tokens", 2**14, 16, True, True)
-            told("lengths in steps of 64 tokens", 2**14, 64, True, True)
-            told("ranges of the row asked alone", 2**14, 1, True, False)
-            told("best fit in a kernel", 2**14, 1, False, True)
-            told("both of these (taken)", 2**14, 1, False, False)
+
+def packed_windows(lengths, S, *, window=2**14, step=1, kernel=False, all_rows=True) -> tuple[int, list[float]]:
+    """Rows of all windows, and CPU seconds of each: of ``window`` documents, with lengths in steps of ``step`` tokens,
+    by a kernel or by NumPy alone, with the ranges of all rows or of one."""
+    source = ListSource([])
+    source.sequence_lengths = -(-lengths // step)
+    source.dtype = np.dtype(np.uint16)
+    source.sequence_pointers = (np.cumsum(source.sequence_lengths) - source.sequence_lengths) * 2
+    cut = Windows(Part(source, range(lengths.size)), (1, "web", "train"), S // step, "block")
+    found, spent = 0, []
+    level = contextlib.nullcontext() if kernel else forced(Level.NUMPY)
+    with mock.patch.object(packed_rows, "window_size", return_value=window), level:
+        for number in range(len(cut)):
+            start = time.process_time()
+            packed = cut.packed(number)
+            rows = packed.edge_R.size - 1
+            packed.table(np.arange(rows if all_rows else 1))
+            spent.append(time.process_time() - start)
+            found += rows
+    return found, spent
 
 
 class Periodic:
@@ -151,12 +158,13 @@ class Periodic:
         return found + (number >> self._period.size.bit_length() - 1) * self._step if self._step else found
 
 
-def billion(documents: int) -> None:
+def billion(_documents: int) -> None:
+    """Of more documents than ``--documents`` says, whose lengths are in no memory."""
     for documents, S in ((10**8, 2048), (10**9, 2048), (10**9, 8192)):
-        synthetic(documents, S)
+        count_open_and_read(documents, S)
 
 
-def synthetic(documents: int, S: int) -> None:
+def count_open_and_read(documents: int, S: int) -> None:
     period = lengths_of("web", 2**20).astype(np.int32)
     pointers = (np.cumsum(period, dtype=np.int64) - period) * 2
     total = int(period.sum(dtype=np.int64))
@@ -210,12 +218,11 @@ def rss_MiB() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--documents", type=int, default=2**19)
-    parser.add_argument("--only", default="rows,windows,ways,batches,billion")
+    tables = {"rows": rows, "windows": windows, "ways": ways, "batches": batches, "billion": billion}
+    parser.add_argument("--only", default=",".join(tables))
     options = parser.parse_args()
     for name in options.only.split(","):
-        {"rows": rows, "windows": windows, "ways": ways, "batches": batches, "billion": billion}[name](
-            options.documents
-        )
+        tables[name](options.documents)
         print()
 
 

@@ -25,11 +25,11 @@ sys.path += [str(Path(__file__).parents[n] / path) for n, path in ((2, "indexed-
 from range_server_helpers import RangeServer
 
 ROWS, TOKENS, STEP_S, AHEAD, DOCUMENTS, SHARD = 8, 2049, 0.1, 8, 12_000, 2 << 20
-_kept: list[object] = []
+_kept: list[object] = []  # what lives only as long as something refers to it
 
 
 class StoreServer(RangeServer):
-    """The same, and what boto3 asks of S3: HEAD, and GET without a range. The first part of a path is a bucket."""
+    """A range server that answers boto3 too: HEAD, and GET without a range. A path begins with the bucket's name."""
 
     def __init__(self, *arguments, **fields):
         super().__init__(*arguments, **fields)

@@ -18,6 +18,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "guide" / "blending-changing-a-run.m
 
 def test_the_blocks_of_changing_a_run_print_what_stands_below_them():
     blocks = re.findall(r"```(python|text)\n(.*?)```", PAGE.read_text(), flags=re.DOTALL)
+    assert {language for language, _ in blocks} == {"python", "text"}
     names, printed = {"__name__": "page"}, io.StringIO()
     for language, text in blocks:
         if language == "python":

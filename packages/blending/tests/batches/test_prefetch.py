@@ -56,7 +56,7 @@ def test_batches_come_in_order_and_are_those_of_get_batch(data, depth, ring):
 def test_without_a_ring_batches_stay_as_they_were(data):
     with Prefetcher(data, (range(step, step + 3) for step in range(9))) as batches:
         kept = list(batches)
-    for step, batch in enumerate(kept):
+    for step, batch in zip(range(9), kept, strict=True):
         assert np.array_equal(batch["tokens"], data.get_batch(range(step, step + 3))["tokens"])
 
 

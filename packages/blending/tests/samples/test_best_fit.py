@@ -40,8 +40,11 @@ def test_every_level_packs_a_whole_window_alike(kind):
     for one in levels():
         with forced(one):
             found.append((*best_fit(lengths, 8192), rows_of(lengths, 8192)))
-    for items, rows, count in found[1:]:
-        assert np.array_equal(items, found[0][0]) and np.array_equal(rows, found[0][1]) and count == found[0][2]
+    items, rows, count = found[0]
+    assert np.array_equal(np.sort(items), np.arange(lengths.size)), "each item stands in one row"
+    assert np.bincount(rows, lengths[items], minlength=count).max() <= 8192 and rows[-1] + 1 == count
+    for others in found[1:]:
+        assert all(map(np.array_equal, others, found[0]))
 
 
 def test_many_items_of_one_length_and_rows_of_one_item(level):

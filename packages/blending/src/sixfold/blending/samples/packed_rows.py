@@ -118,13 +118,14 @@ class Windows:
         S = self.sequence_length
         sequence_D = self.documents(window)
         length_D = self.part.lengths(sequence_D)
-        pieces_D, long = (length_D > 0).astype(np.int64), np.flatnonzero(length_D > S)
-        pieces_D[long] = -(-length_D[long] // S)
+        # Nearly every document is one piece; the L longer ones are cut apart.
+        pieces_D, long_L = (length_D > 0).astype(np.int64), np.flatnonzero(length_D > S)
+        pieces_D[long_L] = -(-length_D[long_L] // S)
         document_I = np.repeat(np.arange(length_D.size), pieces_D)
         place_I, there_I = np.zeros(document_I.size, dtype=np.int64), length_D[document_I]
-        first_I = np.cumsum(pieces_D)[long] - pieces_D[long]
-        which, at = runs(first_I, pieces_D[long])
-        place_I[at] = at - first_I[which]
+        first_L = np.cumsum(pieces_D)[long_L] - pieces_D[long_L]
+        which, at = runs(first_L, pieces_D[long_L])
+        place_I[at] = at - first_L[which]
         there_I[at] -= place_I[at] * S
         item_I, row_I = best_fit(np.minimum(there_I, S), S)
         rows = int(row_I[-1]) + 1 if row_I.size else 0
@@ -160,8 +161,8 @@ class Packed:
         offset_I, there_I = self.place_I[item_I] * S, self.there_I[item_I]
         sequence_I, shown_I = self.sequence_D[self.document_I[item_I]], np.minimum(there_I, S)
         end_I, is_last_I = np.cumsum(shown_I), np.append(number_I[1:] != number_I[:-1], True)
-        full_R = np.append(0, end_I[is_last_I])
-        column_I = end_I - shown_I - full_R[number_I]
+        before_R = np.append(0, end_I[is_last_I])  # tokens of the rows before
+        column_I = end_I - shown_I - before_R[number_I]
         first_token_I = self.part.first_token(sequence_I)
 
         table = np.zeros((2 * item_I.size, len(FIELDS)), dtype=np.int64)
@@ -185,8 +186,8 @@ class Packed:
 class _Window:
     """One window of one epoch.
 
-    [Note: rows before a window] What a cold read needs is few rows, and a table of all takes as long as packing them.
-    So the first read of a window makes the ranges of its own rows alone; the second one makes all.
+    [Note: ranges of all rows] A cold read wants few rows, and the ranges of all take as long as packing them. So the
+    first read of a window makes the ranges of its own rows alone, and the second one those of all.
 
     Attributes:
         first: the dataset's sample that its first row is.

@@ -53,8 +53,10 @@ def test_an_optimizer_or_a_module_without_memory_is_refused_by_its_whole_name(tm
 
 def test_an_optimizer_that_made_no_step_may_stand_on_the_meta_device(tmp_path):
     model, _ = trained()
-    dist_ckpt.save({"optimizer": torch.optim.AdamW(model.parameters())}, tmp_path / "c", group=None)
-    dist_ckpt.load({"optimizer": on_meta()[1]}, tmp_path / "c", group=None)
+    dist_ckpt.save({"optimizer": torch.optim.AdamW(model.parameters(), lr=0.25)}, tmp_path / "c", group=None)
+    _, fresh = on_meta()
+    dist_ckpt.load({"optimizer": fresh}, tmp_path / "c", group=None)
+    assert fresh.param_groups[0]["lr"] == 0.25 and not fresh.state
 
 
 def test_another_shape_of_a_module_names_no_option_of_records(tmp_path):

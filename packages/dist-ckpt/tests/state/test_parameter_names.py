@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 import torch.distributed.checkpoint
+from dist_ckpt_dcp_helpers import same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
@@ -33,10 +34,6 @@ def moments(layers, optimizer):
     return {
         name: optimizer.state[own]["exp_avg"].clone() for name, own in layers.named_parameters(remove_duplicate=False)
     }
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 @pytest.mark.parametrize("make", [fresh, stepped])

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 import torch.distributed.checkpoint
+from dist_ckpt_dcp_helpers import same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
@@ -35,10 +36,6 @@ def resumed_by_torch(model, optimizer):
     again.load_state_dict(copy.deepcopy(model.state_dict()))
     own.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     return trained(again, own)[0].state_dict()
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 KEYS = {  # what stands in the state dict for "model", then and now

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from dist_ckpt_dcp_helpers import same
 from torch import nn
 
 from sixfold import dist_ckpt
@@ -58,7 +59,3 @@ def stepped(module, optimizer):
     for number, parameter in enumerate(module.parameters()):
         parameter.grad = torch.full_like(parameter, number + 1.0)
     optimizer.step()
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())

@@ -53,7 +53,7 @@ def test_a_writer_takes_the_arguments_of_torchs_writer_by_name(tmp_path):
     dcp_save(state, FileSystemWriter(tmp_path / "theirs", **given))
     dcp_save(state, dcp.Writer(tmp_path / "ours", **given))
     for place in ("theirs", "ours"):
-        same(everything(dcp.Reader(tmp_path / place)), everything(FileSystemReader(tmp_path / "theirs")))
+        assert same(everything(dcp.Reader(tmp_path / place)), everything(FileSystemReader(tmp_path / "theirs")))
 
 
 def test_a_class_that_the_reader_must_be_told_of_is_warned_of_at_save(tmp_path):

@@ -71,7 +71,9 @@ class LateWork(FakeWork):
 
 
 def test_a_work_that_ends_just_after_its_wait_gave_up_is_no_fault():
-    Faults(0, 2, None, timeout_s=5.0).wait(LateWork(), "", "gather")
+    faults, work = Faults(0, 2, None, timeout_s=5.0), LateWork()
+    faults.wait(work, "", "gather")
+    assert work.done and faults.failed is None
 
 
 class DeadStore:

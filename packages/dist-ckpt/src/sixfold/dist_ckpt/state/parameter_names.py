@@ -105,28 +105,22 @@ def numbers_of_then(
         )
     if not then:
         return {}
-    by_name = {name: at for at, names in enumerate(labels) for name in names}
-    was, gone = dict[int, int](), list[str]()  # by place of a parameter now, its place then
-    for at_then, names in enumerate(then):
-        at = next((by_name[name] for name in names if name in by_name and by_name[name] not in was), None)
-        if at is None:
-            gone.append(names[0])
-        else:
-            was[at] = at_then
-    if labels and not was and has_state():
-        mine_now = _some([names[0] for names in labels])
+    was = _places_of_then(labels, then)
+    came = [names[0] for at, names in enumerate(labels) if at not in was]
+    found_again = {*was.values()}
+    gone = [names[0] for at, names in enumerate(then) if at not in found_again]
+    if not was and has_state():
         raise MismatchError(
-            f"{key}: the checkpoint has state of {_some(gone)} alone, and this one holds {mine_now}. Name the model in "
-            f"the state dict as in the save; or leave {key} out, and this one begins without state"
+            f"{key}: the checkpoint has state of {_some(gone)} alone, and this one holds {_some(came)}. Name the model "
+            f"in the state dict as in the save; or leave {key} out, and this one begins without state"
         )
-    group_now, group_then = _places(mine), _places(theirs)
+    group_now, group_then = _groups_of(mine), _groups_of(theirs)
     for at, at_then in sorted(was.items()):
         if group_now[at] != group_then[at_then]:
             raise MismatchError(
                 f"{key}: {labels[at][0]} was in group {group_then[at_then]}, and is in group {group_now[at]} now. Make "
                 f"the optimizer with the groups of then; or leave {key} out, and this one begins without state"
             )
-    came = [names[0] for at, names in enumerate(labels) if at not in was]
     if tells and came:
         _log.warning("%s: no saved state goes to %s, which begins without", key, _some(came))
     if tells and gone:
@@ -135,24 +129,47 @@ def numbers_of_then(
     return {} if [*found] == [*found.values()] and sizes == before else found
 
 
+def _places_of_then(labels: Sequence[Sequence[str]], then: Sequence[Sequence[str]]) -> dict[int, int]:
+    """Place of a parameter now -> its place then, for those with a name that they had. Each place is given once."""
+    by_name = {name: at for at, names in enumerate(labels) for name in names}
+    was = dict[int, int]()
+    for at_then, names in enumerate(then):
+        at = next((by_name[name] for name in names if name in by_name and by_name[name] not in was), None)
+        if at is not None:
+            was[at] = at_then
+    return was
+
+
 def _labels(
     own: Sequence[Mapping[str, Any]], now: Sequence[Sequence[Name]], groups: Sequence[Any], ids: list[Any], saved: Any
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """Names of each parameter now, and of each then, of the first kind that both sides have; none where state goes by
-    place. Names that are an optimizer's own are such only if the two sides have one in common."""
+    """Names of each parameter now, and of each then: the first kind of names that both sides have.
+
+    Both are empty where there is none; state goes by place then. An optimizer's own names may be anything, so they
+    count only if the two sides have one in common.
+
+    Args:
+        own, now: groups of the optimizer, and names of its parameters by the modules beside it.
+        groups, ids, saved: groups of the save, the numbers in them, and the names that it kept under ``KEY``.
+    """
     whole = set[str].intersection(*({name.module for name in names} for names in now)) if now else set[str]()
     keys = [[name.key for name in names] for names in now]
     within = [sorted({name.within for name in names if name.module in whole}) for names in now] if whole else []
     mine, theirs = _own_names(own), _own_names(groups)
-    for kind, (labels, found) in enumerate(((keys, saved), (within, ids), (within, theirs), (mine, theirs))):
+    for labels, found, are_own in (
+        (keys, saved, False),
+        (within, ids, False),  # of get_state_dict, which has names for numbers
+        (within, theirs, True),
+        (mine, theirs, True),
+    ):
         then = [[name] if isinstance(name, str) else name for name in found] if type(found) is list else []
         if not labels or len(then) != len(ids) or not all(map(_is_names, then)):
             continue
-        if kind > 1:
+        if are_own:
             labels, then = ([[*map(module_names.unwrapped, names)] for names in each] for each in (labels, then))
         names_now, names_then = ([name for names in each for name in names] for each in (labels, then))
         is_unique = all(len({*names}) == len(names) for names in (names_now, names_then))
-        if is_unique and (kind < 2 or {*names_now} & {*names_then}):
+        if is_unique and (not are_own or {*names_now} & {*names_then}):
             return labels, then
     return [], []
 
@@ -169,9 +186,9 @@ def _is_names(names: Any) -> TypeGuard[list[str]]:
     return type(names) is list and bool(names) and all(isinstance(name, str) for name in names)
 
 
-def _places(groups: Sequence[Sequence[Any]]) -> list[int]:
-    """For each parameter the position of its group."""
-    return [at for at, one in enumerate(groups) for _ in one]
+def _groups_of(groups: Sequence[Sequence[Any]]) -> list[int]:
+    """For each parameter the number of its group."""
+    return [number for number, group in enumerate(groups) for _ in group]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -114,6 +114,7 @@ def state_of(
         for number, parameter in zip(named["params"], group["params"], strict=True)
     }
     stored, key = tree.get(saved.common, path), tree.key_text(path)
+    _check_was_an_optimizer(owner, stored, key)
     _check_is_same(owner, groups, stored, key)
     names = parameter_names.names_of(owner, known())
     where = (*path, "state")
@@ -202,16 +203,22 @@ def _check_shapes(
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
 
 
+def _check_was_an_optimizer(owner: torch.optim.Optimizer, stored: Any, name: str) -> None:
+    """MismatchError where what was saved under this name is no state of an optimizer."""
+    if stored is tree.GONE or type(tree.get(stored, ("param_groups",))) is list:
+        return
+    has = ", ".join(sorted(map(str, stored))[:2]) if isinstance(stored, dict) and stored else repr(stored)[:40]
+    raise MismatchError(
+        f"{name} is {type(owner).__name__}, and what was saved there has {has} and no param_groups. If "
+        "get_optimizer_state_dict of torch has flattened it, pass what that gives with the same options, and the "
+        f"result to set_optimizer_state_dict; or leave {name} out, and this one begins without state"
+    )
+
+
 def _check_is_same(owner: torch.optim.Optimizer, groups: list[Any], stored: Any, name: str) -> None:
-    """MismatchError where no optimizer was saved, or one that has other moments."""
-    if stored is not tree.GONE and (type(kept := tree.get(stored, ("param_groups",))) is not list):
-        has = ", ".join(sorted(map(str, stored))[:2]) if isinstance(stored, dict) and stored else repr(stored)[:40]
-        raise MismatchError(
-            f"{name} is {type(owner).__name__}, and what was saved there has {has} and no param_groups. If "
-            "get_optimizer_state_dict of torch has flattened it, pass what that gives with the same options, and the "
-            f"result to set_optimizer_state_dict; or leave {name} out, and this one begins without state"
-        )
-    then = [group for group in kept if type(group) is dict] if stored is not tree.GONE else []
+    """MismatchError where the optimizer that was saved has other moments."""
+    kept = tree.get(stored, ("param_groups",))
+    then = [group for group in kept if type(group) is dict] if type(kept) is list else []
     for mine, theirs in zip(groups, then, strict=False):
         lacking = owner.defaults.keys() - theirs.keys()
         if lacking and (beyond := theirs.keys() - mine.keys() - {"params", "param_names"} - _OF_SCHEDULERS):

@@ -371,24 +371,27 @@ def test_what_a_killed_writer_leaves_goes_and_nothing_else_does(folder):
     pieces = {path.name for path in Path("cache").iterdir() if path.suffix == ".piece"}
     left = [path for path in Path("cache").iterdir() if path.suffix != ".piece"]
     assert len(pieces) == 1 and len(left) == 1, "the second writer removed what the first one left"
-    name = left[0].name
-    ours, process = name.replace(f"-{name.split('-')[-2]}-", f"-{os.getpid()}-"), name.split("-")[-2]
-    other = name.replace(name.split(".piece.")[1][:8], "0" * 8)
-    untold = name.replace(name.split(".piece.")[1][:9], "")  # as 0.2.0.dev0 called them
-    kept = [ours, other, untold, "notes.txt", f"{name}.bak", f"x{name}", name.replace(".piece.", ".part.")]
-    for each in kept:
-        Path("cache", each).write_bytes(b"1")
-    old = [other.replace(process, "1"), untold.replace(process, "1")]
-    for each in old:
-        Path("cache", each).write_bytes(b"1")
-        os.utime(Path("cache", each), (time.time() - 4000,) * 2)
-    Path("cache", name.replace(process, "999999999")).mkdir()
+    piece, writer = left[0].name.split(".piece.")
+    machine, process, thread = writer.split("-")
+
+    def unfinished(machine, process):
+        return f"{piece}.piece.{machine}-{process}-{thread}"
+
+    def without_machine(process):  # as 0.2.0.dev0 called them
+        return f"{piece}.piece.{process}-{thread}"
+
+    kept = [unfinished(machine, os.getpid()), unfinished("0" * 8, process), without_machine(process)]
+    kept += ["notes.txt", f"{left[0].name}.bak", f"x{left[0].name}", f"{piece}.part.{writer}"]
+    old = [unfinished("0" * 8, 1), without_machine(1)]
+    for name in (*kept, *old):
+        Path("cache", name).write_bytes(b"1")
+    for name in (*old, "notes.txt"):
+        os.utime(Path("cache", name), (time.time() - 4000,) * 2)
+    folder_of_that_name = unfinished(machine, 999_999_999)
+    Path("cache", folder_of_that_name).mkdir()
     found = PieceFiles("cache", "http://any/wiki.bin", 100, "one", 10_000)
     assert found.read(0, 10) == bytes(10)
-    assert {path.name for path in Path("cache").iterdir()} == {*pieces, *kept, name.replace(process, "999999999")}
-    os.utime(Path("cache", kept[3]), (0, 0))
-    PieceFiles("cache", "http://any/wiki.bin", 100, "one", 10_000)
-    assert Path("cache", "notes.txt").exists(), "only our own names"
+    assert {path.name for path in Path("cache").iterdir()} == {*pieces, *kept, folder_of_that_name}
 
 
 def test_a_writer_whose_file_was_removed_keeps_one_piece_less(folder, monkeypatch):
@@ -396,4 +399,3 @@ def test_a_writer_whose_file_was_removed_keeps_one_piece_less(folder, monkeypatc
     monkeypatch.setattr(os, "replace", lambda old, new: (os.unlink(old), replace(old, new)))
     pieces.write(0, 10, bytes(10))
     assert not pieces.has(0, 10) and not list(Path("cache").iterdir())
-    monkeypatch.undo()

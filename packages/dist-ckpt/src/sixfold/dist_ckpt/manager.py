@@ -67,7 +67,8 @@ class CheckpointManager:
         full_every: then a save that passes a multiple of it links nothing: a bad block on the disk hurts all steps
             that share its file.
         group, timeout_s: as in ``dist_ckpt.save``; of a save in the background, as in ``async_save``.
-        options: further arguments of ``dist_ckpt.save``, as ``check_finite=True``, and ``lazy``: see ``fence_before``.
+        options: further arguments of ``dist_ckpt.save``, such as ``check_finite=True``. In the background ``lazy`` is
+            one too: see ``fence_before``.
     Raises:
         CheckpointError: an argument that means nothing, or a name from which no step can be read.
     """
@@ -101,7 +102,7 @@ class CheckpointManager:
             raise CheckpointError(f"best is {best!r}, mode {mode!r}; the name of a metric, or None, and 'min' or 'max'")
         if unknown := sorted(options.keys() - _OPTIONS):
             raise CheckpointError(f"{unknown[0]} is no option of a manager; those of save are {', '.join(_OPTIONS)}")
-        if not background and options.pop("lazy", False):  # which ``dist_ckpt.save`` has not
+        if not background and options.pop("lazy", False):  # ``dist_ckpt.save`` has no such argument
             raise CheckpointError("lazy is True and background False: nothing is copied; leave one of them out")
         place = root if isinstance(root, ByPointer) else located(root, "root")
         if incremental and not isinstance(place, Path):

@@ -24,7 +24,7 @@ from contextlib import suppress
 from sixfold.indexed_data.errors import IndexedDataError
 
 _NAME = re.compile(r"([0-9a-f]{32})-(\d+)-(\d+)\.piece")
-_UNFINISHED = re.compile(_NAME.pattern + r"\.(?:([0-9a-f]{8})-)?(\d+)-\d+")  # machine, process, thread
+_UNFINISHED = re.compile(_NAME.pattern + r"\.(?:(?P<machine>[0-9a-f]{8})-)?(?P<process>\d+)-\d+")  # and a thread
 _ABANDONED_S = 3600.0
 CRC_BYTES = 4  # behind a piece
 _KEPT = 0.9  # of the limit, after files were removed
@@ -132,13 +132,14 @@ def _remove_unfinished(folder: str) -> None:
         if name is None or not entry.is_file(follow_symlinks=False):
             continue
         with suppress(OSError):  # gone meanwhile, or of somebody else
-            old = time.time() - entry.stat().st_mtime > _ABANDONED_S
-            if old or (name[4] == _machine() and not _is_running(int(name[5]))):
+            is_old = time.time() - entry.stat().st_mtime > _ABANDONED_S
+            if is_old or (name["machine"] == _machine() and not _is_running(int(name["process"]))):
                 os.unlink(entry.path)
 
 
 def _machine() -> str:
-    import hashlib
+    """Of this machine's name, which may have any length and letters, eight that a file name can have."""
+    import hashlib  # as above
 
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
@@ -148,8 +149,8 @@ def _is_running(process: int) -> bool:
         os.kill(process, 0)
     except ProcessLookupError:
         return False
-    except (OSError, OverflowError):  # of another user
-        return True
+    except (OSError, OverflowError):
+        pass  # it is another user's, or the number is none of this machine's: not known to be gone
     return True
 
 

@@ -172,6 +172,13 @@ def local_names(parts: tree.Split) -> frozenset[str]:
     return frozenset(tree.key_text(path) for path, value in local if value or not tree.is_dict(value))
 
 
+def _remedy_of_state(keys: Sequence[str]) -> str:
+    """What to do about keys of an optimizer's state that nobody asks for."""
+    if not any(found[2] for key in keys if (found := _STATE.match(key))):
+        return _BY_NAME
+    return _BY_ITEM if all(map(_ITEM.match, keys)) else _MAKE_STATE
+
+
 def check_whole(missing: Iterable[str], owners: Iterable[str], local: Iterable[str]) -> None:
     """MismatchError for stored keys below the name of an object that is asked for in part.
 
@@ -190,8 +197,7 @@ def check_whole(missing: Iterable[str], owners: Iterable[str], local: Iterable[s
     more = f" and {len(lost) - _MOST_SHOWN} more" if len(lost) > _MOST_SHOWN else ""
     remedy = "Ask for them too; a model has the layers that it had when it was saved. "
     if state := [key for key in lost if key.startswith(f"{name}.state.")]:
-        is_named = not any(found[2] for key in state if (found := _STATE.match(key)))
-        remedy = _BY_NAME if is_named else _BY_ITEM if all(map(_ITEM.match, state)) else _MAKE_STATE
+        remedy = _remedy_of_state(state)
     raise MismatchError(
         f"{', '.join(lost[:_MOST_SHOWN])}{more}: in the checkpoint, asked for by no rank, while other state of "
         f"{name!r} is. {remedy}strict='raise_unexpected' loads the rest without them"

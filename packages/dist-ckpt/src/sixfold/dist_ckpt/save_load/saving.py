@@ -123,7 +123,8 @@ class SaveRequest:
 
 def _checked_since(since: str | Path, store: Store, engine: SaveEngine | None) -> Path:
     """The folder of ``since``. CheckpointError for a save that cannot link files of it."""
-    folder = resolved(local_path(since, "since names a local folder, to link files; leave it out elsewhere", "since"))
+    remedy = "since names a local folder, whose files are linked; leave it out elsewhere"
+    folder = resolved(local_path(since, remedy, "since"))
     if store.local_folder is None or engine is None:
         what = "no local folder" if store.local_folder is None else "written by a strategy of its own"
         raise CheckpointError(f"since is {folder}, and {store.name} is {what}; since goes with torch_dist into folders")

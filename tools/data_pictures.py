@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -123,8 +123,9 @@ def pictures() -> dict[str, str]:
     return {"indexed-data-pair.svg": pair(), "blending-order.svg": order()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def run(program: str, description: str | None, pictures: Callable[[], dict[str, str]]) -> int:
+    """The command of a program that draws: it writes its pictures, or names those that are out of date."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
     parser.add_argument("--write", action="store_true")
     options = parser.parse_args()
     stale = []
@@ -135,9 +136,9 @@ def main() -> int:
         elif not path.is_file() or path.read_text() != content:
             stale.append(name)
     if stale:
-        print(f"out of date: {', '.join(stale)}; run python tools/data_pictures.py --write", file=sys.stderr)
+        print(f"out of date: {', '.join(stale)}; run python tools/{program} --write", file=sys.stderr)
     return bool(stale)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("data_pictures.py", __doc__, pictures))

@@ -8,13 +8,11 @@ python tools/training_pictures.py             # name those that are out of date,
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from data_pictures import CELL, COLOURS, ROW, box, svg, words
+from data_pictures import CELL, COLOURS, ROW, box, run, svg, words
 
 from sixfold.dist_ckpt import ShardedTensor
 from sixfold.fsdp import residency
@@ -22,7 +20,6 @@ from sixfold.gpt import stage_layers
 from sixfold.gpt.data.token_stream import TokenStream
 from sixfold.pipeline import Costs, one_f_one_b, simulate
 
-FOLDER = Path(__file__).parents[1] / "docs" / "assets"
 GREY = "#d0d4da"
 
 
@@ -152,21 +149,5 @@ def pictures() -> dict[str, str]:
     return {"gpt-step.svg": step(), "fsdp-gathers.svg": gathers(), "dist-ckpt-reshard.svg": reshard()}
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--write", action="store_true")
-    options = parser.parse_args()
-    stale = []
-    for name, content in pictures().items():
-        path = FOLDER / name
-        if options.write:
-            path.write_text(content)
-        elif not path.is_file() or path.read_text() != content:
-            stale.append(name)
-    if stale:
-        print(f"out of date: {', '.join(stale)}; run python tools/training_pictures.py --write", file=sys.stderr)
-    return bool(stale)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run("training_pictures.py", __doc__, pictures))

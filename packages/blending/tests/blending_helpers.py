@@ -224,3 +224,12 @@ class ListDataset(GPTDataset):
     @staticmethod
     def build_low_level_dataset(dataset_path, config):
         return ListDataset.pairs[dataset_path]
+
+
+def write_pair(prefix, lengths):
+    """A pair of documents of these lengths; all ids are 7."""
+    from sixfold.indexed_data import IndexedDatasetBuilder  # which blending's tests may lack
+
+    with IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16) as builder:
+        for length in lengths:
+            builder.add_document([7] * length)

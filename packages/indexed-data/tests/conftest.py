@@ -3,7 +3,16 @@
 nox -s "tests(indexed-data)" -- --fuzz-cases 1000000 --kills 5000
 """
 
+import pytest
+
 CHUNKS = {"fuzz_chunk": ("--fuzz-cases", 2_000, 1_000), "kill_chunk": ("--kills", 60, 100)}  # option, default, chunk
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder, in which the test runs."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 def pytest_addoption(parser):

@@ -24,12 +24,6 @@ from sixfold.indexed_data import (
 from sixfold.indexed_data.cli import main
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def write_lines(name, texts):
     Path(name).write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 

@@ -26,12 +26,6 @@ from sixfold.indexed_data.remote import WASTE, RemoteObject, coalesced
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def local(folder):
     rng = np.random.default_rng(0)
     with IndexedDatasetBuilder("wiki.bin", np.uint16) as builder:

@@ -22,12 +22,6 @@ from sixfold.indexed_data import (
 from sixfold.indexed_data.cli import main
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def remove_list(path, numbers):
     """As stage 3 of datatrove's MinHash deduplication writes it: one struct.pack("<I", doc) after the other."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from blending_helpers import write_pair
 from megatron_peer import Tokenizer, build_peer
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig, Split
@@ -13,7 +14,7 @@ from sixfold.blending.cache import index_files as cache
 from sixfold.blending.cache import indices
 from sixfold.blending.source import ListSource
 
-indexed_data = pytest.importorskip("sixfold.indexed_data", reason="needs sixfold-indexed-data, which writes pairs")
+pytest.importorskip("sixfold.indexed_data", reason="needs sixfold-indexed-data, which writes pairs")
 
 LENGTHS = {"wiki": [30, 0, 7, 55, 2, 19, 80], "code": [8, 90, 41, 13]}
 FILES = ("document_index.npy", "sample_index.npy", "shuffle_index.npy", "dataset_index.npy", "dataset_sample_index.npy")
@@ -22,12 +23,6 @@ FILES = ("document_index.npy", "sample_index.npy", "shuffle_index.npy", "dataset
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: None)  # it guards against a power cut, which no test makes
-
-
-def write_pair(prefix, lengths):
-    with indexed_data.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16) as builder:
-        for length in lengths:
-            builder.add_document([7] * length)
 
 
 @pytest.fixture

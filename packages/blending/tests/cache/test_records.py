@@ -7,14 +7,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from blending_helpers import ListDataset, config, numbered
+from blending_helpers import ListDataset, config, numbered, write_pair
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, BlendingError, GPTDataset, GPTDatasetConfig
 from sixfold.blending.cache import index_files as cache
 from sixfold.blending.cache import indices
 from sixfold.blending.source import ListSource
 
-indexed_data = pytest.importorskip("sixfold.indexed_data", reason="needs sixfold-indexed-data, which writes pairs")
+pytest.importorskip("sixfold.indexed_data", reason="needs sixfold-indexed-data, which writes pairs")
 
 LENGTHS = {"wiki": [30, 0, 7, 55, 2, 19, 80], "code": [8, 90, 41, 13], "math": [9, 9, 70]}
 ARRAYS = ("document_index", "sample_index", "shuffle_index")
@@ -28,12 +28,6 @@ class Tokenizer:
 @pytest.fixture(autouse=True)
 def no_waiting_for_the_disk(monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda _: None)  # it guards against a power cut, which no test makes
-
-
-def write_pair(prefix, lengths):
-    with indexed_data.IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16) as builder:
-        for length in lengths:
-            builder.add_document([7] * length)
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
+from fsdp_stream_helpers import StandInStream
 from torch import nn
 
 from sixfold.fsdp import BufferConfig, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
@@ -19,7 +20,7 @@ from sixfold.fsdp.collectives.gradient_sums import BackendSum
 pytestmark = pytest.mark.usefixtures("as_sharded")
 
 
-class Log:
+class Log(StandInStream):
     """A SideStream, and a group whose collectives and waits are written down where they are asked for."""
 
     size, rank = 1, 0
@@ -39,14 +40,6 @@ class Log:
         self.entered = True
         yield
         self.entered = False
-
-    @property
-    @contextmanager
-    def joined(self):
-        with self.inside:
-            yield
-            event = self.mark()
-        self.join(event)
 
     def mark(self):
         assert self.entered

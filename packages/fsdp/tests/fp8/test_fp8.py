@@ -9,6 +9,7 @@ import pytest
 import torch
 from fp8_oracle import is_fp8, quantized, seen
 from fsdp_helpers import Block, batch, emulate, loss_of, make_adamw, make_net, same
+from fsdp_stream_helpers import StandInStream
 
 from sixfold.fsdp import BufferConfig, FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
 from sixfold.fsdp.buffers.weights import Weights
@@ -199,7 +200,7 @@ def test_a_vector_may_be_emulated():
     assert torch.equal(seen_by_layers(model, net, "blocks.0.norm.weight"), torch.ones(13, dtype=torch.bfloat16))
 
 
-class RecordedStream:
+class RecordedStream(StandInStream):
     """The gather stream, which writes down what happens inside it."""
 
     def __init__(self, log):
@@ -212,14 +213,6 @@ class RecordedStream:
         self.entered = True
         yield
         self.entered = False
-
-    @property
-    @contextmanager
-    def joined(self):
-        with self.inside:
-            yield
-            event = self.mark()
-        self.join(event)
 
     def mark(self):
         assert self.entered

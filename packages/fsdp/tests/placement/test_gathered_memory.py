@@ -9,6 +9,7 @@ import pytest
 import torch
 from fsdp_helpers import Block, batch, loss_of, make_adamw, make_net, same
 from fsdp_memory_helpers import storages
+from fsdp_stream_helpers import StandInStream
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -224,7 +225,7 @@ def test_evaluation_between_microbatches_changes_no_order_and_no_bit():
 # ---- streams: a stand-in that writes down what a device would be told
 
 
-class LoggedStream:
+class LoggedStream(StandInStream):
     """A SideStream that does nothing and remembers."""
 
     def __init__(self, log):
@@ -236,14 +237,6 @@ class LoggedStream:
         self._log.append("enter")
         yield
         self._log.append("leave")
-
-    @property
-    @contextmanager
-    def joined(self):
-        with self.inside:
-            yield
-            event = self.mark()
-        self.join(event)
 
     def mark(self):
         self._marks += 1

@@ -32,12 +32,6 @@ def files_of(prefix):
     return [f"{prefix}.bin", f"{prefix}.idx", f"{prefix}.manifest.json"]
 
 
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 def test_jsonl_gives_one_document_per_line_exactly_as_it_is(folder):
     kept = ["plain", " spaces \r\n kept\t", "é漢😀", "\u0000"]
     lines = [json.dumps({"text": kept[0]}), "", "   ", json.dumps({"text": kept[1], "more": 1})]

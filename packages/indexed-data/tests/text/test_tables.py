@@ -14,12 +14,6 @@ TEXTS = [f"document {i}: " + "é漢😀 \r\n"[: i % 7] * (i % 50) for i in range
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
 def arrow():
     return pytest.importorskip("pyarrow", reason="needs the extra sixfold-indexed-data[parquet]")
 

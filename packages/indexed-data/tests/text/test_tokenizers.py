@@ -15,13 +15,6 @@ from sixfold.indexed_data import IndexedDataError, IndexedDataset, build
 from sixfold.indexed_data.cli import main
 from sixfold.indexed_data.text.build import BuildNote
 
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
 # ---- Hugging Face files
 
 

@@ -10,7 +10,7 @@ from range_server_helpers import RangeServer
 
 from sixfold.blending import BlendChange, BlendedMegatronDatasetBuilder, BlendingError, GPTDataset
 from sixfold.blending.numbers import kernels
-from sixfold.indexed_data import IndexedDataset, IndexedDatasetBuilder, build, filter_pair
+from sixfold.indexed_data import IndexedDataset, IndexedDatasetBuilder, StoreError, build, filter_pair
 
 
 @pytest.fixture
@@ -157,12 +157,16 @@ def test_a_dataset_behind_a_url_that_left_the_blend_is_read_while_it_is_there_an
         tokens = there.get_batch(range(80))["tokens"]
         assert np.isin(tokens[:40], IndexedDataset("a").tokens).any()
         state = there.state_dict(60)
-        for end in (".bin", ".idx", ".mask"):
+        del server.files["a.idx"]
+        # It has not been deleted: one file of it is lost.
+        with pytest.raises(BlendingError, match=r"a\.idx or \S+a\.bin is missing"):
+            built(a, b, changes=changes)
+        for end in (".bin", ".mask"):
             del server.files[f"a{end}"]
         with pytest.warns(UserWarning, match="has left the blend and its files are missing"):
             gone = built(a, b, changes=changes)
         assert np.array_equal(gone.get_batch(range(60, 80))["tokens"], tokens[60:])
         assert gone.load_state_dict(state) == 60
         server.status = 403
-        with pytest.raises(Exception, match="403"):
+        with pytest.raises(StoreError, match="403"):
             built(a, b, changes=changes)

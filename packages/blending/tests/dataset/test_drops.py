@@ -126,7 +126,7 @@ def test_what_a_state_says_of_a_deleted_dataset_is_enough(tmp_path, fields):
     for end in ("idx", "bin"):
         Path(f"{prefixes[0]}.{end}").unlink()
     if made.blend[1] is None:
-        with pytest.raises(Exception, match=r"a\.idx"):
+        with pytest.raises(BlendingError, match=r"a\.idx or \S+a\.bin is missing"):
             build()
     with pytest.warns(UserWarning, match="has left the blend and its files are missing"):
         gone = build(state)

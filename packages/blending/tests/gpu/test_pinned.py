@@ -25,7 +25,7 @@ def test_a_loader_pins_whole_batches(data):
     loader = torch.utils.data.DataLoader(
         data, sampler=PositionSampler(0, 4, end=12), batch_size=None, num_workers=2, pin_memory=True
     )
-    for step, batch in enumerate(loader):
+    for step, batch in zip(range(3), loader, strict=True):
         assert batch["tokens"].is_pinned()
         expected = data.get_batch(range(4 * step, 4 * step + 4))
         assert np.array_equal(batch["tokens"].cuda(non_blocking=True).cpu().numpy(), expected["tokens"])

@@ -1,6 +1,7 @@
 """Opening path prefixes (this file): the only place that knows who reads ``.idx`` and ``.bin``."""
 
 import os
+from contextlib import suppress
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -19,7 +20,12 @@ def is_gone(prefix: str) -> bool:
     """Whether nothing of a prefix is there. Of a URL the store is asked, which raises its own error if it fails."""
     if "://" not in prefix:
         return not any(map(os.path.lexists, pair_of(prefix)))
-    return not import_module("sixfold.indexed_data").IndexedDataset.exists(prefix)
+    store = import_module("sixfold.indexed_data").RemoteStore()
+    for file in pair_of(prefix):
+        with suppress(FileNotFoundError):
+            store(file).size()
+            return False
+    return True
 
 
 def open_prefix(prefix: str, *, mmap: bool = True) -> DocumentSource:

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from dist_ckpt_helpers import one
 from plain_tensors_helpers import (
     alike,
@@ -209,3 +210,52 @@ def test_a_conversion_to_another_dtype_leaves_no_tensor_as_it_was_without_a_word
     dist_ckpt.save({"odd": value(torch.ones(2).int()), "x": torch.ones(2)}, tmp_path / "n", group=None)
     tools.convert(tmp_path / "n", tmp_path / "e", to="torch_dist", dtype=torch.bfloat16)  # integers stay
     assert dist_ckpt.load({}, tmp_path / "e", group=None)["x"].dtype is torch.bfloat16
+
+
+def numbers_of(optimizer):
+    """Each 0-dim tensor of an optimizer, by what holds it."""
+    return {
+        f"{number}.{name}": value
+        for number, part in [*optimizer.state_dict()["state"].items(), *enumerate(optimizer.param_groups)]
+        for name, value in part.items()
+        if isinstance(value, torch.Tensor) and not value.dim()
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", ["torch_dist", "zarr", "safetensors"])
+@pytest.mark.parametrize(
+    ("kind", "dtype", "by"),
+    [
+        (torch.optim.AdamW, torch.bfloat16, "us"),
+        (torch.optim.NAdam, torch.float16, "us"),
+        (torch.optim.ASGD, torch.bfloat16, "torch"),
+    ],
+)
+def test_a_conversion_to_another_dtype_keeps_steps_and_rates_of_optimizers(tmp_path, kind, dtype, by, to):
+    def of():
+        model = torch.nn.Linear(3, 3)
+        return model, kind(model.parameters(), lr=torch.tensor(0.1), foreach=False)
+
+    (model, optimizer), (now, own) = of(), of()
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    for number in optimizer.state.values():
+        number["step"].fill_(100_003.0)
+    wanted = numbers_of(optimizer)
+    assert {"0.step", "0.lr"} <= wanted.keys()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": torch.tensor(100_003.0)}
+    if by == "us":
+        dist_ckpt.save(state, tmp_path / "c", group=None)
+    else:
+        torch_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    tools.convert(tmp_path / "c", tmp_path / "d", to=to, dtype=dtype)
+    found = dist_ckpt.load_plain_tensors(tmp_path / "d")
+    assert {found["model.weight"].dtype, found["optimizer.state.0.step"].dtype} == {dtype, torch.float32}
+    assert float(found["step"]) == 100_003
+    if to == "torch_dist" or (to, by) == ("zarr", "us"):  # bytes of DCP become flat common data in zarr
+        dist_ckpt.load({"model": now, "optimizer": own}, tmp_path / "d", group=None)
+        assert numbers_of(own) == wanted
+        now(torch.ones(1, 3)).sum().backward()
+        own.step()
+        assert own.state[now.weight]["step"] == 100_004

@@ -39,9 +39,9 @@ from sixfold.dist_ckpt.hugging_face.model_files import (
     abandoned_on_error,
     check_no_tensor,
     converted,
+    dtype_of,
     library,
     publish,
-    written_dtype,
 )
 from sixfold.dist_ckpt.hugging_face.tied_names import Ties, name_of, state_of, tied
 from sixfold.dist_ckpt.progress import Meter, Progress
@@ -318,7 +318,7 @@ class _Transfer:
         return parts
 
     def _dtype(self, part: ShardedTensor) -> torch.dtype:
-        return written_dtype(part.dtype, self._agreed.plan.dtype)
+        return dtype_of(part, self._agreed.plan.dtype)
 
 
 def _room(nbytes: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,12 +32,14 @@ from sixfold.dist_ckpt.plans.batches import nbytes_of
 from sixfold.dist_ckpt.progress import Meter
 from sixfold.dist_ckpt.state import plain_types
 from sixfold.dist_ckpt.state.records import ShardedTensor
+from sixfold.dist_ckpt.state.stateful import LIKE_PARAMETERS
 from sixfold.dist_ckpt.state.tensor_memory import tensor_bytes
 from sixfold.dist_ckpt.storage.local import LocalStore, write_file
 from sixfold.dist_ckpt.storage.store import Save
 
 _CONFIG = "config.json"
 MAX_SHARD_BYTES = 5_000_000_000
+_OF_OPTIMIZERS = re.compile(r"(?:.*\.)?(?:step|(?:state|param_groups)\..+)", re.DOTALL)  # as torch names their state
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -73,7 +76,7 @@ class ExportPlan:
         """Of most floating-point numbers in the files, but for float8, which goes with scales; None without any."""
         counts = Counter[torch.dtype]()
         for record in self.sources.values():
-            if (dtype := written_dtype(record.dtype, self.dtype)) in _DTYPES:
+            if (dtype := dtype_of(record, self.dtype)) in _DTYPES:
                 counts[dtype] += prod(record.global_shape)
         return self.dtype or next((dtype for dtype, _ in counts.most_common(1)), None)
 
@@ -126,8 +129,7 @@ class Options:
         names = {key: key for key in tensors} if self.key_map is None else self.key_map.theirs(tensors)
         sources = {names[key]: record for key, record in tensors.items()}
         written = {
-            name: replace(record, data=None, dtype=written_dtype(record.dtype, self.dtype))
-            for name, record in sources.items()
+            name: replace(record, data=None, dtype=dtype_of(record, self.dtype)) for name, record in sources.items()
         }
         return ExportPlan(tuple(plan_files(written, self.max_shard_bytes)), sources, self.dtype)
 
@@ -172,9 +174,18 @@ def index_of(files: Sequence[File]) -> bytes:
     return safetensors.encode_index(places, sum(file.nbytes for file in files))
 
 
-def written_dtype(stored: torch.dtype, dtype: torch.dtype | None) -> torch.dtype:
-    """What values of a stored dtype become: integers, and float8, which goes with scales, stay as they are."""
-    return dtype if dtype is not None and stored in _DTYPES else stored
+def written_dtype(key: str, stored: torch.dtype, shape: Sequence[int], dtype: torch.dtype | None) -> torch.dtype:
+    """What values of a stored dtype become: integers, and float8, which goes with scales, stay as they are.
+
+    So do single numbers of an optimizer: in bfloat16 its step 301 would be 300, and one more would still be 300.
+    """
+    is_number = not shape and _OF_OPTIMIZERS.fullmatch(key) and key.rpartition(".")[2] not in LIKE_PARAMETERS
+    return stored if dtype is None or stored not in _DTYPES or is_number else dtype
+
+
+def dtype_of(record: ShardedTensor, dtype: torch.dtype | None) -> torch.dtype:
+    """``written_dtype`` of a tensor, or of a part of it."""
+    return written_dtype(record.key, record.dtype, record.global_shape, dtype)
 
 
 def converted(key: str, values: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
@@ -183,7 +194,7 @@ def converted(key: str, values: torch.Tensor, dtype: torch.dtype | None) -> torc
     Raises:
         MismatchError: a finite value would become infinite.
     """
-    new = written_dtype(values.dtype, dtype)
+    new = written_dtype(key, values.dtype, values.shape, dtype)
     if new == values.dtype:
         return values
     found = values.to(new)
@@ -343,7 +354,8 @@ def check_no_tensor(name: str, value: Any) -> None:
 
 def check_no_other_dtype(name: str, value: Any, dtype: torch.dtype | None) -> None:
     """CheckpointError if a value that is kept as it is holds tensors which are to become ``dtype``."""
-    kept = next((own.dtype for own in _tensors_in(value, set()) if written_dtype(own.dtype, dtype) != own.dtype), None)
+    found = ((own.dtype, own.shape) for own in _tensors_in(value, set()))
+    kept = next((own for own, shape in found if written_dtype(name, own, shape, dtype) != own), None)
     if kept is not None:
         raise CheckpointError(
             f"{name} is a {type(value).__name__} that holds {kept}, and dtype is {dtype}: only dense tensors in dicts "

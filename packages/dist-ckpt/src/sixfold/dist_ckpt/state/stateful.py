@@ -166,7 +166,7 @@ def _moments(
 
 
 # Of torch's optimizers: what has the shape of its parameter. Adafactor and LBFGS hold other shapes beside.
-_LIKE_PARAMETERS = {"acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"} | {
+LIKE_PARAMETERS = {"acc_delta", "ax", "exp_avg", "exp_avg_sq", "exp_inf", "grad_avg", "max_exp_avg_sq"} | {
     *("momentum_buffer", "prev", "square_avg", "step_size", "sum")
 }
 
@@ -189,7 +189,7 @@ def _check_shapes(
     for name, found in moments.items():
         shapes = {number: (tuple(tensor.shape), tuple(parameters[number].shape)) for number, tensor in found.items()}
         then, now = (Counter(each[at] for each in shapes.values()) for at in (0, 1))
-        if name not in _LIKE_PARAMETERS if is_torchs else then != now or with_state != shapes.keys():
+        if name not in LIKE_PARAMETERS if is_torchs else then != now or with_state != shapes.keys():
             continue
         for number, (was, shape) in shapes.items():
             if was != shape:

@@ -134,7 +134,8 @@ def convert(
         max_shard_bytes: safetensors only: tensors per file, unless one tensor alone is larger.
         keys: a glob; other tensors and objects are left out.
         key_map: names of the tensors in safetensors by those in the checkpoint: ``hugging_face.KeyMap``.
-        dtype: values of floating-point numbers are converted to it; one that would become infinite is an error.
+        dtype: values of floating-point numbers are converted to it; one that would become infinite is an error. Step
+            counts and learning rates of optimizers stay as they are.
         compress: torch_dist only: as of ``save``. What is compressed in the source is plain without it.
         progress: called with bytes of tensors done and in all, the last time before ``dst`` appears.
         safe_globals: as in ``load``.

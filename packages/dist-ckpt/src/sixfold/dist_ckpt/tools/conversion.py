@@ -34,6 +34,7 @@ from sixfold.dist_ckpt.hugging_face.model_files import (
     abandoned_on_error,
     check_no_other_dtype,
     converted,
+    dtype_of,
     publish,
     write_files,
     written_dtype,
@@ -91,7 +92,7 @@ def to_checkpoint(
             integrity.check_blocks(checkpoint.folder, integrity.all_blocks())
         found: dict[str, Any] = {}
         for key, record in tensors.items():
-            is_same = checkpoint is not None and written_dtype(record.dtype, dtype) == record.dtype
+            is_same = checkpoint is not None and dtype_of(record, dtype) == record.dtype
             mapped = _mapped(checkpoint, key, regular=to == "zarr") if checkpoint is not None and is_same else None
             parts = mapped or [_assembled(source, record, Path(scratch), dtype)]
             new = key if names is None else names[key]
@@ -128,7 +129,7 @@ def _common(
             return leaf
         if key not in kept:
             return tree.GONE
-        leaf = with_kind(leaf.detach().to(written_dtype(leaf.dtype, dtype)), leaf)
+        leaf = with_kind(leaf.detach().to(written_dtype(key, leaf.dtype, leaf.shape, dtype)), leaf)
         return Placeholder(leaf) if to == "torch_dist" else placeholder(leaf)  # no integrity.json names copies there
 
     found = tree.mapped(common, change, same=tree.BRANCHES)
@@ -161,7 +162,7 @@ def _grid(stored: Stored) -> tuple[int, ...] | None:
 
 def _assembled(source: Path, record: ShardedTensor, scratch: Path, dtype: torch.dtype | None) -> ShardedTensor:
     """The whole tensor in a mapped file of its own, its values converted if ``dtype`` says so."""
-    whole = replace(record, data=None, dtype=written_dtype(record.dtype, dtype))
+    whole = replace(record, data=None, dtype=dtype_of(record, dtype))
     elements = prod(record.global_shape)
     flat = torch.empty(0, dtype=whole.dtype, device="cpu")
     if elements:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from blending_helpers import EOD, Tokenizer, blend, config, dataset, numbered, sequences_of
 
-from sixfold.blending import BlendingError, GPTDataset, Split
+from sixfold.blending import BlendChange, BlendingError, GPTDataset, Split
 from sixfold.blending.batches.gpt_arrays import SampleLayout, pad_token
 from sixfold.blending.config.splits import parse_split, split_matrix
 from sixfold.blending.source import ListSource
@@ -100,6 +100,28 @@ def test_a_kept_partial_sample_is_padded_and_masked():
         assert batch["tokens"][short, 1:3].tolist() == batch["labels"][short, :2].tolist()
         assert sum(part.length for part in data.why(short).ranges) == 3
         assert batch["loss_mask"][1 - short].tolist() == [1] * 8
+
+
+@pytest.mark.parametrize("rows", ["packed", "a short last sample", "a document taken down"])
+def test_padding_ends_no_document_of_data_without_an_eod(rows, level):
+    """eod=-1 says so, and padding is -1 until it becomes 0. The oracle: 99, which no token is either."""
+    sequences, found = [[1] * 3, [2] * 9, [3] * 2], []
+    options = {"sequence_length": 16, "create_cu_seqlens": True, "create_document_ids": True}
+    options |= {"create_attention_mask": True, "reset_position_ids": True, "reset_attention_mask": True}
+    for eod in (-1, 99):
+        asked = options | {"tokenizer": SimpleNamespace(eod=eod)}
+        if rows == "a document taken down":
+            data = blend(
+                {"a": sequences}, [1.0], 10, changes=[BlendChange(0, drop={"a": [1]})], max_epochs=None, **asked
+            )
+        elif rows == "packed":
+            data = dataset(sequences, None, packing="best_fit", **asked)
+        else:
+            data = dataset(sequences, None, split=Split.valid, drop_last_partial_validation_sequence=False, **asked)
+        found.append(data.get_batch([0]))
+    assert (found[1]["tokens"] == 0).any(), "some padding"
+    for name, array in found[1].items():
+        assert np.array_equal(found[0][name], array), name
 
 
 def test_without_the_extra_token_the_last_label_is_padding_and_an_epoch_is_t_div_s():

@@ -68,7 +68,8 @@ class SampleLayout:
 
     def __init__(self, config: GPTDatasetConfig) -> None:
         self.config = config
-        self.eod = special_token(config.tokenizer, "eod")
+        eod = special_token(config.tokenizer, "eod")
+        self.eod = None if eod == NO_PAD else eod  # no id of the data, and padding ends no document
         self.pad = pad_token(config.tokenizer, config.allow_ambiguous_pad_tokens)
         self.dtype = np.dtype(config.token_dtype)
         self.packs = config.ordering.packs  # a row is several documents, and each is by itself in every array

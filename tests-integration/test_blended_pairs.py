@@ -1,6 +1,7 @@
 """What lies beside a pair, in batches: loss masks, views, provenance, and pairs behind a URL."""
 
 import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -91,9 +92,54 @@ def test_why_ends_at_the_line_of_the_source(folder):
             for piece in data.why(position).ranges:
                 name, line = piece.origin
                 text = json.loads(Path(name).read_text().splitlines()[line - 1])["text"]
-                ids = IndexedDataset("a").get(piece.document, piece.offset, piece.length).tolist()
+                ids = IndexedDataset(prefix).get(piece.document, piece.offset, piece.length).tolist()
                 assert bytes(i for i in ids if i < 256).decode() in text
                 assert str(piece).endswith(f"from {name}:{line}")
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["documents", "sequences"])
+@pytest.mark.parametrize("packing", ["concatenate", "best_fit"])
+def test_what_a_change_takes_out_of_a_view_has_the_numbers_of_the_view(folder, packing, several):
+    """The oracle: ids of the documents, read from the view itself."""
+    at = 1
+    with IndexedDatasetBuilder("a.bin", np.int32) as builder:
+        for _ in range(30):
+            for _ in range(3 if several else 1):
+                builder.add_item(np.arange(at, at := at + 7))
+            builder.end_document()
+    Path("drop.txt").write_text("\n".join(map(str, range(0, 30, 4))))
+    filter_pair("a", "view", lists=["drop.txt"])
+    view = IndexedDataset("view")
+    first, last = view.document_indices[5], view.document_indices[6]
+    gone = {int(i) for n in range(first, last) for i in view[n]}
+    fields = {"packing": packing, "max_epochs": None}
+    data = built("view", changes=[BlendChange(at=50, drop={"view": [5]})], **fields)
+    plain, tokens = built("view", **fields).get_batch(range(200))["tokens"], data.get_batch(range(200))["tokens"]
+    assert np.isin(plain[50:], list(gone)).any()
+    assert np.array_equal(tokens[:50], plain[:50])
+    assert np.array_equal(tokens[50:], np.where(np.isin(plain[50:], list(gone)), 0, plain[50:]))
+    again = pickle.loads(pickle.dumps(data))
+    for piece in (piece for position in range(50, 100) for piece in again.why(position).ranges):
+        assert piece.dropped == (piece.document == 5)
+        number = piece.document if piece.sequence is None else piece.sequence
+        ids = view.get(number, piece.offset, piece.length)
+        assert np.array_equal(np.fromfile("a.bin", np.int32)[piece.byte_begin // 4 : piece.byte_end // 4], ids)
+        assert view.document_indices[piece.document] <= number < view.document_indices[piece.document + 1]
+    with pytest.raises(BlendingError, match=r"view: document 22 is dropped, and it has documents 0\.\.21"):
+        built("view", changes=[BlendChange(at=50, drop={"view": [22]})], **fields)
+
+
+def test_a_state_whose_drops_counted_a_view_otherwise_is_refused(folder):
+    write("a", 1)
+    Path("drop.txt").write_text("0\n")
+    filter_pair("a", "view", lists=["drop.txt"])
+    data = built("view", changes=[BlendChange(at=50, drop={"view": [5]})])
+    state = data.state_dict(60)
+    assert data.load_state_dict(json.loads(json.dumps(state))) == 60
+    assert "drops_by" not in data.state_dict(50)["datasets"]["0"]
+    del state["datasets"]["0"]["drops_by"]
+    with pytest.raises(BlendingError, match='drops_by was null and is "view"'):
+        data.load_state_dict(state)
 
 
 @pytest.mark.parametrize("failing", [0.0, 0.05])
@@ -107,6 +153,20 @@ def test_a_pair_behind_a_url_gives_the_batches_of_the_local_one(folder, failing)
             ours, theirs = local.get_batch(range(begin, begin + 8)), remote.get_batch(range(begin, begin + 8))
             for name in ("tokens", "labels", "loss_mask", "position_ids"):
                 assert np.array_equal(ours[name], theirs[name])
+
+
+@pytest.mark.parametrize("fields", [{}, {"order": "megatron"}, {"packing": "best_fit"}], ids=str)
+def test_a_state_goes_on_with_maps_without_and_behind_a_url(folder, fields):
+    write("a", 1)
+    with RangeServer({f"a{end}": Path(f"a{end}").read_bytes() for end in (".bin", ".idx", ".mask")}) as server:
+        data = [built("a", **fields), built("a", mmap_bin_files=False, **fields), built(f"{server.url}/a", **fields)]
+        states = [json.loads(json.dumps(each.state_dict(100))) for each in data]
+        assert [[each.load_state_dict(state) for each in data] for state in states] == [[100] * 3] * 3
+    mapped, *others = (state["datasets"]["0"]["ids"] for state in states)
+    assert mapped is not None and others == [None, None]
+    states[0]["datasets"]["0"]["ids"] = "another"
+    with pytest.raises(BlendingError, match=r"datasets\.0\.ids was \"another\""):
+        data[0].load_state_dict(states[0])
 
 
 @pytest.mark.parametrize("fields", [{}, {"order": "megatron"}, {"packing": "best_fit"}], ids=str)

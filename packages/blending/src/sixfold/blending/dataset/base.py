@@ -343,10 +343,10 @@ class MegatronDataset(Samples):
         prefix = getattr(source, "path_prefix", None)
         provenance = getattr(source, "provenance", None)
         itemsize = np.dtype(source.dtype).itemsize
-        boundaries = several_sequences(source)
-        document_R = ranges.sequence
+        document_R, sequence_R = self.part.documents_of(ranges.sequence)
+        boundaries, in_source_R = several_sequences(source), ranges.sequence
         if boundaries is not None:
-            document_R = np.searchsorted(boundaries, ranges.sequence, side="right") - 1
+            in_source_R = np.searchsorted(boundaries, ranges.sequence, side="right") - 1
         found = []
         for number in range(ranges.piece.size):
             offset, length = int(ranges.offset[number]), int(ranges.length[number])
@@ -361,9 +361,9 @@ class MegatronDataset(Samples):
                     path=f"{prefix}.bin" if known else None,
                     byte_begin=begin,
                     byte_end=None if begin is None else begin + length * itemsize,
-                    sequence=int(ranges.sequence[number]) if boundaries is not None else None,
+                    sequence=None if sequence_R is None else int(sequence_R[number]),
                     dropped=dropped is not None and bool(np.isin(ranges.sequence[number], dropped)),
-                    origin=None if provenance is None else provenance.of(int(document_R[number])),
+                    origin=None if provenance is None else provenance.of(int(in_source_R[number])),
                 )
             )
         return tuple(found)

@@ -55,6 +55,8 @@ def stream_state(
         for segment in segments
     ]
     earlier = told[:-_SEGMENTS_IN_FULL]
+    drops = _drops_before(position, config, split)
+    dropped_from = {name for _, name, *_ in drops.get("drops", [])}
     checksum = blake2b(json.dumps(earlier).encode(), digest_size=8).hexdigest()
     return {
         "state_version": version,
@@ -69,13 +71,14 @@ def stream_state(
             if dataset.is_absent
             else {"name": dataset.name, "document_shuffle": dataset.document_shuffle}
             | config.ordering.state_of(dataset)
+            | ({"drops_by": "view"} if dataset.part.view is not None and dataset.name in dropped_from else {})
             | _fingerprint(dataset.part, version)
             for number, dataset in enumerate(datasets)
             if used[number]
         },
         "earlier_segments": {"count": len(earlier), "hash": checksum} if earlier else None,
         "segments": told[-_SEGMENTS_IN_FULL:],
-    } | _drops_before(position, config, split)
+    } | drops
 
 
 def _of_absent(dataset: "MegatronDataset") -> dict[str, Any]:
@@ -181,6 +184,9 @@ def refuse_other_past(saved: State, current: State, datasets: "Sequence[Megatron
         was = saved.get("datasets", {}).get(number, {})
         if "absent" in now or "absent" in was:  # deleted, before or after the state was saved: the name is all there is
             saved["datasets"][number], current["datasets"][number] = {"name": was.get("name")}, {"name": now["name"]}
+        if was.get("ids") is None or now.get("ids") is None:  # a source without flat ids, such as one behind a URL
+            was.pop("ids", None)
+            now.pop("ids", None)
     for state in (saved, current):  # documents of several datasets go at one position in any order
         if "drops" in state:
             state["drops"] = sorted(state["drops"])

@@ -29,7 +29,8 @@ class Part:
     """The sequences of one source that one split takes, numbered from 0.
 
     Attributes:
-        source: where the ids come from.
+        source: where the ids come from; of a view its pair.
+        view: the view that was given, whose numbers of documents users have; None if it was none.
         indices: the numbers in the source, a range or (n,) int64.
         tokens: their tokens in all, T.
     """
@@ -49,6 +50,7 @@ class Part:
             if not 0 <= first <= last < held:
                 raise BlendingError(f"{self.label}: sequences {first}..{last} are asked of the {held} it has")
         kept: I64 | None = getattr(source, "kept_sequences", None)
+        self.view = None if kept is None else source
         if kept is not None:  # a view, whose sequences have gaps between them: some sequences of its pair
             self.indices = _as_range(kept[np.asarray(self.indices, dtype=np.int64)], held, self.label)
             self._see(getattr(source, "base"))  # noqa: B009 - of sources that have it
@@ -69,11 +71,11 @@ class Part:
 
     def __getstate__(self) -> tuple[Any, ...]:
         """Without the index of the source, which knows it again wherever it is unpickled."""
-        return self.source, self.indices, self.tokens, self.short_fingerprint
+        return self.source, self.view, self.indices, self.tokens, self.short_fingerprint
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         """Raises BlendingError if the source is not what it was: its data was replaced, and would be cut elsewhere."""
-        source, self.indices, self.tokens, short_fingerprint = state
+        source, self.view, self.indices, self.tokens, short_fingerprint = state
         self._see(source)
         last = self._ends()[1] if len(self.indices) else -1
         if last >= len(self._lengths) or self.short_fingerprint != short_fingerprint:
@@ -207,22 +209,43 @@ class Part:
         )
 
     def sequences_of(self, documents: Sequence[int]) -> I64:
-        """Numbers in the source of the sequences of some documents, ascending.
+        """Numbers in the source of the sequences of some documents; see [Note: numbers of a view].
 
         Raises:
             BlendingError: a document that the source does not have.
         """
-        numbers, boundaries = np.unique(np.asarray(documents, dtype=np.int64)), several_sequences(self.source)
-        held = len(self._lengths) if boundaries is None else len(boundaries) - 1
+        named = self.source if self.view is None else self.view
+        numbers, boundaries = np.unique(np.asarray(documents, dtype=np.int64)), several_sequences(named)
+        held = len(named.sequence_lengths) if boundaries is None else len(boundaries) - 1
         if numbers.size and int(numbers[-1]) >= held:
+            label = getattr(named, "path_prefix", None) or self.label
             raise BlendingError(
-                f"{self.label}: document {numbers[-1]} is dropped, and it has documents 0..{held - 1}; give numbers of "
+                f"{label}: document {numbers[-1]} is dropped, and it has documents 0..{held - 1}; give numbers of "
                 "documents, as why prints them"
             )
+        if boundaries is not None:
+            runs = [np.arange(boundaries[number], boundaries[number + 1]) for number in numbers.tolist()]
+            numbers = np.concatenate([np.empty(0, dtype=np.int64), *runs])
+        sequences: I64 = numbers if self.view is None else getattr(named, "kept_sequences")[numbers]  # noqa: B009
+        return sequences
+
+    def documents_of(self, sequences: I64) -> tuple[I64, I64 | None]:
+        """(document of each sequence of the source, number of each sequence if documents have several).
+
+        [Note: numbers of a view] Ids are read from the view's pair, by the pair's numbers. What a user gives and sees
+        are the view's own, as ``IndexedDataset(view)`` and its provenance have them.
+        """
+        named, numbers = self.source, sequences
+        if self.view is not None:
+            named, kept = self.view, np.asarray(getattr(self.view, "kept_sequences"))  # noqa: B009
+            numbers = np.searchsorted(kept, sequences)
+            if not np.array_equal(kept[np.minimum(numbers, kept.size - 1)], sequences):  # one in another order
+                order = np.argsort(kept, kind="stable")
+                numbers = order[np.searchsorted(kept, sequences, sorter=order)]
+        boundaries = several_sequences(named)
         if boundaries is None:
-            return numbers
-        runs = [np.arange(boundaries[number], boundaries[number + 1]) for number in numbers.tolist()]
-        return np.concatenate(runs) if runs else numbers
+            return numbers, None
+        return np.searchsorted(boundaries, numbers, side="right") - 1, numbers
 
     def first_token(self, ids: I64) -> I64 | None:
         """Place of each sequence's first token in the flat data; None without pointers."""

@@ -369,3 +369,11 @@ def test_a_forked_child_that_writes_into_the_same_file_makes_no_pair(tmp_path):
     with pytest.raises(IndexedDataError, match=r"6 were expected: another process .* wrote into it"):
         builder.finalize()
     assert os.listdir(tmp_path) == []
+
+
+def test_an_empty_document_may_have_an_empty_mask(tmp_path):
+    with IndexedDatasetBuilder(tmp_path / "out.bin", np.uint16) as builder:
+        builder.add_document([], loss_mask=[])
+        builder.add_document([1, 2], loss_mask=[True, False])
+    data = IndexedDataset(tmp_path / "out")
+    assert [data.loss_mask(number).tolist() for number in range(2)] == [[], [True, False]]

@@ -249,6 +249,17 @@ def test_a_view_of_a_pair_that_was_replaced_is_refused(folder):
     assert not verify("view").ok
 
 
+def test_a_view_in_a_folder_that_is_a_link_finds_its_pair(folder):
+    write_pair("pair", np.uint16, [[[1]], [[2, 3]]])
+    (folder / "far" / "away").mkdir(parents=True)
+    (folder / "data").symlink_to(folder / "far" / "away", target_is_directory=True)
+    (folder / "gone.txt").write_text("0\n")
+    report = filter_pair("pair", "data/view", lists=["gone.txt"])
+    assert report.dropped == 1
+    for name in ("data/view", "far/away/view", str(folder / "data" / "view")):
+        assert len(IndexedDataset(name).document_indices) - 1 == report.documents
+
+
 def test_views_are_not_joined_nor_filtered_again_nor_written_over(folder):
     write_pair("pair", np.uint16, [[[1, 2]], [[3]]])
     Path("drop.txt").write_text("0\n")

@@ -56,7 +56,9 @@ def tokenizer(folder):
     )  # fmt: skip
     bpe.train_from_iterator([content for chat in CHATS for _, content in chat], trainer)
 
-    def save(template, eos="<eod>"):
+    def save(template, eos="<eod>", trim_offsets=None):
+        if trim_offsets is not None:
+            bpe.post_processor = tokenizers.processors.ByteLevel(trim_offsets=trim_offsets)
         made = transformers.PreTrainedTokenizerFast(
             tokenizer_object=bpe, eos_token=eos, additional_special_tokens=["<|im_start|>", "<|im_end|>"]
         )
@@ -114,6 +116,51 @@ def test_ids_equal_those_of_transformers(folder, tokenizer):
         made = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
         assert IndexedDataset("out")[number].tolist() == made["input_ids"]
         assert IndexedDataset("out").loss_mask(number).tolist() == [bool(each) for each in made["assistant_masks"]]
+
+
+BLANKS = {
+    "an end": [("user", "what"), ("assistant", "an answer "), ("user", "secret"), ("assistant", "bye")],
+    "a beginning": [("user", "what"), ("assistant", " an answer"), ("user", "secret"), ("assistant", "bye")],
+    "a later one": [("user", "what"), ("assistant", "an answer"), ("user", "secret"), ("assistant", "\tbye")],
+    "nothing else": [("user", "what"), ("assistant", " "), ("user", "secret"), ("assistant", "bye\n")],
+}
+
+
+@pytest.mark.parametrize("trim_offsets", [False, True])
+@pytest.mark.parametrize("where", BLANKS)
+def test_marked_answers_with_blanks_at_their_edges_count_and_nothing_else_does(folder, tokenizer, where, trim_offsets):
+    """With ``trim_offsets``, as in Pythia's files, transformers' own mask has the user's turns or lacks answers."""
+    bpe = tokenizer(MARKED, trim_offsets=trim_offsets)
+    write_chats("chats.jsonl", [BLANKS[where]])
+    build(["chats.jsonl"], "out", tokenizer="model", messages_key="messages")
+    ids, mask = expected(bpe, BLANKS[where], marked=True, ends_with_eod=True)
+    assert IndexedDataset("out")[0].tolist() == ids
+    assert IndexedDataset("out").loss_mask(0).tolist() == mask
+
+
+def test_marked_answers_of_a_tokenizer_that_drops_blanks_count_up_to_their_end(folder, tokenizer):
+    transformers = pytest.importorskip("transformers", reason="needs the extra sixfold-indexed-data[transformers]")
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra sixfold-indexed-data[tokenizers]")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"<eod>": 0, "a": 1, "b": 2, "c": 3, "?": 4}, "?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made = transformers.PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eod>")
+    made.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}\n{{ m.content }}\n{% endgeneration %}"
+        "{% else %}{{ m.content }}\n{% endif %}{% endfor %}"
+    )
+    made.save_pretrained("words")
+    write_chats("chats.jsonl", [[("user", "a b"), ("assistant", " c a "), ("user", "b"), ("assistant", "a")]])
+    build(["chats.jsonl"], "out", tokenizer="words", messages_key="messages", append_eod=False)
+    assert IndexedDataset("out")[0].tolist() == [1, 2, 3, 1, 2, 1]
+    assert IndexedDataset("out").loss_mask(0).tolist() == [False, False, True, True, False, True]
+
+
+def test_a_conversation_that_its_template_refuses_is_a_bad_line(folder, tokenizer):
+    tokenizer("{% if messages[0].role != 'user' %}{{ raise_exception('the user begins') }}{% endif %}" + PLAIN)
+    with pytest.raises(IndexedDataError, match=r"chats\.jsonl:1: .*the user begins"):
+        build(["chats.jsonl"], "out", tokenizer="model", messages_key="messages")
+    report = build(["chats.jsonl"], "out", tokenizer="model", messages_key="messages", on_error="skip")
+    assert (report.documents, report.bad_lines) == (2, 2)
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_what_to_do(folder, tokenizer):

@@ -187,3 +187,10 @@ def test_two_columns_of_the_name_are_refused(folder, arrow):
     parquet.write_table(table, "a.parquet")
     with pytest.raises(IndexedDataError, match=r"a\.parquet: has 2 columns 'text'"):
         build(["a.parquet"], "out")
+
+
+def test_a_column_that_is_named_as_a_field_of_another_is_taken_by_its_name(folder, arrow):
+    struct = arrow.array([{"b": 1}] * len(TEXTS))
+    arrow.parquet.write_table(arrow.table({"a": struct, "a.b": TEXTS}), "table.parquet")
+    build(["table.parquet"], "out", json_key="a.b")
+    assert pair_bytes("out") == expected()

@@ -353,6 +353,18 @@ OPTIONS = {
 }
 
 
+def test_parts_with_lines_that_were_skipped_for_their_ids_are_kept(folder):
+    """Their texts make the EOD, so they are no documents."""
+    encode = "encode = lambda _, text: [299 if letter == '@' else 1 for letter in text]"
+    (folder / "ends.py").write_text(f"class T:\n    vocab_size, eod = 300, 299\n    {encode}\n")
+    (folder / "a.jsonl").write_text('{"text": "a@b"}\n{"text": "a zebra"}\n' * 40)
+    call = partial(build, ["a.jsonl"], "out", tokenizer="ends:T", part_bytes=400, on_error="skip")
+    with pytest.raises(KeyboardInterrupt):
+        call(progress=stop_after_two)
+    report = call()
+    assert (report.notes, report.documents, report.bad_lines) == ((), 40, 40)
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.slow
 def test_parts_of_every_other_option_are_dropped_by_name(folder, option):

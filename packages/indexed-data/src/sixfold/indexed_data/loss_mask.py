@@ -105,6 +105,8 @@ class LossMask:
 def as_mask(values: Any, count: int) -> Mask:
     """``values`` as (count,) bools; IndexedDataError for anything but that many bools, or zeros and ones."""
     given = np.asarray(values)
+    if count == given.size == 0:  # of an empty list numpy makes floats
+        return np.zeros(0, np.bool_)
     if given.shape != (count,):
         raise IndexedDataError(f"loss_mask has shape {given.shape}, the document has {count} ids; each has one value")
     if given.dtype.kind not in "bui" or (given.dtype.kind != "b" and not np.isin(given, (0, 1)).all()):

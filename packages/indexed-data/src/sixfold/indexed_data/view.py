@@ -43,7 +43,7 @@ class View:
         path = self.path = prefix + VIEW
         self.raw = map_file(path)
         self._parse(self.raw)
-        self.pair = os.path.join(os.path.dirname(prefix), self.made_of["pair"])
+        self.pair = os.path.join(_folder_of(prefix), self.made_of["pair"])
 
     def _parse(self, raw: Bytes) -> None:
         import json  # only here: reading pairs should not load it
@@ -132,6 +132,11 @@ def _wrong_view(problem: Problem) -> IndexedDataError:
     return IndexedDataError.broken(problem, "Filter the pair again")
 
 
+def _folder_of(prefix: str) -> str:
+    """Where the files of ``prefix`` lie: ``..`` from a folder that is a symbolic link is another place."""
+    return os.path.realpath(os.path.dirname(prefix) or os.curdir)
+
+
 def pack_view(
     prefix: str, pair: str, base: Index, ids: IdSource, dropped_D: npt.NDArray[np.bool_], made_of: dict[str, Any]
 ) -> list[Any]:
@@ -144,8 +149,8 @@ def pack_view(
     inside = np.arange(boundaries[-1]) - np.repeat(boundaries[:-1], end_K - begin_K)
     sequences = (np.repeat(begin_K, end_K - begin_K) + inside).astype(np.int64)
     lengths = base.lengths_S[sequences]
-    folder = os.path.dirname(prefix) or os.curdir
-    named = json.dumps({"pair": os.path.relpath(pair, folder), **made_of}).encode()
+    there = os.path.join(_folder_of(pair), os.path.basename(pair))
+    named = json.dumps({"pair": os.path.relpath(there, _folder_of(prefix)), **made_of}).encode()
     facts = Facts.of(base, ids)
     numbers = (facts.sequences, facts.boundaries, facts.bin_bytes, facts.digest, sequences.size, kept.size, len(named))
     header = _HEADER.pack(_MAGIC, _VERSION, 0, *numbers)

@@ -2,13 +2,15 @@
 
 messages --> chat_encoder (this file) --> ids, loss mask --> document_ids.py
 
-A model learns what the assistant says. A template that marks it, by ``{% generation %}``, is believed. Of another the
-conversation is encoded up to each of its turns: what the assistant's turn adds counts, without what a prompt for it
-begins with. That holds only if each beginning of a conversation gives a beginning of its ids, which is checked.
+A model learns what the assistant says. A template that marks it, by ``{% generation %}``, is believed: each token that
+has characters in a marked stretch counts. Of another the conversation is encoded up to each of its turns: what the
+assistant's turn adds counts, without what a prompt for it begins with. That holds only if each beginning of a
+conversation gives a beginning of its ids, which is checked.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from functools import cache
@@ -28,7 +30,10 @@ def chat_encoder(folder: str) -> Callable[..., tuple[list[int], list[bool]]]:
     @cache
     def loaded() -> Any:  # its own: a call with a template changes how the other takes special tokens
         transformers = extra("transformers", f"tokenizer {folder}")
-        return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        made = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if _MARKED.search(str(made.chat_template)):
+            _keep_blanks(made)
+        return made
 
     def encode(messages: Chat, tools: Tools = None) -> tuple[list[int], list[bool]]:
         tokenizer = loaded()
@@ -36,13 +41,65 @@ def chat_encoder(folder: str) -> Callable[..., tuple[list[int], list[bool]]]:
             if not isinstance(message.get("content"), str):
                 _refuse_unwritten(tokenizer, messages, tools, number)
         if _MARKED.search(str(tokenizer.chat_template)):
-            made = tokenizer.apply_chat_template(
-                messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
-            return list(made["input_ids"]), [bool(each) for each in made["assistant_masks"]]
+            return _Marked(tokenizer).encoded(messages, tools)
         return _by_turns(tokenizer, messages, tools)
 
     return encode
+
+
+def _keep_blanks(tokenizer: Any) -> None:
+    """Let the offsets of tokens have their blanks, which ``trim_offsets`` leaves out; no id changes.
+
+    Pythia's and RoBERTa's files ask for it. An answer that begins or ends with a blank would belong to no token there.
+    """
+    backend = tokenizer.backend_tokenizer
+    if backend.post_processor is not None:
+        said = json.loads(backend.to_str())
+        said["post_processor"] = _untrimmed(said["post_processor"])
+        backend.post_processor = type(backend).from_str(json.dumps(said)).post_processor
+
+
+def _untrimmed(said: Any) -> Any:
+    if isinstance(said, dict):
+        return {key: False if key == "trim_offsets" else _untrimmed(value) for key, value in said.items()}
+    return [_untrimmed(each) for each in said] if isinstance(said, list) else said
+
+
+class _Marked:
+    """Stands for a tokenizer in transformers' ``apply_chat_template``, and keeps what that asks of it.
+
+    transformers asks for the tokens of the first and the last character of each marked stretch. Where one is of no
+    token, as a line feed of WordPiece, its mask has all that follows, or nothing more. So the stretches are kept, and
+    the mask is made of them.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._asked: list[int] = []
+        self._offsets: list[tuple[int, int]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        made = self._tokenizer(text, **options, return_offsets_mapping=True)
+        self._offsets = made.pop("offset_mapping")
+        made.char_to_token = self._token_of
+        return made
+
+    def _token_of(self, _: int, character: int) -> int:
+        self._asked.append(character)
+        return 0
+
+    def encoded(self, messages: Chat, tools: Tools) -> tuple[list[int], list[bool]]:
+        """Ids, and whether each is of a marked stretch."""
+        made = type(self._tokenizer).apply_chat_template(
+            self, messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        stretches = list(zip(self._asked[::2], self._asked[1::2], strict=True))  # first and last character
+        mask = [any(begin <= last and max(end, begin + 1) > first for first, last in stretches)
+                for begin, end in self._offsets]  # fmt: skip
+        return list(made["input_ids"]), mask
 
 
 def _refuse_unwritten(tokenizer: Any, messages: Chat, tools: Tools, number: int) -> None:

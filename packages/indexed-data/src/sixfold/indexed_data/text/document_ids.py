@@ -49,7 +49,11 @@ class Batch:
         self._values, self._places, self._characters = [], [], 0
         for value, at, ids in zip(values, places, _encoded(values, tokenizer), strict=True):
             if isinstance(ids, Exception):  # a tokenizer is anybody's code, and the line says more than its traceback
-                report.fatal = (*at, f"tokenizer {tokenizer.name} failed: {type(ids).__name__}: {ids}")
+                place = (*at, f"tokenizer {tokenizer.name} failed: {type(ids).__name__}: {ids}")
+                if is_bad_line(value, ids):
+                    count_bad_line(report, place, self._job)
+                else:
+                    report.fatal = place
             else:
                 _append(builder, tokenizer, value, ids, self._job, report, at)
             if report.fatal is not None:
@@ -57,6 +61,11 @@ class Batch:
             if report.documents > len(self.lines):
                 self.slices.append(at[0])
                 self.lines.append(at[1])
+
+
+def is_bad_line(value: Value, error: Exception) -> bool:
+    """Whether what a tokenizer raised is of this line alone: a chat template refuses some conversations."""
+    return not isinstance(value, str) and not isinstance(error, ImportError)
 
 
 def _encoded(values: list[Value], tokenizer: Tokenizer) -> list[Any]:
@@ -98,16 +107,11 @@ def _append(
     except Exception as error:  # ids are anybody's objects
         report.fatal = (*at, f"tokenizer {tokenizer.name} failed: {type(error).__name__}: {error}")
         return
-    texts = [value] if isinstance(value, str) else [*_strings([*value, value.tools])]
-    spelled = [token for token in tokenizer.special_texts if any(token in text for text in texts)]
-    if spelled and mask is not None and job.special_tokens == "text":
-        count_bad_line(report, (*at, _spelled_reason(spelled[0])), job)
+    if reason := reason_against(value, ids, job, tokenizer):
+        count_bad_line(report, (*at, reason), job)
         return
-    report.spelled += bool(spelled)
-    if tokenizer.may_spell_eod and tokenizer.eod is not None and _has_eod_inside(ids, tokenizer.eod, job):
-        if job.special_tokens == "text" and mask is None:
-            count_bad_line(report, (*at, _eod_inside_reason(tokenizer, job)), job)
-            return
+    report.spelled += bool(_spelled(value, tokenizer))
+    if _may_end_inside(ids, job, tokenizer):
         if job.special_tokens == "text" and job.append_eod:
             report.fatal = (*at, _eod_of_turns_reason(tokenizer))  # every line is so
             return
@@ -123,6 +127,25 @@ def _append(
     report.documents += 1
     report.sequences += 1
     report.tokens += len(ids)
+
+
+def reason_against(value: Value, ids: Any, job: Job, tokenizer: Tokenizer) -> str:
+    """Why a text or a conversation with these ids is a bad line; nothing if it is none."""
+    if job.special_tokens != "text":
+        return ""
+    if not isinstance(value, str):
+        return _spelled_reason(spelled[0]) if (spelled := _spelled(value, tokenizer)) else ""
+    return _eod_inside_reason(tokenizer, job) if _may_end_inside(ids, job, tokenizer) else ""
+
+
+def _spelled(value: Value, tokenizer: Tokenizer) -> list[str]:
+    """The special tokens that a text or a conversation spells."""
+    texts = [value] if isinstance(value, str) else [*_strings([*value, value.tools])]
+    return [token for token in tokenizer.special_texts if any(token in text for text in texts)]
+
+
+def _may_end_inside(ids: Any, job: Job, tokenizer: Tokenizer) -> bool:
+    return tokenizer.may_spell_eod and tokenizer.eod is not None and _has_eod_inside(ids, tokenizer.eod, job)
 
 
 def _with_mask(encoded: Any, value: Value, job: Job, tokenizer: Tokenizer) -> tuple[Any, Any]:

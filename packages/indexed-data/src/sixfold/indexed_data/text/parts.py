@@ -16,7 +16,7 @@ from sixfold.indexed_data.manifest import blocks_of
 from sixfold.indexed_data.provenance import runs_of
 from sixfold.indexed_data.reader import IndexedDataset
 from sixfold.indexed_data.storage import map_file
-from sixfold.indexed_data.text.document_ids import Batch, ids_of
+from sixfold.indexed_data.text.document_ids import Batch, ids_of, is_bad_line, reason_against
 from sixfold.indexed_data.text.finished_part import PartReport, count_bad_line, write_report, write_runs
 from sixfold.indexed_data.text.inputs import Lines, Slice, documents
 from sixfold.indexed_data.text.job import Job
@@ -72,12 +72,22 @@ def encodes_alike(slices: Sequence[Slice], prefix: str, job: Job, tokenizer: Tok
     try:
         with IndexedDataset(prefix) as pair:
             texts = (document.text for piece in slices for document in documents(Lines(piece), job.text))
-            for number, text in enumerate(text for text in texts if text):
+            number = 0
+            for text in (text for text in texts if text):
                 left -= len(text)
                 if left < 0:
                     break
-                if not np.array_equal(np.asarray(ids_of(text, job, tokenizer)), pair[number]):
+                try:
+                    ids = ids_of(text, job, tokenizer)
+                except Exception as error:
+                    if is_bad_line(text, error):
+                        continue
+                    raise
+                if reason_against(text, ids, job, tokenizer):
+                    continue
+                if not np.array_equal(np.asarray(ids), pair[number]):
                     return False
+                number += 1
     except Exception:  # whatever the user's code raises; or the part is damaged
         return False
     return True

@@ -122,7 +122,7 @@ class _Parquet:
         groups = list(range(begin, end))
         try:
             for batch in self._file.iter_batches(_ROWS, groups, [self._column], use_threads=False):
-                yield batch.column(0)
+                yield batch.column(self._column)  # a struct with such a field comes too: a.b
         except self._pyarrow.ArrowException as error:
             raise IndexedDataError(f"{self._path}: cannot be read: {error}") from error
 

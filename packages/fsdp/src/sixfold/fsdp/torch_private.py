@@ -30,7 +30,9 @@ __all__ = [
     "functions_of",
     "in_backward",
     "missing",
+    "runs_anywhere",
     "runs_still",
+    "step_frame",
 ]
 
 KNOWN = "2.11 to 2.14"  # the tests ran with 2.11, 2.13 and 2.14
@@ -107,6 +109,8 @@ if _gone := missing():
         f"torch {KNOWN}: install one of these"
     )
 
+_STEP = "wrapper", "torch.optim.optimizer"  # what Optimizer.profile_hook_step makes
+
 in_backward: Callable[[], int] = torch._C._current_graph_task_id  # -1 outside
 
 
@@ -149,6 +153,26 @@ def runs_still(frame: FrameType) -> bool:
     while here is not None and here is not frame:
         here = here.f_back
     return here is frame
+
+
+def runs_anywhere(frame: FrameType) -> bool:
+    """``frame`` is on the stack of a thread."""
+    if runs_still(frame):
+        return True
+    for here in sys._current_frames().values():
+        while here is not None and here is not frame:
+            here = here.f_back  # type: ignore[assignment]
+        if here is frame:
+            return True
+    return False
+
+
+def step_frame() -> FrameType | None:
+    """The innermost ``optimizer.step()`` on the stack: torch's function around it, which calls its hooks."""
+    here: FrameType | None = sys._getframe(1)
+    while here is not None and (here.f_code.co_name, here.f_globals.get("__name__")) != _STEP:
+        here = here.f_back
+    return here
 
 
 def functions_of(module: str, most: int = sys.maxsize) -> list[str]:

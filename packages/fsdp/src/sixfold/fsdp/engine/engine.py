@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Collection, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from sixfold.fsdp.faults.deadlines import Faults
 from sixfold.fsdp.parameter_access.guard import UnitGuard, guard_of, written_in_place
 from sixfold.fsdp.parameter_access.main_parameters import MainParameter, MainParameters
 from sixfold.fsdp.parameter_access.saved_weights import SavedViews, SavedWeights
-from sixfold.fsdp.torch_private import calling_frame, in_backward
+from sixfold.fsdp.torch_private import calling_frame, in_backward, runs_anywhere, step_frame
 
 
 class Engine:
@@ -83,7 +84,8 @@ class Engine:
         self._outstanding = [0] * len(units)  # forward calls of this step that had no backward, of all root calls
         self._joint = True  # [Note: several calls, one backward]
         self.weights = 0  # how often main weights changed
-        self.stepping = False  # inside optimizer.step(): a closure may run the model
+        self.stepping = False  # inside optimizer.step(): a closure may run the model. It may have raised meanwhile
+        self._step_frame: FrameType | None = None  # torch's, of that step
         self.state_dict_asked = ""  # "names": by full_state_dict, "values": by a state_dict() in one process
         self.registered: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # where, name, parameter
         self.main_parameters = MainParameters(self.numbered)
@@ -139,6 +141,7 @@ class Engine:
         if self._gathers:
             refuse_transforms(None, self.faults.step)
         if in_backward() == -1 and not self._calls:
+            self.end_raised_step()
             self.interruptions.before_use()
             self._notice_edits()
         training = torch.is_grad_enabled()
@@ -430,6 +433,7 @@ class Engine:
         """Reduce what is local and wait for all. Inside ``optimizer.step()`` no exchange stands before a reduction."""
         self.faults.check()
         refuse_transforms(None, self.faults.step)
+        self.end_raised_step()
         self.interruptions.before_use()
         self._put_touched(self.units, inside_step=inside_step)
         self._order_check.gradients_done(inside_step=inside_step)
@@ -451,6 +455,7 @@ class Engine:
         """
         self.faults.check()
         refuse_transforms(None, self.faults.step)
+        self.end_raised_step()
         self.interruptions.gather_anew()
         written = None if self.gathering.versions is None else self.gathering.versions.look()
         guard = None if written is None else guard_of(written)
@@ -467,19 +472,28 @@ class Engine:
         for flat_buffer in self._trained if widen else ():
             flat_buffer.gradients.main.widen()
         self.main_parameters.adopt()
-        self.main_parameters.show(nn.Parameter)
+        self._step_frame = step_frame()
         self.stepping = True
+        self.main_parameters.show(nn.Parameter)
 
     @interruptible("reduce")
     def after_step(self) -> None:
         """Main weights changed."""
-        self.stepping = False
+        self.stepping, self._step_frame = False, None
         self.main_parameters.show(MainParameter)
         self.main_parameters.adopt()
         for flat_buffer in self._trained:
             flat_buffer.gradients.main.narrow()
         self.main_changed(frozen=False)
         self._stepped = True
+
+    def end_raised_step(self) -> None:
+        """A step that an exception ended is over, and may have changed any weight: torch calls no hook after it.
+
+        It counts as a step, because it may have raised on this rank alone.
+        """
+        if self._step_frame is not None and not runs_anywhere(self._step_frame):
+            self.after_step()
 
     @interruptible("gather")
     def main_changed(self, *, frozen: bool) -> None:
@@ -514,6 +528,7 @@ class Engine:
         """
         self.faults.check()
         refuse_transforms(None, self.faults.step)
+        self.end_raised_step()
         self._leave_backward()
         self.interruptions.start_over()
         if parameters is not None and self.reduce_policy.tree:
@@ -523,6 +538,9 @@ class Engine:
         self._outstanding = [0] * len(self.units)
         records = set(self.records.values() if parameters is None else [self.records[one] for one in parameters])
         self.reduction.discard(records)
+        with torch._C.DisableTorchFunctionSubclass():
+            for record in records:  # an exception between autograd and our hook leaves it
+                record.parameter.grad = None
         self._touched -= {
             unit.index for unit in self.units if all(records.issuperset(one.records) for one in unit.trained)
         }

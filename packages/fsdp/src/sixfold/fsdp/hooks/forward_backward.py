@@ -172,9 +172,11 @@ def _take_gradient(parameter: Any) -> Tensor | None:
     """``parameter.grad``, which is None afterwards; without asking its guard."""
     shown = parameter.__class__
     parameter.__class__ = nn.Parameter if shown is GuardedParameter else parameter.__dict__[MARK].own_class
-    gradient: Tensor | None = parameter.grad
-    parameter.grad = None
-    parameter.__class__ = shown
+    try:
+        gradient: Tensor | None = parameter.grad
+        parameter.grad = None
+    finally:
+        parameter.__class__ = shown
     return gradient
 
 

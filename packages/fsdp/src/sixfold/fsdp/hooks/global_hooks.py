@@ -90,6 +90,7 @@ class OutsideCalls:
             return
         ids = engine.main_parameters.ids
         over_mains = any(id(one) in ids for group in optimizer.param_groups for one in group["params"])
+        engine.end_raised_step()
         # Made apart: inside SAM, or another wrapper.
         if over_mains and not engine.stepping and engine.faults.failed is None:
             refuse_changed_parameters(engine)

@@ -131,6 +131,7 @@ def load(module: nn.Module, engine: Engine, source: Source, *, compare: bool, st
     """
     engine.faults.check()
     source = _pairs_of_file(source)
+    engine.end_raised_step()
     if engine.in_call or engine.stepping:
         raise FsdpError("a state is loaded inside a forward or optimizer.step(); load it between steps", op="load")
     wait = engine.faults.for_control(None, "load")

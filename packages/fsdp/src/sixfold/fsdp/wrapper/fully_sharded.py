@@ -340,6 +340,7 @@ class FullyShardedDataParallel(nn.Module):
         writes are not seen: through numpy, and through a ``.data`` that was taken before the last call.
         """
         self._engine.faults.check()
+        self._engine.end_raised_step()
         self._engine.main_parameters.adopt()
         self._engine.main_changed(frozen=True)
 

@@ -47,7 +47,7 @@ def test_this_torch_has_them_all_and_another_is_told_what_it_lacks():
     assert torch_private.missing() == []
     there = {"_C": torch._C, "_foreach_add_": torch._foreach_add_, "autograd": torch.autograd, "Tensor": torch.Tensor}
     gone = torch_private.missing(SimpleNamespace(**there))
-    assert gone == [f"torch.{name}" for name in torch_private.PRIVATE if name.startswith("nn.")]
+    assert gone == [f"torch.{name}" for name in torch_private.PRIVATE if name.startswith(("nn.", "overrides."))]
 
 
 @pytest.mark.slow
@@ -64,6 +64,7 @@ def test_a_torch_whose_function_that_enters_autograd_takes_other_arguments_is_to
 
     autograd = SimpleNamespace(graph=SimpleNamespace(_engine_run_backward=enters), Variable=torch.autograd.Variable)
     there = {"_C": torch._C, "_foreach_add_": torch._foreach_add_, "nn": torch.nn, "Tensor": torch.Tensor}
+    there["overrides"] = torch.overrides
     gone = torch_private.missing(SimpleNamespace(**there, autograd=autograd))
     assert gone == [f"torch.autograd.graph._engine_run_backward({name})" for name in ("args", "kwargs")]
 

@@ -23,6 +23,7 @@ __all__ = ["ENTRY", "KNOWN", "PRIVATE", "asked_of", "frame_of", "hide", "missing
 KNOWN = "2.11 to 2.14"  # the tests ran with 2.11, 2.13 and 2.14
 PRIVATE = (
     "_C._FunctionBase",
+    "_C._VariableFunctions.embedding",
     "_C._are_functorch_transforms_active",
     "_C._autograd._top_saved_tensors_default_hooks",
     "_C._current_autograd_node",
@@ -30,6 +31,8 @@ PRIVATE = (
     "_C._get_obj_in_tls",
     "_C._is_any_autocast_enabled",
     "_C._is_key_in_tls",
+    "_C._is_torch_function_mode_enabled",
+    "_C._nn.linear",
     "_C._set_grad_enabled",
     "_C._stash_obj_in_tls",
     "_C._storage_Use_Count",
@@ -41,6 +44,7 @@ PRIVATE = (
     "nn.modules.module._global_backward_hooks",
     "nn.modules.module._global_is_full_backward_hook",
     "nn.modules.module._has_any_global_hook",
+    "overrides._get_current_function_mode_stack",
 )
 _OF_AN_OBJECT = (
     (torch.empty(0), ("_version", "_backward_hooks", "_base")),

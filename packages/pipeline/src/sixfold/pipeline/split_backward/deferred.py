@@ -29,6 +29,8 @@ __all__ = [
     "changed",
     "graph_is_made",
     "looked_after",
+    "modes_of_users",
+    "of_torch",
     "open_slot",
     "summed",
 ]
@@ -41,6 +43,9 @@ graph_is_made = torch.is_grad_enabled
 _compiling = torch.compiler.is_compiling
 _transformed: Callable[[], bool] = torch._C._are_functorch_transforms_active
 _saved_by: Callable[[bool], object] = torch._C._autograd._top_saved_tensors_default_hooks
+_modes: Callable[[], list[Any]] = torch.overrides._get_current_function_mode_stack
+_DEVICES = "torch.utils._device"  # module of the mode of torch.set_default_device
+_any_mode: Callable[[], bool] = torch._C._is_torch_function_mode_enabled
 
 
 class MicrobatchEntries:
@@ -122,6 +127,16 @@ def open_slot(store: WeightGradientStore, input: Any) -> MicrobatchEntries | Non
         slot.again = True
         return None
     return None if type(input) is not Tensor or _compiling() or _transformed() else slot
+
+
+def of_torch(function: Any, module: Any) -> Any:
+    """``function`` if ``module`` of torch defines it; of a patch that was there before us None, which nothing is."""
+    return function if getattr(function, "__globals__", None) is vars(module) else None
+
+
+def modes_of_users() -> bool:
+    """A TorchFunctionMode is on that may make something else of a layer; a default device makes none."""
+    return _any_mode() and any(type(mode).__module__ != _DEVICES for mode in _modes())
 
 
 def looked_after(slot: MicrobatchEntries) -> bool:

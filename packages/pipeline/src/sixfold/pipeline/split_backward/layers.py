@@ -14,11 +14,12 @@ else has that matrix, so ``.data`` makes its view a tensor like any other.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.nn.modules import module as _of_all_modules
@@ -30,6 +31,8 @@ from sixfold.pipeline.split_backward.deferred import (
     changed,
     graph_is_made,
     looked_after,
+    modes_of_users,
+    of_torch,
     open_slot,
 )
 from sixfold.pipeline.split_backward.linear import LINEAR_GRADIENTS, linear
@@ -121,18 +124,29 @@ def _can_wait(part: nn.Module) -> bool:
 
 # ---- nn.Embedding
 
+_FORWARD = of_torch(nn.Embedding.forward, sys.modules["torch.nn.modules.sparse"])
+_FUNCTION = of_torch(F.embedding, F)
+_OPERATOR = torch._C._VariableFunctions.embedding  # what torch.embedding is
+
 
 def _embedding(store: WeightGradientStore, layer: Layer, module: Any) -> Callable[[Tensor], Tensor]:
-    plain = partial(nn.Embedding.forward, module)
     apply = applied(_Embedding)
 
-    def forward(input: Tensor) -> Tensor:
+    def plain(*given: Any, **named: Any) -> Tensor:
+        made: Tensor = nn.Embedding.forward(module, *given, **named)
+        return made
+
+    def forward(input: Tensor, *more: Any, **named: Any) -> Tensor:
         slot = open_slot(store, input)
         if slot is None:
-            return plain(input)
+            return plain(input, *more, **named)
         weight = module._parameters.get("weight")
         if type(weight) not in PLAIN or not weight.is_leaf or not weight.requires_grad:
-            return plain(input)
+            return plain(input, *more, **named)
+        own = nn.Embedding.forward is _FORWARD and F.embedding is _FUNCTION and torch.embedding is _OPERATOR
+        if not own or modes_of_users() or more or named:  # [Note: patched layers] in ``linear.py``
+            store.watch(slot, layer, (weight,))  # it is deferred in other calls
+            return plain(input, *more, **named)
         if not layer.waits(slot, (weight,)):
             return plain(input)
         if weight.layout is not torch.strided or module.sparse or module.max_norm is not None:

@@ -45,13 +45,16 @@ _STRIDED = torch.strided
 
 
 def elements_of(entries: list[Entry]) -> int:
-    """Elements of the trained parameters that they give gradients to, each counted once. No parameter is kept."""
+    """Elements of the trained parameters that they give gradients to, each counted once. No parameter is kept.
+
+    Not of those that I made a gradient of, though it waited in line.
+    """
     found: dict[int, int] = {}
-    for _, wanted, _, _ in entries:
+    for make, wanted, _, _ in sorted(entries, key=lambda entry: entry[0] is as_it_is):
         for target in wanted:
             parameter = target.parameter if isinstance(target, Cast) else target
             if parameter is not None and parameter.requires_grad:
-                found[id(parameter)] = parameter.numel()
+                found[id(parameter)] = 0 if make is as_it_is else parameter.numel()
     return sum(found.values())
 
 

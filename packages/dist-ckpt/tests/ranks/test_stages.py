@@ -358,3 +358,45 @@ def test_optimizers_of_stages_are_an_error_whose_remedy_works(tmp_path):
 def test_other_values_that_differ_are_not_told_of_optimizers(tmp_path):
     told = run_ranks(save_rank, 2, tmp_path / "c", [{"step": 0, "state": [1]}, {"step": 1, "state": [2]}])
     assert all("differ between ranks" in text and "optimizer" not in text for text in told)
+
+
+def trains(rank, case):
+    """A stage of two layers, and an optimizer after a step; which layers are frozen differs between the ranks."""
+    layers = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    for at, layer in enumerate(layers):
+        layer.requires_grad_({"others": at == rank, "none": rank == 1}[case])
+    optimizer = torch.optim.AdamW(layers.parameters())
+    out = layers(torch.ones(1, 3)).sum()
+    if out.requires_grad:
+        out.backward()
+        optimizer.step()
+    return optimizer.state_dict()
+
+
+def save_unlike_optimizers(rank, ranks, folder):
+    texts = []
+    for case in ("others", "none"):
+        for state in ({"parts": [trains(rank, case)]}, trains(rank, case), {"parts": {"o": trains(rank, case)}}):
+            with pytest.raises(ShardingError) as told:
+                dist_ckpt.save(state, folder / "c")
+            texts.append(str(told.value))
+    return texts
+
+
+def test_optimizers_of_stages_that_train_other_parameters_are_refused_under_one_name(tmp_path):
+    first, second = run_ranks(save_unlike_optimizers, 2, tmp_path)
+    assert first == second
+    for text in first:
+        assert "state[2].exp_avg: ranks [1] hold it, ranks [0] do not have it" in text
+        assert "optim_state_to_sharding_state" in text
+    assert not (tmp_path / "c").exists()
+
+
+def save_one_optimizer(rank, ranks, folder):
+    """One rank alone has it; what it trains is whole."""
+    dist_ckpt.save({"model": {f"{rank}.w": torch.ones(2)}} | ({} if rank else {"o": trains(1, "others")}), folder)
+    return sorted(dist_ckpt.load({}, folder)["o"]["state"])
+
+
+def test_an_optimizer_that_the_first_rank_alone_has_is_saved(tmp_path):
+    assert run_ranks(save_one_optimizer, 2, tmp_path / "c") == [[2, 3]] * 2

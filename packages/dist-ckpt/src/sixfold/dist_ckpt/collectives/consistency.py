@@ -5,8 +5,9 @@
 [Note: what may differ] Where values differ between ranks, saving one of them loses the others. So that is an error, and
 ``PerRank`` keeps them. So is a value that the first rank does not have. A value that is no tensor or array and that the
 first rank has and others do not gives a warning: none is lost. A plain tensor that some ranks have, equal on all of
-them, is written by one of those. Numbers of numpy count as Python's; order of keys, kinds of dicts and ``maxlen`` do
-not count. ``preprocess_common_before_consistancy_check`` may drop any from the check.
+them, is written by one of those. State of an optimizer is no such tensor where another rank has an optimizer of that
+name without it: a number there stands for another parameter. Numbers of numpy count as Python's; order of keys, kinds
+of dicts and ``maxlen`` do not count. ``preprocess_common_before_consistancy_check`` may drop any from the check.
 
 [Note: replicas that disagree] Of copies of one shard the first is written. So each rank sends digests of at most
 ``_MOST_SAMPLES`` of its shards. A digest is of all elements up to ``_WHOLE``, and of ``_SAMPLE`` elements of a larger
@@ -42,6 +43,7 @@ from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, has_values, is_
 _MOST_SHOWN, _MOST_INNER = 20, 4
 _DEPTH = 4  # within a value: what refers to itself has no end
 _IN_OPTIMIZER = re.compile(r"(^|\.)(state\[\d+\]\.|param_groups\b|parameter_names\[)")
+_BY_NUMBER, _GROUPS = re.compile(r"(.*\.|)state\[\d+\]\."), re.compile(r"(.*\.|)param_groups\[\d+\]\.")
 _OF_OPTIMIZER = (
     "State of an optimizer, as each stage of a pipeline has its own: describe it by the records of its weights, by "
     "optim_state_to_sharding_state of sixfold.dist_ckpt.optimizers. "
@@ -238,6 +240,7 @@ def _differing(reports: list[tuple[Found, Inner, Any]]) -> tuple[list[Place], Fo
     paths = {path for found in by_rank for path in found}
     differing = sorted(path for path in paths if len({found.get(path) for found in by_rank}) > 1)
     of_some = {path for path in differing if _is_of_some([found.get(path) for found in by_rank])}
+    of_some -= _of_unlike_optimizers(of_some, by_rank)
     differing = [path for path in differing if path not in of_some]
     lost = [path for path in differing if _is_lost([found.get(path) for found in by_rank])]
     if lost:
@@ -298,6 +301,17 @@ def _owners(by_rank: list[Found], of_some: set[Place], shapes_by_rank: Sequence[
         by_path[path.exact] = owner = min(holders[path], key=lambda rank: (counts[rank], rank))
         counts[owner] += 1
     return Owners(by_path, frozenset(path.exact for path in of_some), tuple(kept) if lacking else ())
+
+
+def _of_unlike_optimizers(of_some: set[Place], by_rank: list[Found]) -> set[Place]:
+    """State under numbers of parameters, which not all optimizers of this name have."""
+    names = {path: found[1] for path in of_some if (found := _BY_NUMBER.match(path.text))}
+    with_groups = [{found[1] for path in own if (found := _GROUPS.match(path.text))} for own in by_rank if names]
+    return {
+        path
+        for path, name in names.items()
+        if any(name in there and path not in own for there, own in zip(with_groups, by_rank, strict=True))
+    }
 
 
 def _is_of_some(by_rank: list[Digest | None]) -> bool:

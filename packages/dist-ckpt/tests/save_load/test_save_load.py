@@ -2,8 +2,9 @@
 
 import copy
 import random
+import re
 from argparse import Namespace
-from collections import OrderedDict
+from collections import Counter, OrderedDict, deque
 from types import SimpleNamespace
 
 import pytest
@@ -342,6 +343,40 @@ def test_check_finite_looks_at_plain_tensors(tmp_path):
     assert not (tmp_path / "c").exists()
     model["layers"][1] = torch.eye(3).to_sparse()
     dist_ckpt.save({"model": model}, tmp_path / "c", check_finite=True)
+
+
+def as_array(tensor):
+    pytest.importorskip("numpy", reason="needs numpy, for its arrays")
+    return tensor.numpy()
+
+
+NAN, ONES = torch.tensor([1.0, float("nan")]), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("of", "place"),
+    [
+        (lambda value: (value,), "v[0][1]"),
+        (lambda value: [{"a": ({"b": value},)}], "v[0].a[0].b[1]"),
+        (lambda value: deque([0, value]), "v[1][1]"),
+        (lambda value: Namespace(held=value), "v.held[1]"),
+        (lambda value: Counter(held=value), "v.held[1]"),
+        (lambda value: as_array(value), "v[1]"),
+        (lambda value: (as_array(value),), "v[0][1]"),
+        (lambda value: dist_ckpt.PerRank(value), "v[1]"),
+        (lambda value: dist_ckpt.PerRank({"a": as_array(value)}), "v.a[1]"),
+        (lambda value: ShardedObject("o", {"a": [value]}, (1,), (0,)), "o.a[0][1]"),
+        (lambda value: value.to_sparse(), "v.values[1]"),
+        (lambda value: value.repeat(2, 1).to_sparse_csr(), "v.values[1]"),
+        (lambda value: torch.nested.nested_tensor([value, value]), "v.values[1]"),
+    ],
+    ids=lambda case: case if isinstance(case, str) else "",
+)
+def test_check_finite_looks_into_values_of_any_kind(tmp_path, of, place):
+    with pytest.raises(ShardingError, match=re.escape(f"{place} is nan on rank 0, and check_finite is set")):
+        dist_ckpt.save({"v": of(NAN)}, tmp_path / "c", check_finite=True)
+    assert not (tmp_path / "c").exists()
+    dist_ckpt.save({"v": of(ONES), "loss": float("nan")}, tmp_path / "c", check_finite=True)
 
 
 def test_check_finite_names_key_index_and_rank(tmp_path):

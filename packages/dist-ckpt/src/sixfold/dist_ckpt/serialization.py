@@ -97,7 +97,7 @@ def save(
             ``AsyncSaveShardedStrategy`` the request begins when it is scheduled.
         group: a process group, None for this process alone, or "world".
         if_exists: "replace" a checkpoint in the folder, or "error" if it is not empty.
-        check_finite: NaN or infinity in a tensor is an error.
+        check_finite: NaN or infinity in a tensor or an array, also within another value, is an error.
         metadata: "torch" writes ``.metadata``, which torch DCP and megatron-core read; "compact" leaves it to
             ``tools.metadata``: loads of this package need the compact manifest alone.
         megatron: keep all plain tensors in the common data too, where megatron-core looks for them; else the smallest

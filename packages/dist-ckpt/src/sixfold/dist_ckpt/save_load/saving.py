@@ -50,7 +50,7 @@ from sixfold.dist_ckpt.state.records import (
     check_data,
     is_main_replica,
 )
-from sixfold.dist_ckpt.state.tensor_memory import check_readable, has_values
+from sixfold.dist_ckpt.state.tensor_memory import check_readable
 from sixfold.dist_ckpt.storage.local import LocalStore, local_path, resolved, store_at
 from sixfold.dist_ckpt.storage.store import Save, Store, complete, write_small
 from sixfold.dist_ckpt.strategies import base
@@ -417,12 +417,11 @@ def describe(
         for record in objects
         if is_main_replica(record.replica_id)
     ]
-    if request.check_finite and not rank:
-        for path, leaf in tree.leaves(common):
-            if isinstance(leaf, torch.Tensor) and has_values(leaf):
-                writer.check_tensor_finite(tree.path_text(path), leaf.detach(), (0,) * leaf.dim(), rank)
-            else:
-                writer.check_array_finite(tree.path_text(path), leaf, rank)
+    if request.check_finite:
+        named = [] if rank else [(tree.path_text(path), leaf) for path, leaf in tree.leaves(common)]
+        named += [(record.key, record.data) for record in objects if is_main_replica(record.replica_id)]
+        for name, value in named:
+            writer.check_value_finite(name, value, rank, set())
     common_bytes = b"" if rank else weights_only.dump(common, "common data")
     nbytes = plan.total_bytes(writes) + sum(len(data) for _, data in stored) + len(common_bytes)
     encoded, same = table.encode(), common if compared is parts.common else compared

@@ -40,12 +40,14 @@ from sixfold.dist_ckpt.plans.plan import Write, file_counts, total_bytes
 from sixfold.dist_ckpt.plans.shard_table import Encoded
 from sixfold.dist_ckpt.reused_memory import recycled
 from sixfold.dist_ckpt.save_load.unchanged import Kept, keep
+from sixfold.dist_ckpt.state import plain_types
 from sixfold.dist_ckpt.state.records import ShardedTensor
-from sixfold.dist_ckpt.state.tensor_memory import comparable, is_plain, tensor_bytes
+from sixfold.dist_ckpt.state.tensor_memory import PLAIN_TENSORS, comparable, has_values, is_plain, tensor_bytes
 from sixfold.dist_ckpt.storage.frame_file import PartFile
 from sixfold.dist_ckpt.storage.store import Part, Save, Store, part_name
 
 COPY_BYTES = 1 << 22
+_SPARSE = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
 
 
 @dataclass(slots=True)
@@ -388,12 +390,38 @@ def check_tensor_finite(key: str, tensor: torch.Tensor, offset: Sequence[int], r
             raise ShardingError(f"{key}{index} is {value} on rank {rank}, and check_finite is set")
 
 
-def check_array_finite(key: str, leaf: Any, rank: int) -> None:
-    """``check_tensor_finite`` for an array of numpy, which is not imported here. Its numbers pass, as Python's do."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(leaf, numpy.ndarray) or leaf.dtype.kind not in "fc":
+def check_value_finite(name: str, value: Any, rank: int, seen: set[int]) -> None:
+    """ShardingError for a NaN or an infinity in a tensor or an array that a value is or holds; Python's numbers pass.
+
+    ``seen``: ids of what was looked at. numpy is not imported here.
+    """
+    if isinstance(value, str | bytes | int | float | type) or id(value) in seen:
         return
-    bad = ~numpy.isfinite(leaf)
-    if bad.any():
-        index = [int(places[0]) for places in numpy.nonzero(bad)] if leaf.ndim else []
-        raise ShardingError(f"{key}{index} is {leaf[tuple(index)]} on rank {rank}, and check_finite is set")
+    seen.add(id(value))
+    numpy = sys.modules.get("numpy")
+    if isinstance(value, torch.Tensor):
+        for place, part in _dense_parts(value):
+            check_tensor_finite(name + place, part.detach(), (0,) * part.dim(), rank)
+    elif numpy is not None and isinstance(value, numpy.ndarray) and value.dtype.kind in "fc":
+        bad = ~numpy.isfinite(value)
+        if bad.any():
+            index = [int(places[0]) for places in numpy.nonzero(bad)] if value.ndim else []
+            raise ShardingError(f"{name}{index} is {value[tuple(index)]} on rank {rank}, and check_finite is set")
+    else:
+        for part, below in plain_types.parts_of(value) or [*getattr(value, "__dict__", {}).items()]:
+            text = f"{name}.{part}" if isinstance(part, str) else f"{name}[{part!r}]"
+            check_value_finite(text, below, rank, seen)
+
+
+def _dense_parts(tensor: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """The dense tensors that hold the values of one of any form, and what their places add to its name."""
+    if has_values(tensor):
+        return [("", tensor)]
+    if type(tensor) not in PLAIN_TENSORS and hasattr(tensor, "__tensor_flatten__"):
+        inner = [(name, getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0]]
+        return [(f".{name}{place}", part) for name, held in inner for place, part in _dense_parts(held)]
+    if tensor.is_meta or tensor.is_quantized:
+        return []
+    if tensor.layout is torch.sparse_coo:
+        return [(".values", tensor.detach()._values())]
+    return [(".values", tensor.detach().values())] if tensor.is_nested or tensor.layout in _SPARSE else []

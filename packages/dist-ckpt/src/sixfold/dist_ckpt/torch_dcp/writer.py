@@ -96,7 +96,7 @@ class Writer(StorageWriter, BlockingAsyncStager):
         if_exists: "replace" a checkpoint in the folder, in one step (the default), or "error" if it is not empty.
         overwrite: the same in torch's words: False is "error".
         thread_count: threads of each rank that write.
-        check_finite: NaN or infinity in a tensor is an error.
+        check_finite: NaN or infinity in a tensor that has a name of its own is an error.
         compress: "zstd" compresses each chunk of at least 16 KiB that a rank writes (extra ``zstd``), as torch's own
             extension does; torch and ``Reader`` read it. A load of a part of a chunk decodes all of it.
         owns: names of files that a trainer puts beside the checkpoint into the same folder, such as Lightning's

@@ -14,6 +14,7 @@ from fsdp_memory_helpers import peak_bytes
 from torch import nn
 
 from sixfold.fsdp import FsdpError, FullyShardedDataParallel, MixedPrecision, fully_shard_optimizer
+from sixfold.fsdp.torch_state import get_model_state_dict
 
 
 def other_state(**options):
@@ -234,3 +235,63 @@ def test_an_entry_of_a_state_dict_hook_cannot_be_streamed_and_says_so():
         FsdpError, match="made of the module's state dict is no parameter, module buffer or extra state"
     ):
         model.load_full_state_dict(model.full_state_dict())
+
+
+class Halved(nn.Linear):
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = self.weight.detach() / 2
+
+
+class Doubled(nn.Linear):
+    def __init__(self, *shape):
+        super().__init__(*shape)
+        self.register_state_dict_post_hook(self.post)
+
+    @staticmethod
+    def post(module, state, prefix, local):
+        state[prefix + "weight"] = state[prefix + "weight"] * 2
+
+
+class Transposed(nn.Linear):
+    def __init__(self, *shape):
+        super().__init__(*shape)
+        self.register_state_dict_post_hook(self.post)
+
+    @staticmethod
+    def post(module, state, prefix, local):
+        state[prefix + "weight_t"] = state[prefix + "weight"].t().contiguous()
+
+
+def stepped_net(layer, **options):
+    """A net after a step, and its wrapper; or a plain net."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*(nn.Sequential(layer(4, 4), nn.ReLU()) for _ in range(3)))
+    optimizer, model = torch.optim.SGD(net.parameters(), lr=0.5), net
+    if options:
+        model = FullyShardedDataParallel(net, process_group=None, fsdp_unit_modules=[layer], **options)
+        fully_shard_optimizer(optimizer, model)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    return model, net
+
+
+@pytest.mark.parametrize("layer", [Halved, Doubled, Transposed])
+def test_a_state_dict_that_is_made_out_of_weights_has_torchs_numbers_or_is_refused(layer, request):
+    plain, _ = stepped_net(layer)
+    whole, net = stepped_net(layer, strategy="no_shard")
+    assert same(whole.full_state_dict(), plain.state_dict()) == []
+    assert same(net.state_dict(), plain.state_dict()) == []
+    request.getfixturevalue("as_sharded")
+    sharded, net = stepped_net(layer, strategy="optim_grads_params")
+    assert same(net.state_dict(), plain.state_dict()) == []
+    text = r"^0\.0\.weight: .* reads its values .* makes an entry out of it"
+    for save in (
+        sharded.full_state_dict,
+        lambda: sharded.stream_full_state(None),
+        lambda: get_model_state_dict(sharded),
+    ):
+        with pytest.raises(FsdpError, match=text) as caught:
+            save()
+        assert caught.value.unit == "0.0"
+    sharded(torch.ones(2, 4)).sum().backward()  # nothing has changed

@@ -66,6 +66,7 @@ def get_model_state_dict(model: FullyShardedDataParallel, *, options: StateDictO
         rank, device = (0, "cpu") if asked.cpu_offload else (None, None)
         return dict(model.full_state_dict(rank=rank, device=device))
     place = _Place(model)
+    entries = full_state.entries(model.module, model._engine)
     cut: dict[Any, Any] = {}
     full_state.visit_whole(model._engine, lambda record, value: cut.__setitem__(record.parameter, place(record, value)))
     found = {
@@ -74,7 +75,7 @@ def get_model_state_dict(model: FullyShardedDataParallel, *, options: StateDictO
         else value.detach().clone()
         if isinstance(value, Tensor)
         else value
-        for name, value in full_state.entries(model.module, model._engine).items()
+        for name, value in entries.items()
     }
     return _moved(found, asked)
 

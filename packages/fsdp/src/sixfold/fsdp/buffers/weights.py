@@ -218,3 +218,11 @@ class Weights:
             torch._foreach_copy_(*self._copies)
         for tensor in self.quantized:
             tensor.arrive()
+
+
+def whole_main(record: ParamRecord) -> Tensor:
+    """In one process: a copy of the main weight in the parameter's shape."""
+    if record.main is None:  # no elements
+        flat_buffer = record.flat_buffer
+        return torch.zeros(record.spec.shape, dtype=flat_buffer.weights.main_dtype, device=flat_buffer.device)
+    return record.main.detach().clone().view(record.spec.shape)

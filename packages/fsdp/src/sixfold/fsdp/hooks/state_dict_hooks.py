@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from sixfold.fsdp.buffers.flat_tensor import ParamRecord
+from sixfold.fsdp.buffers.weights import whole_main
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.hooks.forward_backward import Hook
@@ -49,22 +48,15 @@ class StateDict(Hook):
         engine.state_dict_asked = "values"
 
     def after(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-        """Main weights take the place of gathered ones."""
+        """Main weights take the place of gathered ones, where the module's own code has not made something else."""
         if self._keeps or self.engine.state_dict_asked == "names":
             return
         self.engine.state_dict_asked = ""
         for name, parameter in module._parameters.items():
             record = self.engine.records.get(parameter) if parameter is not None else None
-            if record is not None and prefix + name in state_dict:
-                state_dict[prefix + name] = whole_main(record)
-
-
-def whole_main(record: ParamRecord) -> Tensor:
-    """In one process: a copy of the main weight in the parameter's shape."""
-    if record.main is None:  # no elements
-        flat_buffer = record.flat_buffer
-        return torch.zeros(record.spec.shape, dtype=flat_buffer.weights.main_dtype, device=flat_buffer.device)
-    return record.main.detach().clone().view(record.spec.shape)
+            value = state_dict.get(prefix + name)
+            if record is not None and type(value) is Tensor and value.data_ptr() == record.compute.data_ptr():
+                state_dict[prefix + name] = whole_main(record)  # in a call of its unit
 
 
 class LoadStateDict(Hook):

@@ -62,9 +62,10 @@ class Guard:
         readable: its values are here and stay here for what is about to use them.
         owes_gradient: a gradient of it is summed or reduced, while ``.grad`` is None.
         forget: ``.grad`` is set to None: so is that of its main parameter.
+        saved: what ``detach()`` gives while a state dict is made; None: none is.
     """
 
-    __slots__ = ("forget", "gone", "owes_gradient", "own_class", "readable", "record", "taken")
+    __slots__ = ("forget", "gone", "owes_gradient", "own_class", "readable", "record", "saved", "taken")
 
     def __init__(
         self,
@@ -72,9 +73,11 @@ class Guard:
         readable: Callable[[], bool],
         owes_gradient: Callable[[ParamRecord], bool],
         forget: Callable[[ParamRecord], None],
+        saved: Callable[[ParamRecord], Tensor | None],
     ) -> None:
         self.record = record
         self.forget = forget
+        self.saved = saved
         self.readable = readable
         self.owes_gradient = owes_gradient
         self.own_class = type(record.parameter)
@@ -206,6 +209,11 @@ class GuardedParameter(nn.Parameter):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name, sets = _named(func)
+        if name == "detach" and args and type(args[0]) is cls:
+            guard = args[0].__dict__[MARK]
+            value = None if guard.gone else guard.saved(guard.record)
+            if value is not None:
+                return value
         if (sets or name not in _READS_NOTHING) and func is not torch.autograd.grad:
             for guard in _guards((args, kwargs)):
                 guard.ask(name, sets, args, kwargs)

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from sixfold.fsdp.buffers.flat_tensor import ParamRecord
 from sixfold.fsdp.buffers.unit import Unit
+from sixfold.fsdp.buffers.weights import whole_main
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.parameter_access.guard import Guard, UnitGuard
 from sixfold.fsdp.parameter_access.saved_weights import EscapedViews, Versions
@@ -25,11 +26,17 @@ def guard_parameters(engine: Engine, *, as_sharded: bool) -> None:
     """From now on parameters are read in calls of their units; ``as_sharded``: also where all weights are here."""
     for unit in engine.units:
         for flat_buffer in unit.flat_buffers:
-            flat_buffer.weights.show_bytes_only(lambda: bool(engine.state_dict_asked))
+            flat_buffer.weights.show_bytes_only(lambda: engine.state_dict_asked == "values")
     engine.guards = [
         UnitGuard(
             [
-                Guard(record, _reads(engine, unit, as_sharded=as_sharded), _owes_gradient(engine), engine.forget)
+                Guard(
+                    record,
+                    _reads(engine, unit, as_sharded=as_sharded),
+                    _owes_gradient(engine),
+                    engine.forget,
+                    _saved(engine),
+                )
                 for record in unit.records
             ],
             EscapedViews(unit, engine.saved_views),
@@ -52,9 +59,9 @@ def _reads(engine: Engine, unit: Unit, *, as_sharded: bool) -> Callable[[], bool
     always = not as_sharded and all(one.weights.whole_here for one in unit.flat_buffers)
 
     def readable() -> bool:
-        if always or engine.state_dict_asked:
+        if always:
             return True
-        if not engine.gathering.ready(unit):
+        if engine.state_dict_asked == "names" or not engine.gathering.ready(unit):
             return False
         if in_backward() != -1:
             return True  # they stay for the nodes that follow its gather
@@ -63,6 +70,10 @@ def _reads(engine: Engine, unit: Unit, *, as_sharded: bool) -> Callable[[], bool
         return engine.calls_run and (not unit.shares or unit in engine.running)
 
     return readable
+
+
+def _saved(engine: Engine) -> Callable[[ParamRecord], Tensor | None]:
+    return lambda record: whole_main(record) if engine.state_dict_asked == "values" else None
 
 
 def _owes_gradient(engine: Engine) -> Callable[[ParamRecord], bool]:

@@ -109,6 +109,7 @@ def full_state_dict(
     if rank is not None and not 0 <= rank < engine.ranks.size:
         raise FsdpError(f"rank is {rank}; this model has ranks 0 to {engine.ranks.size - 1}")
     engine.faults.check()
+    found = entries(module, engine)  # on all ranks: where it raises, it does so on all
     kept = rank is None or rank == engine.ranks.rank
 
     def copy(value: Tensor) -> Tensor:
@@ -123,7 +124,7 @@ def full_state_dict(
     visit_whole(engine, keep)
     return {
         name: copies[value] if isinstance(value, nn.Parameter) and value in copies else _plain(value, copy)
-        for name, value in (entries(module, engine).items() if kept else ())
+        for name, value in (found.items() if kept else ())
     }
 
 
@@ -132,10 +133,24 @@ def _plain(value: Any, copy: Callable[[Tensor], Tensor]) -> Any:
 
 
 def entries(module: nn.Module, engine: Engine) -> dict[str, Any]:
-    """The module's own state dict: its Parameter objects and module buffers, of which nothing is read."""
+    """The module's own state dict: its Parameter objects and module buffers, of which nothing is read.
+
+    Raises:
+        FsdpError: a hook reads a weight, which is not here, to make an entry out of it.
+    """
     before, engine.state_dict_asked = engine.state_dict_asked, "names"
     try:
         return dict(module.state_dict(keep_vars=True))
+    except FsdpError as error:
+        if error.op != "read":
+            raise
+        what = str(error).partition(";")[0]
+        raise FsdpError(
+            f"{what}: a state dict hook, or a _save_to_state_dict of a module's class, makes an entry out of it. "
+            "Remove the hook, and make that entry out of the weight in full_state_dict()",
+            unit=error.unit,
+            op="read",
+        ) from error
     finally:
         engine.state_dict_asked = before
 

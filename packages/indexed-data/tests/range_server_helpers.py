@@ -18,6 +18,8 @@ class RangeServer:
     def __init__(self, files, failing=0.0, delay_s=0.0):
         self.files, self.failing, self.delay_s = dict(files), failing, delay_s
         self.requests, self.failed, self.given = [], 0, 0
+        self.at_most = 2**63  # bytes of one answer
+        self.changed = {}  # name: Last-Modified
         self.tags, self.hanging, self.status = {}, threading.Event(), None
         self._random, self._lock = Random(0), threading.Lock()
         outer = self
@@ -56,11 +58,14 @@ class RangeServer:
             handler.send_header("Content-Length", "0")
             handler.end_headers()
             return
-        piece = data[begin : end + 1]
+        piece = data[begin : min(end + 1, begin + self.at_most)]
         handler.send_response(206)
         handler.send_header("Content-Range", f"bytes {begin}-{begin + len(piece) - 1}/{len(data)}")
         handler.send_header("Content-Length", str(len(piece)))
-        handler.send_header("ETag", self.tags.get(name, '"one"'))
+        tag = self.tags.get(name, '"one"')
+        for header, value in (("ETag", tag), ("Last-Modified", self.changed.get(name))):
+            if value is not None:
+                handler.send_header(header, value)
         handler.end_headers()
         with self._lock:
             self.requests.append((name, begin, begin + len(piece)))

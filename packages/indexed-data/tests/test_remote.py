@@ -127,6 +127,57 @@ def test_an_object_that_is_replaced_is_an_error_and_never_other_tokens(local):
             remote[150]
 
 
+def test_without_an_etag_the_date_tells_that_an_object_was_replaced(local):
+    options = RemoteOptions(cache_folder="cache", request_bytes=1000)
+    date = "Mon, 02 Nov 2026 10:00:0{} GMT".format
+    with served("wiki") as server:
+        server.tags |= dict.fromkeys(server.files)
+        server.changed |= dict.fromkeys(server.files, date(0))
+        remote = IndexedDataset(f"{server.url}/wiki", remote=options)
+        assert np.array_equal(remote[3], local[3])
+        server.files["wiki.bin"] = server.files["wiki.bin"][::-1]
+        server.changed["wiki.bin"] = date(1)
+        with pytest.raises(StoreError, match=r"00:01 GMT', and had .*00:00 GMT' when it was opened"):
+            remote[150]
+        later = RemoteObject(f"{server.url}/wiki.bin", options)
+        assert later.read(0, later.size()) == server.files["wiki.bin"]
+
+
+def test_of_an_object_without_any_tag_no_later_run_reads_what_is_in_the_folder(local):
+    options = RemoteOptions(cache_folder="cache")
+    with served("wiki") as server:
+        server.tags |= dict.fromkeys(server.files)
+        with pytest.warns(UserWarning, match=r"wiki\.bin: the store gives neither ETag nor a date"):
+            first = RemoteObject(f"{server.url}/wiki.bin", options)
+        first.read(0, first.size())
+        before = len(server.requests)
+        first.read(0, first.size())
+        assert len(server.requests) == before, "it reads its own pieces again"
+        server.files["wiki.bin"] = server.files["wiki.bin"][::-1]
+        with pytest.warns(UserWarning, match="later runs use nothing of it in cache_folder"):
+            later = RemoteObject(f"{server.url}/wiki.bin", options)
+        assert later.read(0, later.size()) == server.files["wiki.bin"]
+
+
+def test_a_server_that_gives_less_than_it_is_asked_for_is_asked_for_the_rest(local):
+    with served("wiki") as server:
+        server.at_most = 100
+        remote = IndexedDataset(f"{server.url}/wiki")
+        assert all(np.array_equal(remote[number], local[number]) for number in range(0, len(local), 9))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong", "quoted"), [("my wiki", "' '", "my%20wiki"), ("wik\u00ed", "'\u00ed'", "wik%C3%AD")]
+)
+def test_a_url_that_needs_quoting_is_refused_at_once(local, name, wrong, quoted):
+    with served("wiki") as server:
+        server.files |= {f"my%20wiki{end}": server.files[f"wiki{end}"] for end in (".bin", ".idx")}
+        with pytest.raises(IndexedDataError, match=rf"has {wrong}, which a URL has only quoted; give .*/{quoted}\.idx"):
+            IndexedDataset(f"{server.url}/{name}")
+        assert not server.requests
+        assert np.array_equal(IndexedDataset(f"{server.url}/my%20wiki")[3], local[3])
+
+
 def test_a_store_that_does_not_answer_or_refuses_is_one_typed_error(local):
     options = RemoteOptions(timeout_s=0.3, retries=1)
     with served("wiki") as server:

@@ -8,9 +8,14 @@ from __future__ import annotations
 import re
 from typing import Any, Protocol
 
+from sixfold.indexed_data.errors import IndexedDataError
 from sixfold.indexed_data.extras import extra
 
-_TAGS = ("ETag", "etag", "md5", "mtime", "LastModified", "created")  # what stores of fsspec call it, the best first
+# What stores of fsspec call the tag, the best first.
+_TAGS = (
+    "ETag", "etag", "md5", "md5Hash", "Content-MD5", "mtime", "LastModified", "Last-Modified", "last_modified",
+    "modified", "updated", "created",
+)  # fmt: skip
 _RANGE = re.compile(r"bytes (\d+)-(\d+)/(\d+)")
 
 
@@ -39,8 +44,20 @@ class Fetch(Protocol):
 def fetch_of(url: str, timeout_s: float, storage_options: dict[str, Any]) -> Fetch:
     """What fetches ranges of ``url``."""
     if url.startswith(("http://", "https://")) and not storage_options:
+        _refuse_unquoted(url)
         return HttpFetch(url, timeout_s)
     return FsspecFetch(url, storage_options)
+
+
+def _refuse_unquoted(url: str) -> None:
+    from urllib.parse import quote  # only here: reading local pairs should not load it
+
+    *_, path = url.removeprefix("http://").removeprefix("https://").partition("/")
+    wrong = next((letter for letter in path if not "!" <= letter <= "~"), None)
+    if wrong is not None:
+        quoted = quote(path, safe="".join(map(chr, range(ord("!"), ord("~") + 1))))
+        given = url.removesuffix(path) + quoted
+        raise IndexedDataError(f"{url}: has {wrong!r}, which a URL has only quoted; give {given}")
 
 
 class HttpFetch:
@@ -66,7 +83,7 @@ class HttpFetch:
                 if answer.status != 206 or found is None or int(found[1]) != begin:
                     raise Refused(f"it answers {answer.status} to a request for a range: it gives none")
                 data: bytes = answer.read()
-                return data, int(found[3]), str(answer.headers.get("ETag", ""))
+                return data, int(found[3]), _tag(answer.headers)
         except HTTPError as error:
             return self._failed(error)
 
@@ -75,10 +92,15 @@ class HttpFetch:
             raise Gone(f"{error.code} {error.reason}") from error
         if error.code == 416:  # asked beyond its end: it is empty, or was cut
             size = re.fullmatch(r"bytes \*/(\d+)", error.headers.get("Content-Range", ""))
-            return b"", int(size[1]) if size else 0, str(error.headers.get("ETag", ""))
+            return b"", int(size[1]) if size else 0, _tag(error.headers)
         if error.code < 500 and error.code not in (408, 425, 429):
             raise Refused(f"{error.code} {error.reason}") from error
         raise error
+
+
+def _tag(headers: Any) -> str:
+    """What changes with the content, by the headers of an answer; nothing if none does."""
+    return str(headers.get("ETag") or headers.get("Last-Modified") or "")
 
 
 class FsspecFetch:
@@ -101,10 +123,7 @@ class FsspecFetch:
             raise Gone(str(error)) from error
         except Exception as error:
             raise _of_client(error) from error
-        tag = next(
-            (info[name] for name in ("ETag", "etag", "md5", "mtime", "LastModified", "created") if info.get(name)), ""
-        )
-        return int(info["size"]), str(tag)
+        return int(info["size"]), str(next((info[name] for name in _TAGS if info.get(name)), ""))
 
     def get(self, begin: int, end: int) -> tuple[bytes, int | None, str | None]:
         try:

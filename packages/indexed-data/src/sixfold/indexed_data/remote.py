@@ -5,9 +5,9 @@
 ``prefetch`` begins to fetch ranges and returns at once; ``read`` takes what is there, waits for what is under way, and
 fetches the rest. A piece is what one request gave. With a folder, pieces are files that later runs find again.
 
-[Note: one object] An object has a size and, in most stores, a tag that changes with its content. Both are asked when
-it is opened. Each answer of http(s) carries them, and of other stores they are asked again every ``check_s``. An
-object that changed is an error: its other half would belong to other documents.
+[Note: one object] An object has a size and, in most stores, a tag that changes with its content: an ETag, else a date.
+Both are asked when it is opened. Each answer of http(s) carries them, and of other stores they are asked again every
+``check_s``. An object that changed is an error: its other half would belong to other documents.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from __future__ import annotations
 import os
 import threading
 import time
+import warnings
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -84,11 +86,18 @@ class RemoteObject:
         self._fetch = self._client()
         self._size, self._tag = self._tried("its size", self._fetch.facts)
         self._checked = time.monotonic()
+        self._key = self._tag or f"untold {os.urandom(8).hex()}"
+        if self._size and not self._tag:
+            warnings.warn(
+                f"{url}: the store gives neither ETag nor a date of change: that it was replaced by an object of the "
+                "same size is not noticed, and later runs use nothing of it in cache_folder",
+                stacklevel=2,
+            )
         self._begin()
         self.fetched_bytes = 0  # by requests of this object, for whoever measures
 
     def _begin(self) -> None:
-        self._pieces = _Pieces(self.url, self._size, self._tag, self._options)
+        self._pieces = _Pieces(self.url, self._size, self._key, self._options)
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._process = os.getpid()
@@ -177,10 +186,14 @@ class RemoteObject:
         if not self._fetch.tells_change and time.monotonic() - self._checked > self._options.check_s:
             self._refuse_changed(*self._tried("its size", self._fetch.facts))
             self._checked = time.monotonic()
-        data, size, tag = self._tried(f"bytes {begin} to {end}", lambda: self._fetch.get(begin, end))
-        self._refuse_changed(size if size is not None else self._size, tag if tag is not None else self._tag)
-        if len(data) != end - begin:
-            raise StoreError(f"{self.url}: bytes {begin} to {end}: {len(data)} came; the object was cut")
+        data = b""
+        while len(data) < end - begin:  # a server may give less of a range than it was asked for
+            at = begin + len(data)
+            piece, size, tag = self._tried(f"bytes {at} to {end}", partial(self._fetch.get, at, end))
+            self._refuse_changed(size if size is not None else self._size, tag if tag is not None else self._tag)
+            data += piece
+            if not piece or len(data) > end - begin:
+                raise StoreError(f"{self.url}: bytes {at} to {end}: {len(piece)} came; the object was cut")
         self.fetched_bytes += len(data)
         self._pieces.keep(begin, end, data)
         return data

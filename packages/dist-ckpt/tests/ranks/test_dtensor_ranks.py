@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from forked_worker import fork_workers
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -168,3 +168,22 @@ def test_leaves_of_one_rank_are_refused_by_name_on_every_rank(tmp_path):
     assert "pair is a tuple that holds a DTensor" in texts[2]
     assert "differs.x" in texts[3] and "[0], [1]" in texts[3] and "PerRank" in texts[3]
     assert "tuple" in texts[4]
+
+
+def on_a_mesh_of_the_last_rank(rank, ranks, folder):
+    """As stages of a pipeline have it: the other ranks hold the DTensor, and nothing of it."""
+    mesh = DeviceMesh("cpu", [ranks - 1])
+
+    def of(values):
+        local = values if rank == ranks - 1 else torch.empty(0)
+        return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=(4,), stride=(1,))
+
+    dist_ckpt.save({"stage": {"t": of(torch.arange(4.0))}, "w": torch.ones(1)}, folder)
+    asked = {"stage": {"t": of(torch.zeros(4))}, "w": torch.zeros(1)}
+    loaded = dist_ckpt.load(asked, folder)
+    assert loaded["w"].tolist() == [1]
+    return loaded["stage"]["t"].to_local().tolist()
+
+
+def test_a_dtensor_on_a_mesh_of_other_ranks_is_loaded_by_these(tmp_path):
+    assert run_ranks(on_a_mesh_of_the_last_rank, 2, tmp_path / "c") == [[], [0, 1, 2, 3]]

@@ -472,3 +472,13 @@ def test_exact_between_integers_and_complex_numbers(stored, asked):
     for value in (300.5, 2.0**64, 1j, complex("nan"), *((-1.0,) if not asked.is_signed else ())):
         with pytest.raises(MismatchError, match="w: asked for"):
             copy_values("w", torch.tensor([1, value], dtype=stored), there, "exact")
+
+
+@pytest.mark.parametrize("of", [lambda: torch.ones(3), lambda: as_array(torch.ones(3)), lambda: [torch.ones(2)], dict])
+@pytest.mark.parametrize("strict", ["assume_ok_unexpected", "raise_all"])
+def test_a_load_returns_what_the_caller_keeps_for_itself_of_any_kind(tmp_path, of, strict):
+    own = of()
+    dist_ckpt.save({"w": torch.ones(2), "x": {"own": LocalNonpersistentObject(own)}}, tmp_path / "c", group=None)
+    asked = {"w": torch.zeros(2), "x": {"own": LocalNonpersistentObject(own)}, "rows": [LocalNonpersistentObject(own)]}
+    loaded = dist_ckpt.load(asked, tmp_path / "c", group=None, strict=strict)
+    assert (loaded["x"]["own"] is own, loaded["rows"][0] is own, loaded["w"].tolist()) == (True, True, [1, 1])

@@ -169,7 +169,7 @@ def local_names(parts: tree.Split) -> frozenset[str]:
     An empty dict is kept where plain DCP stores none (dcp_names.py), and holds nothing.
     """
     local = ((path, leaf.unwrap()) for path, leaf in parts.local)
-    return frozenset(tree.key_text(path) for path, value in local if value or not tree.is_dict(value))
+    return frozenset(tree.key_text(path) for path, value in local if not tree.is_dict(value) or value)
 
 
 def _remedy_of_state(keys: Sequence[str]) -> str:

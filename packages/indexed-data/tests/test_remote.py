@@ -263,6 +263,43 @@ def test_pieces_in_a_folder_are_found_by_a_later_run_and_stay_within_the_limit(l
         assert len(server.requests) == before + 1
 
 
+def test_a_folder_is_bounded_for_all_that_use_it(local):
+    """Eight objects of one process, then four processes at once; the oracle adds up the files."""
+
+    def held():
+        total = 0
+        for path in Path("cache").glob("*.piece"):
+            with suppress(FileNotFoundError):  # another process has removed it meanwhile
+                total += path.stat().st_size
+        return total
+
+    def read(server, names):
+        objects = [RemoteObject(f"{server.url}/{name}", options) for name in names]
+        for at in range(0, 20_000, 1000):
+            for each in objects:
+                assert each.read(at, 1000) == data[at : at + 1000]
+                seen.append(held())
+
+    data, options, seen = (
+        Path("wiki.bin").read_bytes()[:20_000],
+        RemoteOptions(cache_folder="cache", cache_bytes=40_000),
+        [],
+    )
+    with RangeServer({f"{number}.bin": data for number in range(8)}) as server:
+        read(server, server.files)
+        assert max(seen) <= 40_000 + 1004 and held() > 30_000
+        children = []
+        for number in range(4):
+            children.append(os.fork())
+            if children[-1] == 0:
+                with suppress(BaseException):
+                    read(server, [f"{number}.bin", f"{number + 4}.bin"])
+                    os._exit(0 if max(seen) <= 1.4 * 40_000 + 4 * 1004 else 1)
+                os._exit(2)
+        assert [os.waitpid(child, 0)[1] for child in children] == [0] * 4
+        assert held() <= 1.4 * 40_000 + 4 * 1004
+
+
 def test_more_ahead_than_the_cache_holds_is_refused(local):
     with served("wiki") as server:
         remote = IndexedDataset(f"{server.url}/wiki", remote=RemoteOptions(cache_bytes=1000))

@@ -30,6 +30,21 @@ CRC_BYTES = 4  # behind a piece
 _KEPT = 0.9  # of the limit, after files were removed
 
 
+class _Folder:
+    """What a folder holds, of all objects, as this process knows.
+
+    [Note: who else writes] Other processes write there too. So the folder is listed again whenever this one wrote a
+    tenth of the limit: by so much each process may exceed it.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.held = self.written = 0  # bytes; of this process since the folder was listed
+
+
+_FOLDERS: dict[tuple[int, str], _Folder] = {}  # by process, since a fork may copy a lock that is held, and path
+
+
 class PieceFiles:
     """The files of one object."""
 
@@ -38,16 +53,16 @@ class PieceFiles:
 
         self._folder, self._limit = folder, limit_bytes
         self._key = hashlib.sha256(f"{url}\n{size}\n{tag}".encode()).hexdigest()[:32]
-        self._lock = threading.Lock()
+        self._shared = _FOLDERS.setdefault((os.getpid(), os.path.realpath(folder)), _Folder())
+        self._lock = self._shared.lock
+        self._ends: dict[int, int] = {}
         try:
             os.makedirs(folder, exist_ok=True)
             _remove_unfinished(folder)
-            self._held = 0
-            self._ends: dict[int, int] = {}
-            for name, nbytes, _ in self._listed():
-                self._held += nbytes
-                if name[1] == self._key:
-                    self._ends[int(name[2])] = max(int(name[3]), self._ends.get(int(name[2]), 0))
+            with self._lock:
+                for name, *_ in self._all():
+                    if name[1] == self._key:
+                        self._ends[int(name[2])] = max(int(name[3]), self._ends.get(int(name[2]), 0))
         except OSError as error:
             raise IndexedDataError(f"cache_folder is {folder}: {error.strerror}; give a folder to write to") from error
         self._begins = sorted(self._ends)
@@ -96,21 +111,30 @@ class PieceFiles:
             if begin not in self._ends:
                 self._begins.insert(bisect_left(self._begins, begin), begin)
             self._ends[begin] = end
-            self._held += end - begin + CRC_BYTES
-            if self._held > self._limit:
+            self._shared.held += end - begin + CRC_BYTES
+            self._shared.written += end - begin + CRC_BYTES
+            if self._shared.held > self._limit or self._shared.written > (1 - _KEPT) * self._limit:
                 self._remove_oldest(path)
 
     def _remove_oldest(self, newest: str) -> None:
-        listed = sorted(self._listed(), key=lambda each: each[2])
-        self._held = sum(nbytes for _, nbytes, _ in listed)
+        """Keep to the limit. The lock is held."""
+        listed = sorted(self._all(), key=lambda each: each[2])
+        if self._shared.held <= self._limit:
+            return
         for name, nbytes, _ in listed:
             path = os.path.join(self._folder, name[0])
-            if self._held <= _KEPT * self._limit:
+            if self._shared.held <= _KEPT * self._limit:
                 break
             if path != newest:
                 with suppress(OSError):
                     os.unlink(path)
-                self._held -= nbytes
+                self._shared.held -= nbytes
+
+    def _all(self) -> list[tuple[re.Match[str], int, float]]:
+        """What the folder holds now, of every object. The lock is held."""
+        listed = list(self._listed())
+        self._shared.held, self._shared.written = sum(nbytes for _, nbytes, _ in listed), 0
+        return listed
 
     def _listed(self) -> Iterator[tuple[re.Match[str], int, float]]:
         """(name, bytes, last use) of each piece in the folder."""

@@ -80,22 +80,22 @@ class BatchRows:
     """Those of a batch, for a rank that has no part of it: each stage's first message says how many there are.
 
     Args:
-        number: None where it is not known here.
-        check: refuses what does not fit a number that is told later; None where nothing is to be checked.
+        number: None where it is not known here; below zero if it is that of a list that a tensor is not cut as.
+        check: refuses what does not fit the number that is told; None where nothing is to be checked.
     """
 
     __slots__ = ("_check", "number")
 
-    def __init__(self, number: int | None = None, check: Callable[..., object] | None = None) -> None:
+    def __init__(self, number: int | None = None, check: Callable[[int], object] | None = None) -> None:
         self.number, self._check = number, check
 
     def hear(self, number: int | None) -> None:
         """The batch has so many. Raises ScheduleError."""
-        if self.number is None and number is not None:
-            self.number = number
+        if number is not None:
+            self.number = number  # this rank's may be of targets, with several for each row of the batch
             if (check := self._check) is not None:
                 self._check = None
-                check(rows=number)
+                check(number)
 
 
 class Facts:

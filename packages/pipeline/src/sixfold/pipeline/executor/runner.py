@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
 from operator import length_hint
 from typing import Any, Literal, Never, NoReturn
 
@@ -34,14 +33,7 @@ from sixfold.pipeline.executor.usage_checks import BufferGuard, ModuleCheck, Opt
 from sixfold.pipeline.failures.deadlines import PeerLost
 from sixfold.pipeline.failures.report import FailureReport, Store
 from sixfold.pipeline.measured.one_clock import gathered
-from sixfold.pipeline.microbatches.cut_batch import (
-    Values,
-    input_microbatches,
-    keyword_microbatches,
-    rows_of,
-    target_microbatches,
-    total_of,
-)
+from sixfold.pipeline.microbatches.cut_batch import Values, cut_beside, input_microbatches
 from sixfold.pipeline.microbatches.outer_graph import OuterGraph, freed_graph, refuse_shared_graph
 from sixfold.pipeline.program.program import Program, Weights, program_given
 from sixfold.pipeline.simulation.simulate import Timeline, measured
@@ -567,15 +559,9 @@ class PipelineRunner:
             refuse_shared_graph("kwargs", kwargs, m, (list, tuple))
             if compiled.tail is not None:
                 refuse_shared_graph("targets", targets, m)
-        rows = rows_of(inputs, targets)
-        keywords = partial(keyword_microbatches, kwargs, m, equal=equal)
-        compiled.begin(
-            microbatches,
-            target_microbatches(targets, m, equal=equal, rows=rows) if compiled.tail is not None else [],
-            keywords(rows=rows, total=total_of(inputs, targets)),
-            keep_outputs,
-            BatchRows(rows, keywords if rows is None and isinstance(kwargs, Mapping) else None),
-        )
+        tail = compiled.tail is not None
+        cut_targets, keywords, rows, check = cut_beside(inputs, targets, kwargs, m, equal=equal, tail=tail)
+        compiled.begin(microbatches, cut_targets, keywords, keep_outputs, BatchRows(rows, check))
         return outer if outer is not None and outer.there else None
 
     def _fail(self, error: BaseException, compiled: Compiled | None = None, at: int = -1) -> NoReturn:

@@ -24,13 +24,12 @@ __all__ = [
     "as_tuple",
     "check_travels",
     "cut",
+    "cut_beside",
     "input_microbatches",
     "joined",
     "keyword_microbatches",
-    "rows_of",
     "target_microbatches",
     "tensors_in",
-    "total_of",
 ]
 
 Values = tuple[Any, ...]  # what stages exchange: tensors, and None, ints, floats and truth values beside them
@@ -106,7 +105,7 @@ def target_microbatches(targets: Any, m: int, *, equal: bool, rows: int | None =
     return [None] * m if targets is None else _cut(targets, m, "targets", equal, mapping=True, rows=rows)
 
 
-def rows_of(*batches: Any) -> int | None:
+def _rows_of(*batches: Any) -> int | None:
     """Rows of the first of these that is a tensor, or has one; None if none has."""
     for batch in batches:
         if not isinstance(batch, list):  # of microbatches
@@ -115,13 +114,57 @@ def rows_of(*batches: Any) -> int | None:
     return None
 
 
-def total_of(*batches: Any) -> int | None:
+def _total_of(*batches: Any) -> int | None:
     """Rows of all parts of the first of these that is a list of microbatches; None where a part has none."""
     for batch in batches:
         if isinstance(batch, list):
-            rows = [rows_of(tuple(part) if isinstance(part, list) else part) for part in batch]
-            return None if None in rows else sum(filter(None, rows))
+            rows = _rows_of_parts(batch)
+            return None if rows is None else sum(rows)
     return None
+
+
+def _rows_told(inputs: Any) -> int | None:
+    """Rows of the inputs, as other ranks hear of them; None where they have none.
+
+    Those of a list of microbatches are added up. The number is below zero if a tensor of so many rows would be cut
+    otherwise.
+    """
+    if not isinstance(inputs, list):
+        return _rows_of(inputs)
+    rows = _rows_of_parts(inputs)
+    if rows is None:
+        return None
+    total, m = sum(rows), len(rows)
+    return total if rows == [total // m + (k < total % m) for k in range(m)] else -total
+
+
+def _rows_of_parts(batch: list[Any]) -> list[int] | None:
+    rows = [_rows_of(tuple(part) if isinstance(part, list) else part) for part in batch]
+    known = [number for number in rows if number is not None]
+    return known if len(known) == len(rows) else None
+
+
+def _check_target_rows(targets: Any, m: int, rows: int | None) -> None:
+    """Each microbatch's targets are those of its inputs: a tensor of labels has rows, or some for each row, of these.
+
+    Args:
+        rows: as ``_rows_told`` tells them.
+    Raises:
+        ScheduleError: the targets would be cut otherwise than the inputs.
+    """
+    own = _rows_of(targets)
+    if own is None or not rows:
+        return
+    if rows < 0:
+        raise ScheduleError(
+            f"targets has {own} rows to be cut evenly, but the microbatches in the list of inputs have unequal rows; "
+            f"give a list of {m} microbatches"
+        )
+    if own % rows:
+        raise ScheduleError(
+            f"targets has {own} rows, the inputs {rows}; targets have as many, or some for each row of the inputs: "
+            f"give lists of {m} microbatches where they belong together otherwise"
+        )
 
 
 def _with_rows(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
@@ -152,7 +195,7 @@ def keyword_microbatches(
     """The keyword arguments of every local stage's module, per microbatch; one dict is cut as a batch is.
 
     Args:
-        rows: of the batch, where they are known here.
+        rows: of the batch, where they are known here, as ``_rows_told`` tells them.
         total: of a batch that is given as a list.
     Raises:
         ScheduleError: they are no dict and no list of m dicts; or of a dict a tensor has other rows than the batch, or
@@ -161,14 +204,19 @@ def keyword_microbatches(
     if kwargs is None:
         return [{}] * m
     if isinstance(kwargs, Mapping):
-        rows = rows_of(kwargs) if rows is None else rows
+        rows = _rows_of(kwargs) if rows is None else rows
         for name, value in _with_rows(kwargs, "kwargs"):
+            if rows is not None and rows < 0:
+                raise ScheduleError(
+                    f"{name} has {value.shape[0]} rows to be cut evenly, but the microbatches in the list of inputs "
+                    f"have unequal rows; give a list of {m} dicts"
+                )
             if value.shape[0] != rows:
                 raise ScheduleError(
                     f"{name} has {value.shape[0]} rows, the batch {rows}; a dict is cut as the batch is: "
                     f"give a list of {m} dicts where a tensor is for all microbatches"
                 )
-        return cut(dict(kwargs), m, "kwargs", equal=equal, rule=_mean_rule(m), rows_of_batch=rows or total)
+        return cut(dict(kwargs), m, "kwargs", equal=equal, rule=_mean_rule(m), rows_of_batch=abs(rows or 0) or total)
     if not isinstance(kwargs, list | tuple):
         raise ScheduleError(f"kwargs is a {type(kwargs).__name__}; it is a dict, or a list of {m} dicts")
     if len(kwargs) != m:
@@ -177,6 +225,44 @@ def keyword_microbatches(
         if not isinstance(each, Mapping):
             raise ScheduleError(f"kwargs[{k}] is a {type(each).__name__}; it is a dict")
     return list(kwargs)
+
+
+def cut_beside(
+    inputs: Any,
+    targets: Any,
+    kwargs: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None,
+    m: int,
+    *,
+    equal: bool,
+    tail: bool,
+) -> tuple[list[Any], list[Any], int | None, Callable[[int], None] | None]:
+    """What goes with the inputs, each microbatch's rows with the inputs' of the same.
+
+    Args:
+        tail: the last stage is here; elsewhere targets are not used.
+    Returns:
+        m targets, or [] elsewhere; m keyword arguments; the rows of the batch, as ``_rows_told`` tells them, those of
+        the targets where there are no inputs; what refuses the rows that another rank tells.
+    Raises:
+        ScheduleError: as ``keyword_microbatches`` says, and of targets that would be cut otherwise than the inputs.
+    """
+    rows = _rows_told(inputs)
+    of_batch = _rows_of(targets) if rows is None else rows
+    total = _total_of(inputs, targets)
+    keywords = keyword_microbatches(kwargs, m, equal=equal, rows=of_batch, total=total)
+    cut_targets = []
+    if tail:
+        known = None if of_batch is None else abs(of_batch)
+        cut_targets = target_microbatches(targets, m, equal=equal, rows=known)
+        _check_target_rows(targets, m, rows)
+
+    def check(rows: int) -> None:
+        if tail:
+            _check_target_rows(targets, m, rows)
+        if of_batch is None and isinstance(kwargs, Mapping):
+            keyword_microbatches(kwargs, m, equal=equal, rows=rows)
+
+    return cut_targets, keywords, of_batch, check if rows is None else None
 
 
 def cut(
@@ -324,7 +410,7 @@ def _cut(batch: Any, m: int, name: str, equal: bool, *, mapping: bool = False, r
     if not (isinstance(batch, tuple) or (mapping and isinstance(batch, Mapping))):
         forms = "a tensor, a tuple of tensors" + (", a dict of them" if mapping else "")
         raise ScheduleError(f"{name} is a {type(batch).__name__}; give {forms}, or a list of {m} microbatches")
-    of_first = rows_of(batch)
+    of_first = _rows_of(batch)
     for where, part in _with_rows(batch, name):
         if part.shape[0] != of_first:
             raise ScheduleError(

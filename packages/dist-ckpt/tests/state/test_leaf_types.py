@@ -5,6 +5,7 @@ Written files are also read by ``torch.load`` itself, as megatron-core reads ``c
 
 import argparse
 import collections
+import copy
 import dataclasses
 import datetime
 import enum
@@ -21,7 +22,7 @@ import torch.distributed.checkpoint as dcp
 from dist_ckpt_helpers import one
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import CorruptError, ShardedObject, ShardedTensor, ShardingError, UnsafeError
+from sixfold.dist_ckpt import CorruptError, MismatchError, ShardedObject, ShardedTensor, ShardingError, UnsafeError
 from sixfold.dist_ckpt.formats import weights_only
 
 try:
@@ -359,3 +360,39 @@ def test_ordered_dicts_keep_their_kind_and_attributes_where_records_stand_in_the
     assert (type(loaded["default"]), loaded["default"].default_factory) == (collections.defaultdict, dict)
     torch.nn.Linear(2, 2).load_state_dict(loaded["model"])
     assert isinstance(state["weight"], ShardedTensor)
+
+
+@pytest.mark.parametrize(
+    ("saved", "asked", "filled"),
+    [
+        ((torch.ones(2), torch.eye(2)), [torch.zeros(2), torch.zeros(2, 2)], [torch.ones(2), torch.eye(2)]),
+        ((torch.ones(2), torch.eye(2)), {1: torch.zeros(2, 2)}, {1: torch.eye(2)}),
+        (
+            {"a": (torch.ones(2), {"x": torch.eye(3)})},
+            {"a": [torch.zeros(2), {"x": torch.zeros(3, 3)}]},
+            {"a": [torch.ones(2), {"x": torch.eye(3)}]},
+        ),
+    ],
+    ids=["list", "places", "deep"],
+)
+def test_a_tuple_that_is_asked_for_as_a_list_is_returned_and_fills_the_list(tmp_path, saved, asked, filled):
+    own, module = copy.deepcopy(asked), torch.nn.Linear(2, 2)
+    dist_ckpt.save({"v": saved, "m": module}, tmp_path / "c", group=None)
+    loaded = dist_ckpt.load({"v": own, "m": torch.nn.Linear(2, 2)}, tmp_path / "c", group=None)
+    assert repr(loaded["v"]) == repr(saved)
+    assert repr(own) == repr(filled)
+    assert torch.equal(loaded["m"].weight, module.weight)
+
+
+def test_a_module_whose_state_was_saved_in_a_tuple_gets_it(tmp_path):
+    then, now = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    dist_ckpt.save({"v": (then.state_dict(), 3)}, tmp_path / "c", group=None)
+    dist_ckpt.load({"v": [now]}, tmp_path / "c", group=None)
+    assert torch.equal(now.weight, then.weight)
+
+
+@pytest.mark.parametrize("saved", [torch.arange(4.0).reshape(2, 2), "text"])
+def test_elements_of_a_tensor_or_a_text_are_no_values_of_their_own(tmp_path, saved):
+    dist_ckpt.save({"v": saved}, tmp_path / "c", group=None)
+    with pytest.raises(MismatchError, match=r"v\.0: asked for, not in the checkpoint"):
+        dist_ckpt.load({"v": [torch.zeros(2)]}, tmp_path / "c", group=None)

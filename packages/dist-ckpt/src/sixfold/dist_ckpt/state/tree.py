@@ -219,8 +219,10 @@ def holds_record(node: Any) -> bool:
 
 
 def get(tree: Any, path: KeyPath) -> Any:
-    """The node at ``path``, or GONE."""
+    """The node at ``path``, or GONE. It may stand in a tuple."""
     for name in path:
+        if isinstance(tree, torch.Tensor | str):  # their elements are no nodes
+            return GONE
         try:
             tree = tree[name]
         except (KeyError, IndexError, TypeError):
@@ -238,8 +240,10 @@ def attributes_of(node: Any, path: KeyPath = ()) -> dict[KeyPath, dict[str, Any]
 
 
 def put(tree: Any, path: KeyPath, value: Any) -> None:
-    """Replace the node at ``path``, which exists."""
-    get(tree, path[:-1])[path[-1]] = value
+    """Replace the node at ``path``, which exists. A tuple was saved as it is, and stays so."""
+    parent = get(tree, path[:-1])
+    if not isinstance(parent, tuple):
+        parent[path[-1]] = value
 
 
 def drop(tree: Any, path: KeyPath) -> None:
@@ -247,7 +251,7 @@ def drop(tree: Any, path: KeyPath) -> None:
     parent = get(tree, path[:-1])
     if is_dict(parent):
         del parent[path[-1]]
-    else:
+    elif not isinstance(parent, tuple):
         parent[path[-1]] = None
 
 

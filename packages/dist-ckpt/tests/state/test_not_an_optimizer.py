@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as torch_dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -12,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from sixfold import dist_ckpt
-from sixfold.dist_ckpt import MismatchError
+from sixfold.dist_ckpt import MismatchError, tools
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
@@ -55,3 +56,45 @@ def test_the_remedy_of_the_error_loads_what_torch_has_flattened(tmp_path):
     loaded = dist_ckpt.load({"optimizer": get_optimizer_state_dict(again, own, options=FLAT)}, tmp_path)
     set_optimizer_state_dict(again, own, loaded["optimizer"], options=FLAT)
     assert torch.equal(own.state[again.bias]["exp_avg_sq"], optimizer.state[model.bias]["exp_avg_sq"])
+
+
+HALVES = {
+    "some keys": ("us", {"to": "torch_dist", "keys": "model.*"}, "param_groups and not its state"),
+    "some keys in zarr": ("us", {"to": "zarr", "keys": "model.*"}, "param_groups and not its state"),
+    "tensors alone": ("us", {"to": "safetensors"}, "state and not its param_groups"),
+    "bytes of DCP in zarr": ("torch", {"to": "zarr"}, "state and not its param_groups"),
+}
+
+
+@pytest.mark.parametrize("strict", ["assume_ok_unexpected", "ignore_all"])
+@pytest.mark.parametrize("half", HALVES)
+def test_half_of_an_optimizer_is_an_error_before_anything_changes(tmp_path, half, strict):
+    by, options, words = HALVES[half]
+    if options["to"] == "safetensors":
+        pytest.importorskip("safetensors", reason="needs the extra safetensors")
+    model, optimizer = stepped()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    if by == "us":
+        dist_ckpt.save(state, tmp_path / "c", group=None)
+    else:
+        torch_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    tools.convert(tmp_path / "c", tmp_path / "d", **options)
+    again = nn.Linear(2, 2)
+    before, own = copy.deepcopy(again.state_dict()), torch.optim.AdamW(again.parameters())
+    with pytest.raises(MismatchError, match=f"optimizer: the checkpoint has its {words}"):
+        dist_ckpt.load({"model": again, "optimizer": own}, tmp_path / "d", group=None, strict=strict)
+    assert all(torch.equal(value, before[name]) for name, value in again.state_dict().items()) and not own.state
+    dist_ckpt.load({"model": again}, tmp_path / "d", group=None)
+    assert torch.equal(again.weight, model.weight)
+
+
+@pytest.mark.parametrize("by", ["us", "torch"])
+def test_an_optimizer_without_state_is_whole(tmp_path, by):
+    state = {"optimizer": torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.5).state_dict()}
+    if by == "us":
+        dist_ckpt.save(state, tmp_path / "c", group=None)
+    else:
+        torch_dcp.save(state, checkpoint_id=tmp_path / "c", no_dist=True)
+    own = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    dist_ckpt.load({"optimizer": own}, tmp_path / "c", group=None)
+    assert own.param_groups[0]["lr"] == 0.5

@@ -116,6 +116,7 @@ def state_of(
     stored, key = tree.get(saved.common, path), tree.key_text(path)
     _check_was_an_optimizer(owner, stored, key)
     _check_is_same(owner, groups, stored, key)
+    _check_is_whole(stored, saved, key)
     names = parameter_names.names_of(owner, known())
     where = (*path, "state")
     start, state_then = f"{tree.key_text(where)}.", tree.get(stored, ("state",))
@@ -226,6 +227,19 @@ def _check_is_same(owner: torch.optim.Optimizer, groups: list[Any], stored: Any,
                 f"{name} is {type(owner).__name__}, and another optimizer was saved: it had {min(beyond)} and no "
                 f"{min(lacking)}. Make that one; or leave {name} out, and this one begins without state"
             )
+
+
+def _check_is_whole(stored: Any, saved: Saved, name: str) -> None:
+    """MismatchError where one half of an optimizer's state dict was saved: torch's own error would name a key alone."""
+    below = [key.removeprefix(f"{name}.") for key in (*saved.tensors, *saved.objects) if key.startswith(f"{name}.")]
+    parts = {key.partition(".")[0] for key in below} | {*(stored if tree.is_dict(stored) else ())}
+    is_bare = stored is tree.GONE  # of plain DCP, which keeps no empty dict
+    if parts & {"state", "param_groups"} and not parts >= {"param_groups", *["state"] * (not is_bare)}:
+        has, lacks = ("param_groups", "state") if "param_groups" in parts else ("state", "param_groups")
+        raise MismatchError(
+            f"{name}: the checkpoint has its {has} and not its {lacks}, as a conversion of some keys leaves it. Load "
+            f"it from the checkpoint that was converted; or leave {name} out, and this one begins without state"
+        )
 
 
 def hand_over_all(found: Iterable[tuple[Any, Any]]) -> None:

@@ -1,5 +1,6 @@
 """Values that are not the same on all ranks: none is lost without an error, and the remedies work."""
 
+import argparse
 import collections
 import os
 import random
@@ -331,3 +332,40 @@ def of_other_types(rank, ranks, folder):
 def test_types_that_are_not_compared_come_back_as_the_first_rank_has_them(tmp_path):
     pytest.importorskip("numpy", reason="it is no dependency")
     assert run_ranks(of_other_types, 2, tmp_path / "c") == [["int64", "float32", "dict", "deque", 3]] * 2
+
+
+def in_order(names):
+    return {name: ord(name) for name in names}
+
+
+#: By kind: a value with its names in an order, and one in which they have changed places.
+WITH_NAMES = {
+    "tuple": (lambda names: (in_order(names),), lambda: ({"a": 98, "b": 97},)),
+    "deque": (lambda names: collections.deque([in_order(names)]), lambda: collections.deque([{"a": 98, "b": 97}])),
+    "namespace": (lambda names: argparse.Namespace(**in_order(names)), lambda: argparse.Namespace(a=98, b=97)),
+    "counter": (lambda names: collections.Counter(in_order(names)), lambda: collections.Counter(a=98, b=97)),
+    "ordered": (
+        lambda names: (collections.OrderedDict(in_order(names)), 1),
+        lambda: (collections.OrderedDict(a=98, b=97), 1),
+    ),
+    "kinds": (
+        lambda names: ((collections.OrderedDict if names == "ab" else dict)(in_order(names)),),
+        lambda: ({"a": 98, "b": 97},),
+    ),
+}
+
+
+def in_another_order(rank, ranks, folder):
+    told = []
+    for of, other in WITH_NAMES.values():
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            dist_ckpt.save({"v": of("ba" if rank else "ab")}, folder)
+        told.append(refused({"v": other() if rank else of("ab")}, folder))
+    return told
+
+
+def test_the_order_of_names_within_values_of_any_kind_may_differ_and_what_they_name_may_not(tmp_path):
+    first, second = run_ranks(in_another_order, 2, tmp_path / "c")
+    assert first == second
+    assert all("v: ranks [0], [1] hold different values" in text for text in first)

@@ -129,12 +129,13 @@ def digest_of(leaf: Any) -> Digest:
     if not parts:
         return _of_object(leaf)
     found = [digest_of(part) for _, part in parts]
-    if isinstance(leaf, set | frozenset):
-        found.sort()  # the order of a set of texts is another in each process
-    elif not isinstance(leaf, tuple | list | deque):
-        found += [digest_of(name) for name, _ in parts]
-    value = crc32(f"{type(leaf).__qualname__}{[digest.value for digest in found]}".encode())
-    return Digest(value, any(digest.is_data for digest in found))
+    values: list[Any] = [digest.value for digest in found]
+    if not isinstance(leaf, tuple | list | deque | set | frozenset):
+        values = [(digest_of(name).value, value) for (name, _), value in zip(parts, values, strict=True)]
+    if not isinstance(leaf, tuple | list | deque):
+        values.sort()  # see [Note: what may differ]; the order of a set of texts is another in each process
+    kind = dict if isinstance(leaf, dict) else type(leaf)
+    return Digest(crc32(f"{kind.__qualname__}{values}".encode()), any(digest.is_data for digest in found))
 
 
 def _of_tensor(tensor: torch.Tensor) -> int:

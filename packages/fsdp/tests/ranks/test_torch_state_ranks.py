@@ -176,3 +176,38 @@ def test_a_state_that_does_not_fit_is_refused_on_all_ranks_and_nothing_is_loaded
     assert "is a DTensor, of which one rank has a part" in alone
     assert "optimizer state 'odd' of" in odd and "state_records" in odd
     assert untouched == []
+
+
+def named_groups(rank, ranks):
+    """Two groups with names of the user's own; what is paired wrongly or differs between ranks."""
+    net = make_net()
+    pairs = [(f"my.{name}", parameter) for name, parameter in net.named_parameters()]
+    parts = [[one for one in pairs if one[1].dim() > 1], [one for one in pairs if one[1].dim() < 2]]
+    model = FullyShardedDataParallel(net, process_group=dist.group.WORLD, fsdp_unit_modules=[Block])
+    optimizer = fully_shard_optimizer(torch.optim.AdamW([{"params": part} for part in parts], lr=1e-2), model)
+    wanted = {id(main): f"my.{name}" for name, main in model.main_parameters()}
+
+    def wrong():
+        return [
+            (group["param_names"], [wanted[id(main)] for main in group["params"]])
+            for group in optimizer.param_groups
+            if group["param_names"] != [wanted[id(main)] for main in group["params"]]
+        ]
+
+    found = wrong()
+    step(model, optimizer, rank, 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    found += wrong()
+    state = torch_state.get_optimizer_state_dict(model, optimizer)
+    for group, part in zip(state["param_groups"], parts, strict=True):
+        assert group["param_names"] == [f"my.{name}" for name in group["params"]]
+        assert sorted(group["param_names"]) == sorted(name for name, _ in part)
+    torch_state.set_optimizer_state_dict(model, optimizer, state)
+    return found + wrong(), [len(group["params"]) for group in optimizer.param_groups]
+
+
+@pytest.mark.slow
+def test_names_of_an_optimizers_parameters_stay_with_them():
+    results = run_ranks(named_groups, 2)
+    assert [wrong for wrong, _ in results] == [[], []]
+    assert results[0][1] != results[1][1]  # ranks hold different parameters

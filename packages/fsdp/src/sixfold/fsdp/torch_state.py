@@ -157,7 +157,7 @@ def set_optimizer_state_dict(
     wanted = _groups(optimizer, described)
     given = [next(one for one in state["param_groups"] if set(one["params"]) == set(g["params"])) for g in wanted]
     for group, source in zip(optimizer.param_groups, given, strict=True):
-        group.update({key: value for key, value in source.items() if key != "params"})
+        group.update({key: value for key, value in source.items() if key not in ("params", "param_names")})
     with torch.no_grad():
         for name in described:  # the same order on all ranks: DTensors are gathered
             record = records[name]
@@ -236,6 +236,11 @@ def _describe(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer)
     """What the optimizer holds of every parameter, told by the first rank that holds a part of it."""
     engine = model._engine
     group_of = {id(main): at for at, group in enumerate(optimizer.param_groups) for main in group["params"]}
+    given = {
+        id(main): name
+        for group in optimizer.param_groups
+        for main, name in zip(group["params"], group.get("param_names", ()), strict=False)
+    }
     own: Described = {}
     problem = ""
     for record in engine.records.values():
@@ -249,7 +254,7 @@ def _describe(model: FullyShardedDataParallel, optimizer: torch.optim.Optimizer)
             what = {key: _what(record, key, value) for key, value in mine.items()}
         except FsdpError as error:
             what, problem = {}, str(error)
-        own[record.name] = {"group": group_of[id(record.main)], "state": what}
+        own[record.name] = {"group": group_of[id(record.main)], "state": what, "given": given.get(id(record.main))}
     wait = engine.faults.for_control(None, "check")
     texts = [json.loads(text) for text in exchange_text(engine.control, json.dumps([problem, own]), wait)]
     for rank, (said, _) in enumerate(texts):
@@ -310,13 +315,14 @@ def _gather_state(
 
 
 def _groups(optimizer: torch.optim.Optimizer, described: Described) -> list[dict[str, Any]]:
-    return [
-        {
-            **{key: value for key, value in group.items() if key != "params"},
-            "params": [name for name, one in described.items() if one["group"] == at],
-        }
-        for at, group in enumerate(optimizer.param_groups)
-    ]
+    found = []
+    for at, group in enumerate(optimizer.param_groups):
+        names = [name for name, one in described.items() if one["group"] == at]
+        made = {**group, "params": names}
+        if "param_names" in group:  # as the optimizer was given them
+            made["param_names"] = [described[name]["given"] for name in names]
+        found.append(made)
+    return found
 
 
 def _refuse_other(described: Described, records: Mapping[str, ParamRecord], state: Mapping[str, Any]) -> None:

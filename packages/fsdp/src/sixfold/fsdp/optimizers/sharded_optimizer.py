@@ -83,13 +83,13 @@ def shard_optimizer(
     if optimizer in attached.sharded:
         raise FsdpError(f"{type(optimizer).__name__} is sharded already; call fully_shard_optimizer once for each")
     of_main = {record.main: record for record in records.values() if record.main is not None}
-    groups = []
+    groups, names_held = [], []
     covered: list[nn.Parameter] = []
     numbered: list[tuple[int, ParamRecord]] = []
     given_mains = False
     for number, group in enumerate(optimizer.param_groups):
-        held = []
-        for parameter in group["params"]:
+        held, held_at = [], []
+        for at, parameter in enumerate(group["params"]):
             record = of_main.get(parameter) or records.get(parameter)
             if record is None:
                 raise FsdpError(f"the optimizer's parameter of shape {tuple(parameter.shape)} is not of this model")
@@ -98,7 +98,9 @@ def shard_optimizer(
             given_mains = given_mains or parameter is record.main
             if record.main is not None:
                 held.append(record.main)
+                held_at.append(at)
         groups.append(held)
+        names_held.append([group["param_names"][at] for at in held_at] if "param_names" in group else [])
     pieces = _pieces_for_muon(optimizer, numbered, given_mains)
     exchanged = {record for _, record in pieces}
     _refuse_unfit(
@@ -109,8 +111,10 @@ def shard_optimizer(
     if attached.offload:
         state_offload.refuse_unfit(optimizer, in_pieces=bool(pieces))
     _move_first_state(optimizer, records)
-    for group, held in zip(optimizer.param_groups, groups, strict=True):
+    for group, held, held_names in zip(optimizer.param_groups, groups, names_held, strict=True):
         group["params"][:] = held  # in place: LBFGS keeps the list
+        if "param_names" in group:
+            group["param_names"] = held_names
     if pieces:
         attached.muons.update(_exchange_pieces(optimizer, engine, pieces, attached.materializing))
     # Main parameters differ from rank to rank and tell nothing of the rest; what is forgotten must be the same on all.

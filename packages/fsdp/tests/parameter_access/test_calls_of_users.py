@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -358,3 +359,38 @@ def test_a_write_between_calls_is_told_as_a_write_and_the_remedy_sets_it(write):
         record.tensor.zero_()
     model.refresh()
     assert not model(torch.ones(2, 4)).any() and not any(w.any() for w in model.full_state_dict().values())
+
+
+def bias_gelu(bias: Tensor, x: Tensor) -> Tensor:
+    return torch.nn.functional.gelu(x + bias)
+
+
+class Scripted(nn.Module):
+    """Megatron's form: the bias of a linear is added outside it, by a scripted function."""
+
+    def __init__(self, bias_gelu: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 4)
+        self.bias_gelu = bias_gelu
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.bias_gelu(self.up.bias, x @ self.up.weight.t())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.usefixtures("as_sharded")
+def test_a_scripted_function_reads_weights_of_the_unit_that_calls_it():
+    states, scripted = [], torch.jit.script(bias_gelu)
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(Scripted(scripted) for _ in range(4)))
+        optimizer, call = torch.optim.SGD(net.parameters(), lr=0.1), net
+        if wrapped:
+            call = fully_shard(net, process_group=None, fsdp_unit_modules=[Scripted], buffers=TURNS)
+            fully_shard_optimizer(optimizer, call)
+        for step in range(4):  # scripted functions specialise themselves in their first calls
+            call(torch.full((2, 4), 0.5 + step)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(call.full_state_dict() if wrapped else net.state_dict())
+    assert same(*states) == []

@@ -137,6 +137,26 @@ def schedule_free(world: World) -> list[torch.Tensor]:
     return found
 
 
+def written_through_views(world: World) -> list[torch.Tensor]:
+    """Views share the version; ``.data`` of a view does not, and needs ``refresh()``."""
+    found = []
+    writes = [
+        lambda p: p.view(-1).mul_(0.9),
+        lambda p: p.data.view(-1).mul_(0.9),
+        lambda p: [row.mul_(0.9) for row in p],
+        lambda p: p.view(-1).data.mul_(0.9),
+    ]
+    for write in writes:
+        with torch.no_grad():
+            found.append(world.call(batch(9, 0, 0)).clone())
+            for p in mains(world):
+                write(p)
+            if world.wrapped and write is writes[-1]:
+                world.call.refresh()
+            found.append(world.call(batch(9, 0, 0)).clone())
+    return found
+
+
 USES = [
     guide,
     given_up,
@@ -176,3 +196,11 @@ def test_state_is_saved_of_what_data_was_set_to():
         main.data = torch.full_like(main, 2.0)
     assert all((value == 2.0).all() for value in world.call.full_state_dict().values())
     assert all((record.tensor == 2.0).all() for record in world.call.state_records())
+
+
+@pytest.mark.usefixtures("as_sharded")
+def test_writes_through_views_are_seen_and_those_through_data_of_a_view_after_refresh():
+    plain, ours = World(None), World(SETTINGS["zero-3"])
+    for one, other in zip(written_through_views(plain), written_through_views(ours), strict=True):
+        assert torch.equal(one, other)
+    assert same(plain.weights(), ours.weights()) == []

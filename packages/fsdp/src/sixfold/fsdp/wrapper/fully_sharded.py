@@ -41,12 +41,13 @@ class FullyShardedDataParallel(nn.Module):
     """Data parallelism with main weights, gradients and parameters split by ``strategy``.
 
     The wrapped module's ``Parameter`` objects keep identity and shape. Their values are there while their unit's call
-    runs. At other times a read, a write or a copy raises FsdpError, unless the values are there anyway. Read weights by
-    ``full_state_dict`` or ``state_records``. Gradients lie on ``main_parameters()``. They are final when backward
-    returns; under ``microbatch(last=False)`` and ``no_sync`` they are final after ``finish_grad_sync``. Clip with
-    ``clip_grad_norm_`` of this object. ``requires_grad`` may change to False and back after wrapping, on all ranks
-    alike, which nobody checks. A parameter that was frozen when it was wrapped stays frozen. Keep this object: without
-    it the module cannot run. ``fully_shard`` keeps it as long as the module lives.
+    runs. At other times a read, a write or a copy raises FsdpError, unless the values are there anyway. A function of
+    ``torch.jit.script`` is not checked: give it no weight from outside its unit. Read weights by ``full_state_dict`` or
+    ``state_records``. Gradients lie on ``main_parameters()``. They are final when backward returns; under
+    ``microbatch(last=False)`` and ``no_sync`` they are final after ``finish_grad_sync``. Clip with ``clip_grad_norm_``
+    of this object. ``requires_grad`` may change to False and back after wrapping, on all ranks alike, which nobody
+    checks. A parameter that was frozen when it was wrapped stays frozen. Keep this object: without it the module cannot
+    run. ``fully_shard`` keeps it as long as the module lives.
 
     Args:
         module: any module; parameters may be on the meta device.
@@ -336,8 +337,9 @@ class FullyShardedDataParallel(nn.Module):
     def refresh(self) -> None:
         """Gather main weights anew in the next call, because they were written from outside.
 
-        It is needed where only some ranks wrote. Where every rank wrote, the next call sees it by itself. Two kinds of
-        writes are not seen: through numpy, and through a ``.data`` that was taken before the last call.
+        It is needed where only some ranks wrote. Where every rank wrote, the next call sees it by itself. Three kinds
+        of writes are not seen: through numpy, through a ``.data`` that was taken before the last call, and through the
+        ``.data`` of a view (``main.view(-1).data``).
         """
         self._engine.faults.check()
         self._engine.end_raised_step()

@@ -39,6 +39,7 @@ class Origin:
     ) -> None:
         self._model: Callable[[], Any] = lambda: None
         self._head: Callable[[], Any] = (lambda: None) if head is None else weakref.ref(head)
+        self._followed: list[Followed] = []
         if model is None:
             return
         base = base_of(model)
@@ -59,6 +60,10 @@ class Origin:
     def __reduce__(self) -> Any:
         return Origin, ()
 
+    def follow(self, part: nn.Module, own: nn.Module) -> None:
+        """``own`` is the stage's copy of ``part`` of the model: what is set on that holds in it too."""
+        self._followed += [Followed(*pair) for pair in zip(part.modules(), own.modules(), strict=True)]
+
     def look(self) -> Iterator[tuple[int, str, Any]]:
         """What was set since the last look: 0 for the model, 1 for its base, 2 for its head; name and value.
 
@@ -73,6 +78,8 @@ class Origin:
             return
         base: Any = base_of(model)
         check_layers(model, base)
+        for each in self._followed:
+            each.look()
         holders = self._holders(model)
         for holder, held, kind, where in zip(holders, self._parts, self._kinds, _HOLDERS, strict=False):
             if "forward" in vars(holder) or type(holder) is not kind:
@@ -147,6 +154,28 @@ class Origin:
         """Whose attributes stages have copies of."""
         head = self._head()
         return [model, base_of(model)] if head is None else [model, base_of(model), head]
+
+
+class Followed:
+    """A part of the model, and the copy of it whose state a stage's forwards may change."""
+
+    def __init__(self, part: nn.Module, own: nn.Module) -> None:
+        self._part, self._own = weakref.ref(part), own
+        self._told = _attributes(part), dict(part._buffers)
+
+    def look(self) -> None:
+        """What was set on the part since the last look is set on the copy."""
+        part, own = self._part(), self._own
+        if part is None:
+            return
+        told = self._told
+        self._told = _attributes(part), dict(part._buffers)
+        for before, now, mine in zip(told, self._told, (vars(own), own._buffers), strict=True):
+            for name in {**before, **now}:
+                if name not in now:
+                    mine.pop(name, None)
+                elif before.get(name, ABSENT) is not (value := now[name]):
+                    mine[name] = value.clone() if mine is own._buffers and value is not None else value
 
 
 class SequentialOrigin:

@@ -308,6 +308,10 @@ class _Part(nn.Module):
         self._mine, self._count = mine, len(getattr(base_of(model), layers))
         whole_head = model.get_output_embeddings()
         self._origin = Origin(model, layers, mine, None if head is None or head is whole_head else whole_head)
+        for name, part in base_of(model)._modules.items():
+            own = base._modules[name]
+            if name != layers and own is not None and own is not part and type(own) is type(part):
+                self._origin.follow(part, own)
         self._follow()
         if head is not None:
             whole = copy.copy(model)
@@ -437,10 +441,24 @@ def _part(base: nn.Module, name: str, mine: range, embedding: nn.Module, first: 
             part._modules[other] = module if first else _Zeros()
         elif isinstance(module, nn.Dropout) and not seen:  # of the embedding
             part._modules[other] = module if first else nn.Identity()
+        elif module is not None and not _trained(module) and any(True for _ in module.buffers()):
+            part._modules[other] = _with_own_buffers(module)
         elif _trained(module):  # a norm of the embedding, or the last one
             part._modules[other] = module if (last if seen else first) else nn.Identity()
     _cut_lists(vars(part), len(layers), mine)
     return part
+
+
+def _with_own_buffers(module: nn.Module) -> nn.Module:
+    """``module``, which has no parameters, with buffers and attributes of the stage's own.
+
+    [Note: rotary embeddings] Dynamic ones move their frequencies to the longest row that they have seen. With one for
+    all stages of a process, a later microbatch moves what the second half of an earlier one reads.
+    """
+    own = copy.copy(module)
+    own._buffers = {n: None if buffer is None else buffer.clone() for n, buffer in module._buffers.items()}
+    own._modules = {n: None if part is None else _with_own_buffers(part) for n, part in module._modules.items()}
+    return own
 
 
 def _config(whole: Any, count: int, mine: range) -> Any:

@@ -232,6 +232,13 @@ def test_a_side_file_that_is_lost_leaves_the_digest_of_the_whole(two, capsys):
         ('[run]\ndevice = "cpu"\n', '[run]\ndevice = "cuda"\n', "compute other things: run.device"),
         ("[fsdp]\nprefetch_bytes = 1\n", "[fsdp]\nprefetch_bytes = 2\n", "No key explains it"),
         ('[fsdp]\nreduce_dtype = "bfloat16"\n', "", "compute other things: fsdp.reduce_dtype"),
+        ('[fsdp]\ngrad_reduce = "last"\n', "", "add in another order (fsdp.grad_reduce)"),
+        ("[eval]\nbatches = 4\n", "[eval]\nbatches = 8\n", "compute other things: eval.batches"),
+        (
+            '[parallel]\nlayers_per_stage = [1, 3]\nschedule = "pipedream"\n',
+            '[parallel]\nlayers_per_stage = [2, 2]\nschedule = "pipedream"\n',
+            "compute other things: parallel.layers_per_stage",
+        ),
     ],
 )
 def test_keys_that_can_change_bits_explain_a_difference(tmp_path, capsys, a, b, words):

@@ -7,6 +7,7 @@ Numbers and texts only: no torch, no files.
 """
 
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sixfold.gpt.config.batch_schedule import samples_before
@@ -31,6 +32,8 @@ _NOTED_KEYS = (
     "train.z_loss", "train.label_smoothing", "optimizer.ema_decay", "optimizer.ema_warmup",
     "train.hidden_dropout", "train.embedding_dropout", "train.float8_products",
 )  # fmt: skip
+# Noted too, of the tables that are free: what gradients are rounded to, and how much of a validation set is read.
+_NOTED_OF_FREE = ("fsdp.reduce_dtype", "fsdp.main_dtype", "fsdp.grad_dtype", "fsdp.cast_inputs", "eval.batches")
 # How a tokenizer is found: preflight compares it with what made the data. Training reads of it the end of a document
 # alone, and that where data.eod_mask_loss is true; there its id may not change.
 _TOKENIZER_KEYS = ("data.tokenizer", "data.eod_token")
@@ -100,26 +103,63 @@ def _ramp_that_goes_on(old: "TrainConfig", new: "TrainConfig", step: int) -> str
 
 
 def _plain(value: Any) -> Any:
-    return [list(entry) for entry in value] if isinstance(value, tuple) else value
+    return [_plain(entry) for entry in value] if isinstance(value, tuple) else value
 
 
-def noted_changes(old: "TrainConfig", new: "TrainConfig") -> dict[str, list[Any]]:
+def noted_changes(old: "TrainConfig", new: "TrainConfig", *, step: int = 0) -> dict[str, list[Any]]:
     """What a branch of a run changes, ``{"optimizer.lr": [was, is]}``: all that may change and trains otherwise.
 
-    And what it is evaluated on, ``data.valid``.
-    Steps too, unless the learning rate is constant: another number of them is another learning rate.
+    And what it is evaluated on, ``data.valid`` and ``eval.batches``. Not what only rounds sums otherwise, as a layout.
+
+    Args:
+        step: updates done so far: the batches and the blend ahead of it may differ.
     """
     before, after = asdict(old), asdict(new)
-    keys = [*_NOTED_KEYS, *(f"{_NOTED_TABLE}.{key}" for key in before[_NOTED_TABLE])]
-    if {old.schedule.shape, new.schedule.shape} != {"constant"}:
-        keys.append(_NOTED_LENGTH)
+    keys = [*_NOTED_KEYS, *_NOTED_OF_FREE, *(f"{_NOTED_TABLE}.{key}" for key in before[_NOTED_TABLE])]
+    keys += _noted_here(old, new)
     pairs = {}
     for name in keys:
         table, _, key = name.partition(".")
         if before[table][key] != after[table][key]:
-            pairs[name] = [before[table][key], after[table][key]]
-    was, now = (_valid_names(config) for config in (old, new))
-    return pairs if was == now else pairs | {"data.valid": [was, now]}
+            pairs[name] = [_plain(before[table][key]), _plain(after[table][key])]
+    for name, tell in (("data.valid", _valid_names), ("data.changes", partial(_changes_ahead, step=step))):
+        was, now = tell(old), tell(new)
+        if was != now:
+            pairs[name] = [was, now]
+    return pairs
+
+
+def _noted_here(old: "TrainConfig", new: "TrainConfig") -> list[str]:
+    """Keys that train otherwise beside some values of others, and beside the rest only round sums otherwise."""
+    both, keys = (old, new), []
+    if any(config.schedule.shape != "constant" for config in both):
+        keys.append(_NOTED_LENGTH)
+    end = max(config.train.steps for config in both)
+    if _batches(old, end) != _batches(new, end):
+        keys.append("train.batch_ramp")
+    if not all(config.parallel.entry.flushed for config in both):  # gradients of older weights
+        keys.append("parallel.schedule")
+    if any(config.parallel.schedule == "pipedream" for config in both):  # older by the stages that follow
+        keys += ["parallel.pp", "parallel.layers_per_stage"]
+    if any(config.model.num_experts and config.model.router_aux_loss for config in both):  # a loss of a microbatch
+        keys.append("train.micro_batch_size")
+    return keys
+
+
+def _changes_ahead(config: "TrainConfig", step: int) -> list[dict[str, Any]]:
+    """The entries of data.changes behind ``step`` updates, datasets by name, without fields that were left out."""
+    named = config.data.names_of
+    found = [
+        {
+            "at": change.at,
+            "blend": list(named(change.blend)),
+            "weights": list(change.weights),
+            "drop": {named([key])[0]: _plain(value) for key, value in sorted(change.drop.items())},
+        }
+        for change in config.data.changes
+        if change.at >= samples_before(config, step)
+    ]
+    return [{key: value for key, value in one.items() if key == "at" or value} for one in found]
 
 
 def _valid_names(config: "TrainConfig") -> dict[str, list[str]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sixfold.gpt.observe.run_record import EVALUATION, Attempt, RunRecord
+from sixfold.pipeline.schedules import registered
 
 WEIGHTS, STATE = "weights", "optimizer state"
 _RANKS = {"lr": 0, "batch_size": 0, "samples": 0, "tokens": 0, "loss": 1, "grad_norm": 3, WEIGHTS: 4, STATE: 5}
@@ -24,10 +25,14 @@ _BY_DATASET, _EVALUATION = 2, 6
 # Keys that change no bit of a run: where it lies, what it writes, when it saves.
 _IDLE_TABLES = ("run", "log", "checkpoint", "eval", "elastic", "pipeline")
 _IDLE_KEYS = ("data.cache_dir", "data.max_epochs", "train.recompute", "train.offload_activations")
-_COUNTS = ("run.device", "checkpoint.init_from")  # of those tables, nevertheless
+_COUNTS = ("run.device", "checkpoint.init_from", "eval.batches")  # of those tables, nevertheless
 # Keys that only change in which order numbers are added: not even that with grad_sum = "tree".
 _LAYOUT_KEYS = ("pp", "dp", "dp_replicate", "schedule", "stages_per_rank", "layers_per_stage", "sharding")
+_FSDP_ORDER = ("grad_reduce", "bucket_bytes", "align_bytes")  # when gradients are sent, and from where in a buffer
 _FSDP_BITS = ("reduce_dtype", "main_dtype", "grad_sum", "grad_dtype", "cast_inputs")
+# Schedules whose gradients are of older weights, and what says of how old.
+_OF_OLDER_WEIGHTS = tuple(entry.name for entry in registered() if not entry.flushed)
+_SETS_AGE = ("parallel.schedule", "parallel.pp", "parallel.layers_per_stage")
 _SUMS = ("parallel.grad_sum", "fsdp.grad_sum")
 
 
@@ -151,7 +156,7 @@ def config_differences(a: RunRecord, b: RunRecord) -> list[ConfigDifference]:
     x, y = _told(a), _told(b)
     summed_alike = all(any(side.get(key) == "tree" for key in _SUMS) for side in (x, y))
     found = [
-        ConfigDifference(key=key, a=x.get(key), b=y.get(key), effect=_effect(key, summed_alike))
+        ConfigDifference(key=key, a=x.get(key), b=y.get(key), effect=_effect(key, summed_alike, (x, y)))
         for key in sorted(x.keys() | y.keys())
         if x.get(key) != y.get(key)
     ]
@@ -167,10 +172,14 @@ def _told(run: RunRecord) -> dict[str, Any]:
     return told | {f"version of {name}": version for name, version in last.versions.items()}
 
 
-def _effect(key: str, summed_alike: bool) -> str:
+def _effect(key: str, summed_alike: bool, told: Iterable[Mapping[str, Any]]) -> str:
     table, _, name = key.partition(".")
     if key in _COUNTS or key.startswith("version of "):
         return "values"
+    if any(one.get("parallel.schedule") in _OF_OLDER_WEIGHTS for one in told) and key in _SETS_AGE:
+        return "values"
+    if table == "fsdp" and name in _FSDP_ORDER:
+        return "none" if summed_alike else "order"
     if table in _IDLE_TABLES or key in _IDLE_KEYS or (table == "fsdp" and name not in _FSDP_BITS):
         return "none"
     if table == "parallel" and name in _LAYOUT_KEYS:

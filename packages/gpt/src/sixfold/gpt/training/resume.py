@@ -40,7 +40,7 @@ def restore(run: Run, start: StartingPoint, source: Path | None) -> None:
         newest = start.newest
         assert newest is not None, "a checkpoint was loaded"
         past = saved_config(newest) if run.metrics is not None and IMPORTED not in common else None
-        changed = {} if past is None else noted_changes(past, run.config)
+        changed = {} if past is None else noted_changes(past, run.config, step=run.progress.step)
         run.note("resume", step=run.progress.step, checkpoint=str(newest), layout=mesh.layout, changed=changed)
         _tell(run, past)
     else:

@@ -1,17 +1,20 @@
 """No command writes over or removes a file that it did not make in this run, or that is not provably its own."""
 
 import json
+from contextlib import ExitStack
 
 import pytest
 from gpt_helpers import tiny_config
 
-from sixfold.gpt import TrainConfig
+from sixfold.gpt import TrainConfig, train
+from sixfold.gpt.checkpoints import starting_point
 from sixfold.gpt.commands import cli, demo
 from sixfold.gpt.data import prepare as prepare_module
 from sixfold.gpt.data.prepare import prepare
 from sixfold.gpt.errors import ConfigError
 from sixfold.gpt.files.run_dir import check_run_dir, write_config
 from sixfold.gpt.observe import timeline
+from sixfold.gpt.observe.metrics import MetricsWriter
 from sixfold.indexed_data import IndexedDataError
 from sixfold.pipeline import Costs, one_f_one_b, simulate
 from sixfold.pipeline.drawing.trace import write_trace
@@ -191,6 +194,23 @@ def test_a_config_of_the_users_own_in_the_folder_of_a_run_stays_as_it_was_writte
         write_config(config)
         assert (run / "config.toml").read_text() == text
         assert not capsys.readouterr().err
+
+
+def test_a_start_that_is_refused_because_another_came_first_leaves_the_configuration_of_that_one(tmp_path, monkeypatch):
+    """Both saw an empty folder; the other was the first to hold it."""
+    other, mine = (tiny_config(tmp_path, f"optimizer.lr={lr}") for lr in (1e-3, 5e-3))
+    run = tmp_path / "run"
+
+    def look(*arguments, **options):
+        check_run_dir(*arguments, **options)
+        opened.enter_context(MetricsWriter(run / "metrics.jsonl"))
+        write_config(other)
+
+    monkeypatch.setattr(starting_point, "check_run_dir", look)
+    with ExitStack() as opened, pytest.raises(ConfigError, match="another run is at work there"):
+        train(mine)
+    assert TrainConfig.from_toml(run / "config.toml") == other
+    assert sorted(path.name for path in run.iterdir()) == ["config.toml", "metrics.jsonl"]
 
 
 def test_a_demo_removes_nothing_that_no_demo_made(tmp_path):

@@ -40,7 +40,7 @@ from sixfold.gpt.config.train_config import TrainConfig
 from sixfold.gpt.data.own_data import Datasets
 from sixfold.gpt.data.token_stream import end_of_documents, preflight
 from sixfold.gpt.errors import ConfigError, FinalError
-from sixfold.gpt.files.run_dir import check_run_dir, write_config
+from sixfold.gpt.files.run_dir import check_run_dir
 from sixfold.gpt.parallel.agreement import all_or_raise, gather_objects
 from sixfold.gpt.parallel.mesh import RankMesh
 
@@ -81,7 +81,7 @@ def same_config(config: TrainConfig, mesh: RankMesh) -> None:
 def starting_point(
     config: TrainConfig, mesh: RankMesh, datasets: Datasets | None = None, *, joins: bool = False
 ) -> StartingPoint:
-    """What of ``run.dir`` to continue from; the same on all ranks. Writes config.toml.
+    """What of ``run.dir`` to continue from; the same on all ranks. Writes nothing.
 
     Args:
         joins: a run that is at work there is not refused: it is an older generation of this one.
@@ -171,7 +171,6 @@ def _start(config: TrainConfig, mesh: RankMesh, damaged: Mapping[Path, str]) -> 
         newest = _newest(config, known)
         if newest is not None:
             _check_past(newest, config)
-        write_config(settled(config, newest))
         return newest
 
     newest = training_state.chosen(mesh, choose, config.run.timeout_seconds)

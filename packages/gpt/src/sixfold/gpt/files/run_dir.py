@@ -115,6 +115,8 @@ def make_run_dir(directory: str) -> Path:
 def write_config(config: TrainConfig) -> None:
     """Write the resolved configuration into the run's folder, whole or not at all: config.toml, for people to read.
 
+    Only of a run that holds its metrics.jsonl: what lies here is of the run that is at work.
+
     A config.toml of the user's own (they complete that of an import, and start from it) is left alone: what is
     resolved has the overrides of one start, and no comments. Then it is config.resolved.toml.
     """

@@ -47,6 +47,7 @@ from sixfold.gpt.engine.weight_average import decay_after
 from sixfold.gpt.engine.weight_digests import WeightDigests
 from sixfold.gpt.engine.weight_versions import NotFiniteError
 from sixfold.gpt.errors import ConfigError, FinalError, NoTargetsError, TrainError
+from sixfold.gpt.files.run_dir import make_run_dir, write_config
 from sixfold.gpt.launch import rendezvous
 from sixfold.gpt.launch.spawn import is_final
 from sixfold.gpt.launch.stop_signals import Interrupted, StopFlag
@@ -89,6 +90,16 @@ class TrainResult:
     reason: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Saved:
+    """A save that has begun: seconds for which it waited for the one before and then blocked, and what writes it."""
+
+    step: int
+    waited_s: float
+    blocked_s: float
+    handle: AsyncSave | None  # None: it is whole
+
+
 class Run:
     """One rank's view of a run: what it trains, where it stands, and what it writes."""
 
@@ -127,7 +138,7 @@ class Run:
         self._stragglers = StragglerReport(rank, config.log)
         self._timelines = timeline.TimelineWriter(config.run.dir)
         self._prefetch: tuple[int, Prefetch[list[Microbatch]]] | None = None
-        self._saved: tuple[int, float, AsyncSave | None] | None = None  # step, seconds blocked, handle
+        self._saved: _Saved | None = None  # the newest, until it is told of
         self._save_began = time.monotonic()  # the newest one, or the run
         self._told_at = time.monotonic(), 0  # when the newest step line was written, and tokens until then
 
@@ -181,8 +192,13 @@ class Run:
         return batch
 
     def save(self, *, goes_on: bool) -> None:
-        """Write a checkpoint of this step: in the background if training goes on and the config says so."""
+        """Write a checkpoint of this step: in the background if training goes on and the config says so.
+
+        Where the save before is still being written, this one waits for it: seconds for which it holds the run up.
+        """
+        began = time.monotonic()
         self.finish_save()
+        waited = time.monotonic() - began
         self._fence()
         if self.kept is not None:
             self.kept.settle(self)
@@ -198,7 +214,7 @@ class Run:
             blocked, handle = training_state.save(
                 self.rank, folder, self.progress, data, self.versions, background=background, since=self._since(folder)
             )
-        self._saved = step, blocked, handle
+        self._saved = _Saved(step=step, waited_s=waited, blocked_s=blocked, handle=handle)
         if handle is None:
             self.finish_save()
 
@@ -222,10 +238,12 @@ class Run:
         """
         if self._saved is None:
             return
-        (step, blocked, handle), self._saved = self._saved, None
+        saved, self._saved = self._saved, None
+        step, handle = saved.step, saved.handle
         if handle is not None:
             with world_collective(f"save of step {step}"), self.rank.clock.part("save"):
                 handle.wait()
+        whole_s = None if handle is None else handle.total_s
         if self.rank.mesh.rank == 0:
             self._fence()
             keep = self.config.checkpoint
@@ -234,8 +252,8 @@ class Run:
             "save",
             step=step,
             checkpoint=str(retention.step_path(self.root, step)),
-            blocked_seconds=blocked,
-            seconds=blocked if handle is None else handle.total_s,
+            blocked_seconds=saved.waited_s + saved.blocked_s,
+            seconds=saved.waited_s + (saved.blocked_s if whole_s is None else whole_s),
         )
 
     def _fence(self) -> None:
@@ -295,7 +313,7 @@ class Run:
     def save_is_due(self) -> bool:
         """Whether this rank's clock says so and its newest save is written; ranks differ, and agree in the step."""
         minutes = self.config.checkpoint.every_minutes
-        writing = self._saved is not None and self._saved[2] is not None and not self._saved[2].done()
+        writing = self._saved is not None and self._saved.handle is not None and not self._saved.handle.done()
         return bool(minutes) and not writing and time.monotonic() - self._save_began >= 60 * minutes
 
     def step(self, stop: bool) -> StepOutcome:
@@ -468,7 +486,12 @@ def train_in(
     with ExitStack() as opened:  # in the task: it may be open when another rank is lost before all know
 
         def open_metrics() -> MetricsWriter | None:
-            return opened.enter_context(MetricsWriter(path, fence)) if mesh.rank == 0 else None
+            if mesh.rank != 0:
+                return None
+            make_run_dir(config.run.dir)
+            writer = opened.enter_context(MetricsWriter(path, fence))  # refused while another run is at work here
+            write_config(config)
+            return writer
 
         metrics = all_or_raise(mesh.control, mesh.size, open_metrics)
         data = open_on_ranks(config, mesh, datasets, lambda: data_state(start))

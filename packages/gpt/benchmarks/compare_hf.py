@@ -52,8 +52,9 @@ def write_model(folder: Path, layers: int, hidden: int) -> int:
         index.update(dict.fromkeys(part, f"part-{total}.safetensors"))
 
     for name, shape in hf.canonical_shapes(config).items():
-        part[hf.hf_name(name)] = (torch.rand(shape) * 0.02).bfloat16()
-        nbytes = part[hf.hf_name(name)].nbytes
+        theirs = hf.hf_name(name, {})  # as Llama has it
+        part[theirs] = (torch.rand(shape) * 0.02).bfloat16()
+        nbytes = part[theirs].nbytes
         size, total = size + nbytes, total + nbytes
         if size > 500 * 10**6:
             flush()

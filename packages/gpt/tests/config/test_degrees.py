@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from config_helpers import MINIMAL, config_with, words_of
 
+from sixfold.gpt.commands import cli
 from sixfold.gpt.config.train_config import check_world
 from sixfold.gpt.engine.rank_model import check_provider
 from sixfold.gpt.errors import ConfigError
@@ -85,6 +86,16 @@ def test_a_model_of_ones_own_is_refused_beside_options_that_only_ours_has(option
     key = option.partition("=")[0].replace(".", r"\.")
     with pytest.raises(ConfigError, match=rf"{key} is .*, which is of GPTModel and not of a model_provider"):
         check_provider(config, lambda pre_process, post_process, vp_stage: None)
+
+
+def test_main_weights_of_another_dtype_are_of_a_model_of_ones_own(tmp_path, capsys):
+    config = planned("fsdp.main_dtype=bfloat16")
+    with pytest.raises(ConfigError, match=r"fsdp\.main_dtype is 'bfloat16' .*fsdp\.main_dtype = 'float32' works"):
+        check_provider(config, None)
+    check_provider(config, lambda pre_process, post_process, vp_stage: None)
+    (tmp_path / "run.toml").write_text(config.to_toml())
+    assert cli.main(["train", str(tmp_path / "run.toml"), "parallel.dp=1"]) == 2
+    assert capsys.readouterr().err.startswith("sixfold: fsdp.main_dtype is 'bfloat16'")
 
 
 def can_work(v: dict[str, int]) -> bool:

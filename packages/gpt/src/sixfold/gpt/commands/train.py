@@ -45,6 +45,7 @@ _RESTARTS = {
 
 def run_train(args: argparse.Namespace) -> int:
     """The verb ``train``: as a rank that a launcher started, or with ranks that are started here."""
+    from sixfold.gpt.config.rules import check_main_dtype
     from sixfold.gpt.config.train_config import TrainConfig
 
     with early_signals():
@@ -78,6 +79,7 @@ def run_train(args: argparse.Namespace) -> int:
         if on_nodes is not None:
             nodes, ranks = on_nodes
         _check_world(config, ranks)
+        check_main_dtype(config)
         preflight(config)
         if rendezvous is None:
             check_run_dir(config.run.dir, joins=nodes is not None)

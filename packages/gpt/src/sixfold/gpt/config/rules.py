@@ -145,6 +145,19 @@ def refusals(config: "TrainConfig") -> list[str]:
     return found
 
 
+def check_main_dtype(config: "TrainConfig") -> None:
+    """Of GPTModel, whose weights are float32 where they are drawn, loaded and saved; a model of one's own may be other.
+
+    Raises:
+        ConfigError: fsdp would round them.
+    """
+    if config.fsdp.main_dtype != "float32":
+        raise ConfigError(
+            f"fsdp.main_dtype is {config.fsdp.main_dtype!r} and the weights of GPTModel are float32, which it would "
+            f"round; fsdp.main_dtype = 'float32' works, and train.precision says what products are computed in"
+        )
+
+
 def refuse_path(name: str, value: str) -> None:
     """Refuse what would become a strangely named folder of the working directory.
 

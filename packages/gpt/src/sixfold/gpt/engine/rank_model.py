@@ -27,6 +27,7 @@ import sixfold.pipeline as pipeline
 from sixfold.fsdp import FullyShardedDataParallel, StateRecord, fully_shard_optimizer
 from sixfold.fsdp.residency import Action
 from sixfold.gpt.config.frozen import is_frozen
+from sixfold.gpt.config.rules import check_main_dtype
 from sixfold.gpt.config.train_config import PLAN
 from sixfold.gpt.data.loss_by_dataset import token_loss
 from sixfold.gpt.engine.activation_offload import HostActivations, hooks_of
@@ -301,11 +302,13 @@ def _stage_modules(
 
 
 def check_provider(config: TrainConfig, provider: ModelProvider | None) -> None:
-    """Refuse keys that only GPTModel reads beside a model_provider, which would not.
+    """Refuse keys that only GPTModel reads beside a model_provider, which would not, and one that is for such a model.
 
     Raises:
         ConfigError: naming the key.
     """
+    if provider is None:
+        check_main_dtype(config)
     flushed = config.parallel.entry.flushed
     if provider is not None and not flushed:
         raise ConfigError(

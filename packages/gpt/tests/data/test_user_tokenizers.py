@@ -65,6 +65,20 @@ def test_prepare_ends_each_document_with_the_tokenizers_usual_end(tmp_path, caps
     check_identity([str(tmp_path / "p")], str(tmp_path / "tokenizer.json"))
 
 
+def test_a_text_that_spells_a_special_token_is_noted_in_one_line_whose_remedy_prepare_has(tmp_path, capsys):
+    byte_level(tmp_path / "tokenizer.json", ["<|endoftext|>", "<|mark|>"])
+    write_corpus(tmp_path / "a.jsonl", ["one <|mark|> two"])
+    words = ["prepare", str(tmp_path / "a.jsonl"), "--tokenizer", str(tmp_path / "tokenizer.json")]
+    assert cli.main([*words, "--out", str(tmp_path / "text")]) == 0
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("sixfold: 1 documents spell a special token of ") and "--special-tokens ids" in line
+    assert cli.main([*words, "--out", str(tmp_path / "ids"), "--special-tokens", "ids"]) == 0
+    assert not capsys.readouterr().err
+    for name, times in (("text", 0), ("ids", 1)):
+        with IndexedDataset(str(tmp_path / name)) as dataset:
+            assert dataset[0].tolist().count(1) == times
+
+
 def test_a_tokenizer_config_beside_it_says_which_of_several_ends_is_meant(tmp_path):
     path = byte_level(tmp_path / "tokenizer.json", ["<|endoftext|>", "<|im_end|>", "<|stop|>"])
     assert tokenizer_for(str(path)).eod == 0

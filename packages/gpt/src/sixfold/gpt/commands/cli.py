@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
@@ -126,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
         default="",
         metavar="NAME",
         help="key of the conversation in a .jsonl line, a list of messages; training counts what the assistant says",
+    )
+    prepare.add_argument(
+        "--special-tokens",
+        choices=("text", "ids"),
+        default="text",
+        help="how a text that spells a special token is stored: as text, or as the token's id (%(default)s)",
     )
     prepare.add_argument("--workers", type=at_least_one, default=1, help="processes (%(default)s)")
     prepare.set_defaults(run=_prepare)
@@ -308,8 +315,11 @@ def _prepare(args: argparse.Namespace) -> int:
     from sixfold.gpt.data import prepare
 
     if not args.cpython:
-        names = ("tokenizer", "eod_token", "key", "documents", "template", "messages_key", "workers")
-        print(prepare.prepare(args.inputs, args.out, **{name: getattr(args, name) for name in names}))
+        names = ("tokenizer", "eod_token", "key", "documents", "template", "messages_key", "special_tokens", "workers")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always", UserWarning)  # notes of the build
+            warnings.showwarning = lambda message, *_, **__: print(f"sixfold: {message}", file=sys.stderr)
+            print(prepare.prepare(args.inputs, args.out, **{name: getattr(args, name) for name in names}))
         return 0
     if args.inputs or args.tokenizer != "bytes" or args.eod_token:
         raise ConfigError("prepare --cpython takes no other INPUT and writes bytes; prepare the files by a second call")

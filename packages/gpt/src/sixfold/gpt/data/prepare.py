@@ -102,6 +102,7 @@ def prepare(
     documents: str = "file",
     template: bool = False,
     messages_key: str = "",
+    special_tokens: str = "text",
     workers: int = 1,
 ) -> Prepared:
     """Tokenize text files into one pair of .bin and .idx files.
@@ -115,6 +116,7 @@ def prepare(
         template: also store what the tokenizer's template adds to a document, such as a BOS.
         messages_key: where a line of a ``.jsonl`` file has a conversation in place of a text. The chat template in the
             tokenizer's folder encodes it; PREFIX.mask says what the assistant says, and training counts that alone.
+        special_tokens: how a text that spells a special token is stored: as "text", or as the token's "ids".
         workers: number of processes. The written bytes do not depend on it.
     Raises:
         ConfigError: no input, a missing input, an existing pair, an unknown tokenizer.
@@ -147,6 +149,7 @@ def prepare(
             json_key=key,
             messages_key=messages_key or None,
             text_documents=documents,
+            special_tokens=special_tokens,
             template=template,
             workers=workers,
         )

@@ -91,6 +91,82 @@ def test_sums_over_several_steps_are_restored_or_refused_until_they_are_zeroed(s
     assert equal_bits(grads(modules), grads(oracle))
 
 
+class Weighs(nn.Module):
+    """A loss that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return (output - target).square().mean() * self.weight
+
+
+class Scaled(nn.Module):
+    """The second stage, which reads a tensor of the caller's."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor, scale: Any = 1.0) -> Tensor:
+        return self.module(x) * scale
+
+
+class First(Fails):
+    def forward(self, x: Tensor, scale: Any = 1.0) -> Tensor:
+        return super().forward(x)
+
+
+def everything(program: Any, scale: str) -> tuple[Any, dict[str, Tensor]]:
+    """A step that fails in the ``call``-th forward of the first stage, and what it gives gradients to."""
+    modules, loss = layers(2), Weighs()
+    x, y = batch(8)
+    found = {
+        "loss": loss.weight,
+        "keyword": torch.ones(1, requires_grad=True),
+        "behind a keyword": torch.ones(1, requires_grad=True),
+        "input": x[:2].detach().requires_grad_(),
+        "behind an input": torch.ones(1, requires_grad=True),
+    }
+
+    def step(call: int) -> None:
+        stages = [Stage(First(modules[0], call), 0), Stage(Scaled(modules[1]), 1)]
+        scales = [found["keyword"] if k % 2 else found["behind a keyword"] * 2 for k in range(M)]
+        inputs = [found["input"] if k == 0 else part * found["behind an input"] for k, part in enumerate(x.chunk(M))]
+        runner = PipelineRunner(program, stages, None, loss, scale=scale)
+        runner.step(inputs, list(y.chunk(M)), kwargs=[{"scale": scale} for scale in scales])
+
+    return step, found
+
+
+@pytest.mark.parametrize("program", [one_f_one_b(2, M), zb_h1(2, M)], ids=["1f1b", "zb_h1"])
+@pytest.mark.parametrize("scale", ["mean", "sum"])
+def test_what_else_a_step_gives_gradients_to_is_left_as_it_was(program, scale):
+    step, found = everything(program, scale)
+    with pytest.raises(ScheduleError, match="out of memory"):
+        step(M)
+    assert {name: one.grad for name, one in found.items()} == dict.fromkeys(found)
+    step(0)
+    other, expected = everything(program, scale)
+    other(0)
+    for name, one in found.items():
+        assert one.grad is not None and torch.equal(one.grad, expected[name].grad), name
+
+
+@pytest.mark.parametrize("name", ["loss", "keyword", "behind a keyword", "input", "behind an input"])
+def test_what_else_had_a_gradient_before_a_step_failed_is_refused_until_it_is_zeroed(name):
+    step, found = everything(one_f_one_b(2, M), "mean")
+    found[name].grad = torch.ones_like(found[name])
+    with pytest.raises(ScheduleError, match="out of memory"):
+        step(M)
+    whose = "loss_fn" if name == "loss" else "inputs, targets or kwargs"
+    with pytest.raises(ScheduleError, match=f"a gradient of {whose} holds a part of a step that failed"):
+        step(0)
+    found[name].grad = None
+    step(0)
+
+
 def test_a_step_that_is_refused_before_it_begins_changes_no_gradient():
     modules = layers(2)
     runner = runner_of(one_f_one_b(2, M), modules, "mean")

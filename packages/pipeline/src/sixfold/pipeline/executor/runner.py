@@ -472,7 +472,7 @@ class PipelineRunner:
             compiled = self._in_flight if mode == "drain" else self._programs.get(program, mode, goal)
             assert compiled is not None, "drain looks whether something is in flight"
             if mode == "step":
-                self._gradients.begin(self._stages.values())
+                self._gradients.begin(self._stages.values(), self._loss_fn, inputs, (targets, kwargs))
                 self._optimizers.look(steps=compiled.steps)
             if ties is not None:
                 ties.begin()

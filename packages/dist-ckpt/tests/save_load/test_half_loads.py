@@ -198,8 +198,9 @@ def test_a_buffer_that_a_model_has_gained_is_an_error_and_its_remedy_works(tmp_p
     assert loaded["model"].keys() == saved.keys()
 
 
-def stepped(steps):
+def stepped(steps, in_list=False):
     model = torch.nn.Linear(3, 3)
+    model = torch.nn.Sequential(model, torch.nn.Linear(3, 3)) if in_list else model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     for _ in range(steps):
         model(torch.ones(1, 3)).sum().backward()
@@ -207,25 +208,34 @@ def stepped(steps):
     return model, optimizer
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize("as_dict", [False, True])
-def test_a_folder_of_torchs_recipe_says_how_its_state_of_an_optimizer_is_asked_for(tmp_path, steps, as_dict):
+@pytest.mark.slow
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("in_list", [False, True])
+@pytest.mark.parametrize(("steps", "as_dict"), [(0, False), (0, True), (1, False), (1, True)])
+def test_a_folder_of_torchs_recipe_says_how_its_state_of_an_optimizer_is_asked_for(
+    tmp_path, steps, as_dict, in_list, flat
+):
     import torch.distributed.checkpoint as dcp
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_optimizer_state_dict
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_optimizer_state_dict
 
-    then, old = stepped(2)
-    saved = dict(zip(("model", "optimizer"), get_state_dict(then, old), strict=True))
-    dcp.save(saved, checkpoint_id=tmp_path / "c", no_dist=True)
-    model, optimizer = stepped(steps)
+    def by_names(model, optimizer):
+        found = get_state_dict(model, optimizer, options=options)
+        return dict(zip(("model", "optimizer"), found, strict=True))
+
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    then, old = stepped(2, in_list)
+    dcp.save(by_names(then, old), checkpoint_id=tmp_path / "c", no_dist=True)
+    model, optimizer = stepped(steps, in_list)
     asked = {"model": model, "optimizer": optimizer.state_dict() if as_dict else optimizer}
     with pytest.raises(
         MismatchError, match=r"saved by the names of its parameters.* pass what get_optimizer_state_dict"
-    ):
+    ) as told:
         dist_ckpt.load(asked, tmp_path / "c")
-    asked = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
-    found = dist_ckpt.load(asked, tmp_path / "c")
-    set_optimizer_state_dict(model, optimizer, found["optimizer"])
-    assert torch.equal(optimizer.state[model.weight]["exp_avg"], old.state[then.weight]["exp_avg"])
+    assert ("flatten_optimizer_state_dict=True" in str(told.value)) == flat
+    found = dist_ckpt.load(by_names(model, optimizer), tmp_path / "c")
+    set_optimizer_state_dict(model, optimizer, found["optimizer"], options=options)
+    for own, one_of_then in zip(model.parameters(), then.parameters(), strict=True):
+        assert torch.equal(optimizer.state[own]["exp_avg"], old.state[one_of_then]["exp_avg"])
 
 
 def test_state_of_an_optimizer_by_numbers_that_is_asked_for_by_names_is_told_with_its_remedy(tmp_path):

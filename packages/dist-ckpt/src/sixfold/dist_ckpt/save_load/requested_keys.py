@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -38,6 +38,11 @@ _BY_NAME = (
     "State of the optimizer was saved by the names of its parameters, as torch's get_state_dict gives it: pass what "
     "get_optimizer_state_dict(model, optimizer) gives, and the result to set_optimizer_state_dict. "
 )
+_FLAT = (
+    "State of the optimizer was saved by the names of its parameters, as one flat dict: pass what "
+    "get_optimizer_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True)) gives, "
+    "and the result to set_optimizer_state_dict with the same options. "
+)
 _BY_NUMBER = "State of the optimizer was saved by the numbers of its parameters: pass the optimizer itself. "
 _BY_ITEM = (
     "Lists of sharded tensors in an optimizer's state, as LBFGS has them, are filled item by item, and its own are of "
@@ -45,7 +50,7 @@ _BY_ITEM = (
     "begins without state. "
 )
 _ITEM = re.compile(r".+\.state\.\d+\.[^.]+\.\d+$")
-_STATE = re.compile(r"(.+?)\.state\.(\d+\.)?")  # an optimizer's name, and the number of a parameter
+_STATE = re.compile(r"(.+?)\.state\.(\d+\.[^.]+(?:\.\d+)?$)?")  # an optimizer's name, and a value by number
 
 
 class StrictHandling(Enum):
@@ -110,11 +115,23 @@ def check_keys(
         raise MismatchError(listed(f"{', '.join(kinds)}: {what} (strict={strict.value!r}); {remedy}", lines))
 
 
-def _of_optimizer(asked: Iterable[str], stored: Iterable[str]) -> str:
+def _of_optimizer(asked: Collection[str], stored: Iterable[str]) -> str:
     """What to do where state of an optimizer is asked for by numbers of its parameters and stored by names, or so."""
-    kinds = [{(found[1], found[2] is None) for key in keys if (found := _STATE.match(key))} for keys in (asked, stored)]
-    by_name = next((is_named for name, is_named in sorted(kinds[1]) if (name, not is_named) in kinds[0]), None)
-    return "" if by_name is None else _BY_NAME if by_name else _BY_NUMBER
+    own = _is_by_name(asked)
+    for name, is_named in sorted(_is_by_name(stored).items()):
+        if is_named and any(key.startswith(f"{name}.param_groups.0.params") for key in asked):
+            return _FLAT
+        if own.get(name, is_named) != is_named:
+            return _BY_NAME if is_named else _BY_NUMBER
+    return ""
+
+
+def _is_by_name(keys: Iterable[str]) -> dict[str, bool]:
+    """Of each optimizer, whether its state goes by names of parameters: those of a Sequential begin with a number."""
+    found = dict[str, bool]()
+    for state in filter(None, map(_STATE.match, keys)):
+        found[state[1]] = found.get(state[1], True) and state[2] is None
+    return found
 
 
 def warn_of_keys(missing: set[str], unexpected: set[str]) -> None:
@@ -174,7 +191,7 @@ def local_names(parts: tree.Split) -> frozenset[str]:
 
 def _remedy_of_state(keys: Sequence[str]) -> str:
     """What to do about keys of an optimizer's state that nobody asks for."""
-    if not any(found[2] for key in keys if (found := _STATE.match(key))):
+    if all(_is_by_name(keys).values()):
         return _BY_NAME
     return _BY_ITEM if all(map(_ITEM.match, keys)) else _MAKE_STATE
 

@@ -1,11 +1,13 @@
 """Pairs of a store: equal to local ones, through failures; what changes or does not answer is an error by name."""
 
+import gc
 import os
 import pickle
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -263,6 +265,29 @@ def test_pieces_in_a_folder_are_found_by_a_later_run_and_stay_within_the_limit(l
         assert len(server.requests) == before + 1
 
 
+def test_memory_is_bounded_for_all_objects_of_a_process(local):
+    """The oracle counts bytes in a log of what was read: the last of them are here, and nothing of before."""
+    rng, at_a_time = np.random.default_rng(3), 1000
+    data, options = Path("wiki.bin").read_bytes()[:20_000], RemoteOptions(cache_bytes=10_001)  # of no other test
+    with RangeServer({f"{number}.bin": data for number in range(5)}) as server:
+        objects = [RemoteObject(f"{server.url}/{name}", options) for name in server.files]
+        log = []
+        for _ in range(200):
+            one = int(rng.integers(5)), at_a_time * int(rng.integers(20))
+            before = len(server.requests)
+            assert objects[one[0]].read(one[1], at_a_time) == data[one[1] : one[1] + at_a_time]
+            recent = list(dict.fromkeys(reversed(log)))[:10]
+            assert (len(server.requests) == before) == (one in recent)
+            log.append(one)
+        del objects[:4]  # what is gone holds nothing
+        for at in range(0, 10_000, at_a_time):
+            objects[0].read(at, at_a_time)
+        before = len(server.requests)
+        for at in range(0, 10_000, at_a_time):
+            objects[0].read(at, at_a_time)
+        assert len(server.requests) == before
+
+
 def test_a_folder_is_bounded_for_all_that_use_it(local):
     """Eight objects of one process, then four processes at once; the oracle adds up the files."""
 
@@ -331,6 +356,10 @@ def test_a_fork_reads_from_an_asynchronous_store(local, read_before):
     class Store(asyn.AsyncFileSystem):
         protocol = "ofthetest"
 
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            weakref.finalize(self, Path(f"closed by {os.getpid()}").absolute().touch).atexit = False
+
         async def _info(self, path, **_):
             return {"size": os.path.getsize(Path(path).name), "ETag": "one"}
 
@@ -345,7 +374,8 @@ def test_a_fork_reads_from_an_asynchronous_store(local, read_before):
     if 0 in children:
         with suppress(BaseException):
             same = all(np.array_equal(remote[number], local[number]) for number in range(0, 50, 7))
-            os._exit(0 if same else 1)
+            gc.collect()
+            os._exit(0 if same and not Path(f"closed by {PARENT}").exists() else 1)
         os._exit(2)
     assert [os.waitpid(child, 0)[1] for child in children] == [0, 0]
     assert np.array_equal(remote[5], local[5])

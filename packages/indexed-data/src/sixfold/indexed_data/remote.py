@@ -21,7 +21,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 import numpy as np
 import numpy.typing as npt
@@ -33,7 +35,7 @@ from sixfold.indexed_data.piece_files import PieceFiles
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
-_FORKED: dict[int, threading.Lock] = {}  # by process
+_OF_PARENTS: list[Fetch] = []  # kept in a fork: a client that is collected closes connections that its parent still has
 WASTE = 0.05  # of what is fetched, at most: what lies between ranges that one request fetches
 I64 = npt.NDArray[np.int64]
 _T = TypeVar("_T")
@@ -52,7 +54,7 @@ class RemoteOptions:
     timeout_s: float = 30.0  # of one attempt
     retries: int = 5  # after the first attempt, with pauses of 0.1 s, 0.2 s, 0.4 s, ...
     check_s: float = 60.0  # how often size and tag are asked again, where answers do not carry them
-    cache_bytes: int = 1 << 30  # of pieces, in the folder or in memory
+    cache_bytes: int = 1 << 30  # of pieces of all objects, in the folder or in the memory of each process
     cache_folder: str | None = None  # None: in memory
     storage_options: dict[str, Any] = field(default_factory=dict)  # of fsspec, such as key, secret, endpoint_url
 
@@ -97,8 +99,9 @@ class RemoteObject:
         self.fetched_bytes = 0  # by requests of this object, for whoever measures
 
     def _begin(self) -> None:
-        self._pieces = _Pieces(self.url, self._size, self._key, self._options)
-        self._lock = threading.Lock()
+        memory = _memory(self._options)
+        self._pieces = _Pieces(self.url, self._size, self._key, self._options, memory)
+        self._lock = memory.lock
         self._pool: ThreadPoolExecutor | None = None
         self._process = os.getpid()
 
@@ -109,8 +112,9 @@ class RemoteObject:
     def _after_fork(self) -> None:
         """A fork has none of its parent's threads: what they would bring never comes, and their client is stuck."""
         if self._process != os.getpid():
-            with _FORKED.setdefault(os.getpid(), threading.Lock()):  # the parent's lock may be held by one of them
+            with _memory(self._options).lock:  # the parent's may be held by one of them
                 if self._process != os.getpid():
+                    _OF_PARENTS.append(self._fetch)
                     self._fetch = self._client()
                     self._begin()
 
@@ -250,21 +254,51 @@ def coalesced(begin_R: I64, end_R: I64) -> list[tuple[int, int]]:
     return found
 
 
+class _Memory:
+    """The pieces of all objects of this process that were opened with one ``cache_bytes``, and the lock of them all."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.objects: WeakSet[_Pieces] = WeakSet()
+        self.clock = count()
+
+    def keep_to(self, limit: int, asking: _Pieces, needed: tuple[int, int]) -> None:
+        """Let the least recently used pieces go, but for those of the range that is ``needed`` now of one object."""
+        while sum(each.held for each in self.objects) > limit:
+            oldest = [
+                (found, each) for each in self.objects if (found := each.oldest(needed if each is asking else None))
+            ]
+            if not oldest:
+                return
+            (_, begin), pieces = min(oldest, key=lambda each: each[0])
+            pieces.forget(begin)
+
+
+_MEMORIES: dict[tuple[int, int], _Memory] = {}  # by process, since a fork may copy a lock that is held, and cache_bytes
+
+
+def _memory(options: RemoteOptions) -> _Memory:
+    return _MEMORIES.setdefault((os.getpid(), options.cache_bytes), _Memory())
+
+
 class _Pieces:
     """What is here of one object, or under way: disjoint ranges, the least recently used forgotten first.
 
-    The object's lock is held by whoever calls, but for ``keep``: no piece goes between the look for it and its use.
+    The lock of ``memory`` is held by whoever calls, but for ``keep``: no piece goes between the look for it and its
+    use.
     """
 
-    def __init__(self, url: str, size: int, tag: str, options: RemoteOptions) -> None:
-        self._limit, self._held = options.cache_bytes, 0
+    def __init__(self, url: str, size: int, tag: str, options: RemoteOptions, memory: _Memory) -> None:
+        self._limit, self.held, self._memory = options.cache_bytes, 0, memory
         self._begins: list[int] = []
-        self._pieces: OrderedDict[int, tuple[int, Future[bytes]]] = OrderedDict()  # begin: (end, what comes)
+        self._pieces: OrderedDict[int, tuple[int, Future[bytes], int]] = OrderedDict()  # begin: (end, data, last use)
         self._files = (
             None
             if options.cache_folder is None
             else PieceFiles(options.cache_folder, url, size, tag, options.cache_bytes)
         )
+        with memory.lock:
+            memory.objects.add(self)
 
     def missing(self, begin: int, end: int) -> list[tuple[int, int]]:
         """What of the range is neither here nor under way; pieces in the folder are taken up first."""
@@ -284,8 +318,9 @@ class _Pieces:
         at = max(0, bisect_right(self._begins, begin) - 1)
         found = []
         for first in self._begins[at : bisect_left(self._begins, end)]:
-            last, future = self._pieces[first]
+            last, future, _ = self._pieces[first]
             if last > begin:
+                self._pieces[first] = last, future, next(self._memory.clock)
                 self._pieces.move_to_end(first)
                 found.append((first, last, future))
         return found
@@ -293,14 +328,16 @@ class _Pieces:
     def add(self, begin: int, end: int, future: Future[bytes], *, needed: tuple[int, int]) -> None:
         """One more piece; others make way, but for those of the range that is ``needed`` now."""
         insort(self._begins, begin)
-        self._pieces[begin] = end, future
-        self._held += end - begin
-        if self._held > self._limit:
-            for first, (last, old) in list(self._pieces.items()):
-                if self._held <= self._limit:
-                    break
-                if old.done() and (last <= needed[0] or first >= needed[1]):
-                    self._drop(first, last)
+        self._pieces[begin] = end, future, next(self._memory.clock)
+        self.held += end - begin
+        self._memory.keep_to(self._limit, self, needed)
+
+    def oldest(self, needed: tuple[int, int] | None) -> tuple[int, int] | None:
+        """(last use, begin) of the piece that goes first; None if all that is here is needed, or under way."""
+        for first, (last, future, used) in self._pieces.items():
+            if future.done() and (needed is None or last <= needed[0] or first >= needed[1]):
+                return used, first
+        return None
 
     def keep(self, begin: int, end: int, data: bytes) -> None:
         """A piece has come."""
@@ -319,7 +356,7 @@ class _Pieces:
     def _drop(self, begin: int, end: int) -> None:
         del self._pieces[begin]
         del self._begins[bisect_left(self._begins, begin)]
-        self._held -= end - begin
+        self.held -= end - begin
 
 
 def _done(data: bytes) -> Future[bytes]:

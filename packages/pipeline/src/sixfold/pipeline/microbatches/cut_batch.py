@@ -28,6 +28,7 @@ __all__ = [
     "input_microbatches",
     "joined",
     "keyword_microbatches",
+    "mapping_alike",
     "target_microbatches",
     "tensors_in",
 ]
@@ -306,7 +307,9 @@ def cut(
             for key, each in entries
         }
         if isinstance(value, Mapping):
-            return [_mapping_alike(value, {key: part[k] for key, part in parts.items()}, m, name) for k in range(m)]
+            remedy = f"give a dict, or {_a_list(m, name)}"
+            of_each = [{key: part[k] for key, part in parts.items()} for k in range(m)]
+            return [mapping_alike(value, each, name, remedy) for each in of_each]
         return [alike(value, [part[k] for part in parts.values()]) for k in range(m)]
     return [value] * m
 
@@ -370,8 +373,12 @@ def alike(value: tuple[Any, ...] | list[Any], parts: list[Any]) -> Any:
     return make(parts)
 
 
-def _mapping_alike(value: Mapping[Any, Any], parts: dict[Any, Any], m: int, name: str) -> Mapping[Any, Any]:
-    """``parts`` in a mapping such as ``value`` is, with what else it has: an OrderedDict, a Hugging Face output."""
+def mapping_alike(value: Mapping[Any, Any], parts: dict[Any, Any], name: str, remedy: str) -> Mapping[Any, Any]:
+    """``parts`` in a mapping such as ``value`` is, with what else it has: an OrderedDict, a Hugging Face output.
+
+    Raises:
+        ScheduleError: there is no such copy of it.
+    """
     if type(value) is dict:
         return parts
     try:
@@ -383,7 +390,7 @@ def _mapping_alike(value: Mapping[Any, Any], parts: dict[Any, Any], m: int, name
     except Exception as error:
         raise ScheduleError(
             f"{name} is a {type(value).__name__}, of which no copy with parts of its tensors can be made "
-            f"({type(error).__name__}: {error}); give a dict, or {_a_list(m, name)}"
+            f"({type(error).__name__}: {error}); {remedy}"
         ) from error
     return cast("Mapping[Any, Any]", made)
 

@@ -12,11 +12,15 @@ a view. What autograd saved of an output for its own backward changes nothing, a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import fields, is_dataclass
 from sys import getrefcount
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from sixfold.pipeline.microbatches.cut_batch import alike, mapping_alike
 
 __all__ = ["ONE", "copied", "detached_for_caller", "owns_memory", "with_own_memory"]
 
@@ -82,18 +86,40 @@ def with_own_memory(outputs: Tensor | tuple[Any, ...] | list[Any], *, held: bool
 
 
 def detached_for_caller(outputs: Any, held: bool) -> Any:
-    """What a caller gets of the last stage's output: detached, in memory that no later forward changes."""
+    """What a caller gets of the last stage's output: detached, in memory that no later forward changes.
+
+    Tuples, lists, mappings and dataclasses are made anew, each of its own class.
+
+    Raises:
+        ScheduleError: no copy of it can hold other tensors.
+    """
     if isinstance(outputs, Tensor):
         return outputs.detach().clone() if held or not _is_plainly_alone(outputs) else outputs.detach()
-    if type(outputs) is not tuple:
-        return outputs
-    counts = [getrefcount(value) for value in outputs]
-    return tuple(
-        [
-            detached_for_caller(value, held or count > _PART) if isinstance(value, Tensor | tuple) else value
-            for value, count in zip(outputs, counts, strict=True)
-        ]
-    )
+    if isinstance(outputs, tuple | list):
+        counts = [getrefcount(value) for value in outputs]
+        parts = [_detached_part(*each, held) for each in zip(outputs, counts, strict=True)]
+        return alike(outputs, parts)
+    if isinstance(outputs, Mapping):
+        counts = [getrefcount(value) for value in outputs.values()]
+        entries = zip(outputs.items(), counts, strict=True)
+        own = {key: _detached_part(value, count, held) for (key, value), count in entries}
+        return mapping_alike(outputs, own, "the output of the last stage", "return a dict")
+    if is_dataclass(outputs) and not isinstance(outputs, type):
+        return _record_alike(outputs)
+    return outputs
+
+
+def _detached_part(value: Any, count: int, held: bool) -> Any:
+    return detached_for_caller(value, held or count > _PART)
+
+
+def _record_alike(record: Any) -> Any:
+    made = copy(record)
+    for field in fields(record):
+        value = getattr(record, field.name, None)
+        if (own := detached_for_caller(value, True)) is not value:
+            object.__setattr__(made, field.name, own)  # of a frozen one too
+    return made
 
 
 def copied(given: Any) -> Any:

@@ -93,10 +93,16 @@ def test_an_optimizer_that_nobody_steps_is_told_of_once_and_the_remedies_step_it
             assert not any(torch.equal(a, b) for a, b in zip(before, modules[0].parameters(), strict=True))
 
 
-def test_gradients_in_double_precision_are_clipped_by_their_norm_in_it():
-    modules = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(2)]
-    runner = PipelineRunner(gpipe(2, 2), [Stage(module, i) for i, module in enumerate(modules)], loss_fn=square_loss)
-    runner.step(torch.ones(4, 4, dtype=torch.float64), torch.arange(16.0, dtype=torch.float64).reshape(4, 4))
+def squared_magnitude(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).abs().square().mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_gradients_in_double_precision_are_clipped_by_their_norm_in_it(dtype):
+    modules = [nn.Linear(4, 4, dtype=dtype) for _ in range(2)]
+    stages = [Stage(module, i) for i, module in enumerate(modules)]
+    runner = PipelineRunner(gpipe(2, 2), stages, loss_fn=squared_magnitude)
+    runner.step(torch.ones(4, 4, dtype=dtype), torch.arange(16.0).to(dtype).reshape(4, 4))
     parameters = [p for module in modules for p in module.parameters()]
     copies = [p.detach().clone() for p in parameters]
     for copy, parameter in zip(copies, parameters, strict=True):

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from sixfold.pipeline.cut_model.original import base_of
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.stage.random_state import RandomState
-from sixfold.pipeline.stage.side_effects import OF_ALL_MODULES, access, process_generators
+from sixfold.pipeline.stage.side_effects import OF_ALL_MODULES, access, process_generators, same_values
 
 __all__ = ["prove"]
 
@@ -236,7 +236,7 @@ def _put_back(
     module._buffers.clear()
     module._buffers.update(buffers)
     for name, was in values.items():
-        if not torch.equal(buffers[name], was):
+        if not same_values(buffers[name], was):
             buffers[name].copy_(was)
 
 

@@ -51,7 +51,7 @@ def clip(
     if gather is not None:
         norms = [unpack("<d", pack("<q", bits))[0] for bits in gather(unpack("<q", pack("<d", mine))[0])]
     every = [p for p in parameters if p.grad is not None]
-    double = any(p.dtype == torch.float64 for p in every)
+    double = any(p.dtype in (torch.float64, torch.complex128) for p in every)
     found = torch.tensor(_total(norms, norm_type), dtype=torch.float64 if double else torch.float32)
     for part in _by_mesh(every):
         torch.nn.utils.clip_grads_with_norm_(part, max_norm, found)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.stage.distributed_data_parallel import Parts, Replicas, check_reducers
-from sixfold.pipeline.stage.side_effects import is_plain
+from sixfold.pipeline.stage.side_effects import dense_parts, is_plain, same_values
 from sixfold.pipeline.stage.stage import Stage, check_made
 
 __all__ = ["BufferGuard", "ModuleCheck", "OptimizerCheck", "warn_of_empty_w"]
@@ -67,10 +67,9 @@ class BufferGuard:
             moved = ""
             for what, where, buffers, name, buffer, was in held:
                 # A batch norm's kernel moves its statistics without a new version: only the values tell.
-                if buffers.get(name) is not buffer or not torch.equal(buffer, was):
+                if buffers.get(name) is not buffer or not same_values(buffer, was):
                     moved = moved or f"{where} of {what}"
-                    buffers[name] = buffer
-                    buffer.data.copy_(was)  # no new version: a microbatch in flight may have saved it
+                    buffers[name] = buffer if _written_back(buffer, was) else was
             for place, was_there in attributes if moved else ():
                 _put_back(place, was_there)
         if moved and not self._told:
@@ -81,6 +80,17 @@ class BufferGuard:
                 "and train() behind it",
                 stacklevel=4,
             )
+
+
+def _written_back(buffer: Tensor, was: Tensor) -> bool:
+    """Whether ``buffer``, whose parts may have other sizes by now, has its values again."""
+    # Of its data, without a new version: a microbatch in flight may have saved it.
+    parts, before = dense_parts(buffer.data), dense_parts(was)
+    if [part.shape for part in parts] != [part.shape for part in before]:
+        return False
+    for part, values in zip(parts, before, strict=True):
+        part.copy_(values)
+    return True
 
 
 def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:

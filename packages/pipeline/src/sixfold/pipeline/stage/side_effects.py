@@ -43,7 +43,16 @@ from sixfold.pipeline.errors import ScheduleError
 from sixfold.pipeline.microbatches.cut_batch import alike
 from sixfold.pipeline.stage.stage import Stage
 
-__all__ = ["SideEffects", "StateBefore", "access", "module_of", "part_of", "process_generators"]
+__all__ = [
+    "SideEffects",
+    "StateBefore",
+    "access",
+    "dense_parts",
+    "module_of",
+    "part_of",
+    "process_generators",
+    "same_values",
+]
 
 Place = tuple[dict[str, Any], str]  # an attribute or buffer
 Mark = int | list[tuple[Any, int]] | None  # by which a change in place is seen; None where none is looked for
@@ -449,7 +458,32 @@ def _has_changed(was: tuple[Any, Mark], now: Any) -> bool:
 
 def _has_values_of_its_own(start: Any, now: Any) -> bool:
     """A batch norm's kernel changes its statistics without a new version; its count of batches has one."""
-    return isinstance(now, Tensor) and not torch.equal(start, now.detach())
+    return isinstance(now, Tensor) and not same_values(start, now.detach())
+
+
+def same_values(one: Tensor, other: Tensor) -> bool:
+    """As ``torch.equal``, also of sparse and nested tensors, which it does not take."""
+    if one.layout is not other.layout or one.is_nested is not other.is_nested:
+        return False
+    if one.layout is torch.strided and not one.is_nested:
+        return torch.equal(one, other)
+    if not one.is_nested and one.shape != other.shape:
+        return False
+    ours, theirs = dense_parts(one), dense_parts(other)
+    return len(ours) == len(theirs) and all(map(torch.equal, ours, theirs))
+
+
+def dense_parts(tensor: Any) -> tuple[Tensor, ...]:
+    """The tensors that a sparse or nested one consists of, in its memory; any other is its only part."""
+    if tensor.is_nested:
+        return (tensor.values(), tensor.offsets()) if tensor.layout is torch.jagged else tensor.unbind()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)
 
 
 def _copied(value: Any, memo: dict[int, Any]) -> Any:

@@ -97,3 +97,13 @@ def test_a_second_forward_begins_with_what_the_first_began_with(kind, how, again
     for ours, theirs in zip(twice, plain, strict=True):
         assert equal_bits(gradients(ours), gradients(theirs))
         assert all(map(torch.equal, values_of(ours.table), values_of(theirs.table)))
+
+
+@pytest.mark.parametrize("again", ["checkpoint", "evaluate"])
+def test_a_buffer_on_meta_that_nobody_reads_is_no_reason_to_fail(again):
+    parts: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    for part in parts:
+        part.register_buffer("unused", torch.empty(3, device="meta"))
+    stages = [Stage(part, i, checkpoint=again == "checkpoint") for i, part in enumerate(parts)]
+    runner = PipelineRunner(one_f_one_b(2, 2), stages, None, F.mse_loss)
+    assert len((runner.step if again == "checkpoint" else runner.evaluate)(*batch()).losses) == 2

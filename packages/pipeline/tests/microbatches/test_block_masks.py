@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from sixfold.pipeline import ScheduleError
+from sixfold.pipeline import PipelineRunner, ScheduleError, Stage, one_f_one_b
 from sixfold.pipeline.from_torch import cut
 
 flex = pytest.importorskip("torch.nn.attention.flex_attention", reason="needs a torch with flex_attention")
@@ -78,3 +78,24 @@ def test_a_mask_of_rows_that_microbatches_do_not_divide_is_refused():
         cut(mask_of(documents(3)), 2, "mask", equal=True)
     parts = cut(mask_of(documents(3)), 2, "mask", equal=False)
     assert [part.shape[0] for part in parts] == [2, 1]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        ([2, 2, 2, 2], r"kwargs\['mask'\] has 4 rows, the batch 8; a dict is cut as the batch is"),
+        ([1, 1, 1, 1], None),
+        ([2, 1, 0, 1], r"kwargs\['mask'\] has 4 rows to be cut evenly, .* unequal rows; give a list of 4 dicts"),
+    ],
+)
+@torch.no_grad()
+def test_a_mask_of_other_rows_than_the_microbatches_is_refused(sizes, words):
+    stages = [Stage(Attends(), i) for i in range(2)]
+    runner = PipelineRunner(one_f_one_b(2, 4), stages, None)
+    x = list(torch.randn(sum(sizes), LENGTH, WIDTH).split(sizes))
+    kwargs = {"mask": mask_of(documents(4))}
+    if words is None:
+        assert len(runner.forward(x, kwargs=kwargs).outputs) == 4
+        return
+    with pytest.raises(ScheduleError, match=words):
+        runner.forward(x, kwargs=kwargs)

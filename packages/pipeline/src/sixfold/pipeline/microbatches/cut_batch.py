@@ -175,14 +175,18 @@ def _with_rows(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 def tensors_in(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """The tensors in ``value`` and in its tuples, lists and mappings, with their names."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
+    return ((where, leaf) for where, leaf in _leaves_in(value, name) if isinstance(leaf, Tensor))
+
+
+def _leaves_in(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
         for key, part in value.items():
-            yield from tensors_in(part, f"{name}[{key!r}]")
+            yield from _leaves_in(part, f"{name}[{key!r}]")
     elif isinstance(value, tuple | list):
         for at, part in enumerate(value):
-            yield from tensors_in(part, f"{name}[{at}]")
+            yield from _leaves_in(part, f"{name}[{at}]")
+    else:
+        yield name, value
 
 
 def keyword_microbatches(
@@ -206,15 +210,19 @@ def keyword_microbatches(
         return [{}] * m
     if isinstance(kwargs, Mapping):
         rows = _rows_of(kwargs) if rows is None else rows
-        for name, value in _with_rows(kwargs, "kwargs"):
+        for name, leaf in _leaves_in(kwargs, "kwargs"):
+            masks = block_mask_rows(leaf)
+            own = leaf.shape[0] if isinstance(leaf, Tensor) and leaf.dim() else None if masks == 1 else masks
+            if own is None or (rows is None and masks is not None):
+                continue
             if rows is not None and rows < 0:
                 raise ScheduleError(
-                    f"{name} has {value.shape[0]} rows to be cut evenly, but the microbatches in the list of inputs "
+                    f"{name} has {own} rows to be cut evenly, but the microbatches in the list of inputs "
                     f"have unequal rows; give a list of {m} dicts"
                 )
-            if value.shape[0] != rows:
+            if own != rows:
                 raise ScheduleError(
-                    f"{name} has {value.shape[0]} rows, the batch {rows}; a dict is cut as the batch is: "
+                    f"{name} has {own} rows, the batch {rows}; a dict is cut as the batch is: "
                     f"give a list of {m} dicts where a tensor is for all microbatches"
                 )
         return cut(dict(kwargs), m, "kwargs", equal=equal, rule=_mean_rule(m), rows_of_batch=abs(rows or 0) or total)

@@ -462,7 +462,9 @@ def _has_values_of_its_own(start: Any, now: Any) -> bool:
 
 
 def same_values(one: Tensor, other: Tensor) -> bool:
-    """As ``torch.equal``, also of sparse and nested tensors, which it does not take."""
+    """As ``torch.equal``, also of sparse and nested tensors, which it does not take, and of those on meta."""
+    if one.is_meta:
+        return True
     if one.layout is not other.layout or one.is_nested is not other.is_nested:
         return False
     if one.layout is torch.strided and not one.is_nested:

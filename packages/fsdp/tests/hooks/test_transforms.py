@@ -9,7 +9,9 @@ import pytest
 import torch
 from fsdp_helpers import batch, loss_of, same
 from fsdp_world import SETTINGS, WIDTH, World
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensorMode
 
 from sixfold.fsdp import BufferConfig, FsdpError
 
@@ -74,6 +76,17 @@ def by_a_fake_step(world):
         world.optimizer.step()
 
 
+def by_a_functional_mode(world):
+    with FunctionalTensorMode():
+        world.call(X)
+
+
+def by_a_functional_step(world):
+    world.loss(0).backward()
+    with FunctionalTensorMode():
+        world.optimizer.step()
+
+
 def by_a_trace(world):
     torch.jit.trace(world.net, X)
 
@@ -84,7 +97,7 @@ def by_an_export(world):
 
 USES = [by_jacrev, by_grad_without_grad, by_jvp, by_grad_of_a_vmap, by_grad_inside_the_forward, by_a_fake_mode]
 USES += [by_a_plain_fake_mode, by_a_fake_backward, by_a_fake_read_of_the_state, by_a_fake_zero_grad, by_a_fake_step]
-USES += [by_a_trace, by_an_export]
+USES += [by_a_functional_mode, by_a_functional_step, by_a_trace, by_an_export]
 KEPT = {**SETTINGS["zero-3"], "buffers": BufferConfig(gathered_bytes="all")}
 
 
@@ -136,4 +149,26 @@ def test_vmap_alone_and_the_remedies_are_right():
         one.optimizer.zero_grad()
         loss_of(one.call(batch(1, 0, 0)), batch(1, 0, 0)).backward()
         one.optimizer.step()
+    assert same(plain.weights(), world.weights()) == []
+
+
+LAYERS = {"fsdp_unit_modules": [nn.Linear, nn.LayerNorm], "buffers": BufferConfig(merge_bytes=None)}
+TURNS = {**SETTINGS["zero-3"], "buffers": BufferConfig(gathered_bytes="double")}
+
+
+@pytest.mark.parametrize("randomness", ["error", "different"])
+@pytest.mark.parametrize(
+    "options", [SETTINGS["zero-3"], TURNS, LAYERS, KEPT], ids=["zero-3", "turns", "layers", "kept"]
+)
+def test_training_through_vmap_has_the_bits_of_a_plain_net(options, randomness):
+    plain, world = World(None), World(options)
+    for one in (plain, world):
+        if randomness == "different":
+            one.net.blocks[1].norm = nn.Sequential(one.net.blocks[1].norm, nn.Dropout(0.5))
+        torch.manual_seed(1)
+        for step in range(3):
+            rows = torch.vmap(torch.vmap(one.call, randomness=randomness), randomness=randomness)
+            rows(torch.full((2, 3, 5, WIDTH), 1.0 + step)).square().mean().backward()
+            one.optimizer.step()
+            one.optimizer.zero_grad()
     assert same(plain.weights(), world.weights()) == []

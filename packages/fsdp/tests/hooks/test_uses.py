@@ -391,3 +391,27 @@ def seeded(make):
 class TakeFirst(nn.Module):
     def forward(self, pair):
         return pair[0]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.usefixtures("as_sharded")
+def test_a_transformer_encoder_evaluates_as_the_guide_says(nested, strategy):
+    outputs = []
+    x, padded = torch.randn(2, 5, 8), torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    for wrapped in (False, True):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        call = net = nn.TransformerEncoder(layer, 3, enable_nested_tensor=nested)
+        if wrapped:
+            call = fully_shard(net, process_group=None, fsdp_unit_modules=[type(layer)], strategy=strategy)
+        net.eval()
+        with torch.no_grad():
+            outputs.append(call(x, src_key_padding_mask=padded))
+    plain, ours = outputs
+    torch.testing.assert_close(ours[~padded], plain[~padded])
+    if nested:
+        assert not plain[padded].any() and ours[padded].all()
+    else:
+        torch.testing.assert_close(ours, plain)

@@ -31,6 +31,16 @@ def test_a_buffer_over_a_weight_is_refused_and_parts_of_one_memory_are_not():
     fully_shard(parts)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.:DeprecationWarning")
+@pytest.mark.parametrize("make", [torch.jit.script, lambda part: torch.jit.trace(part, torch.ones(1, 4))])
+def test_a_scripted_part_is_refused_by_its_name_and_the_module_stays_as_it_was(make):
+    net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(make(nn.Linear(4, 4))))
+    with pytest.raises(FsdpError, match=r"^1\.0 is a module of torch\.jit, which takes no hooks"):
+        fully_shard(net)
+    net(torch.ones(1, 4)).sum().backward()
+    assert all(type(one) is nn.Parameter and one.grad is not None for one in net.parameters())
+
+
 @pytest.mark.parametrize("form", [lambda view: view, lambda view: [view], lambda view: {"first": view}])
 def test_a_view_of_a_weight_in_an_attribute_is_refused_since_it_would_keep_start_values(form):
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -57,6 +57,8 @@ PRIVATE = {
     "_C._functorch.get_interpreter_stack": "nothing public tells whether a transform of torch.func runs, and which",
     "_C._functorch.peek_interpreter_stack": "as above, faster",
     "_C._functorch.TransformType": "as above",
+    "_C._functorch.get_unwrapped": "nothing public gives the tensor on which autograd records beneath torch.vmap",
+    "_C._functorch.is_batchedtensor": "as above",
     "_C._get_dispatch_mode": "nothing public tells whether a FakeTensorMode is active",
     "_C._TorchDispatchModeKey": "as above",
     "_C._storage_Use_Count": "nothing public tells whether a user's tensor lies on a storage",

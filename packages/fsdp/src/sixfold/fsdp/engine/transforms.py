@@ -3,7 +3,8 @@
     engine.py, before it moves anything --> refuse_transforms (this file) --> FsdpError, and nothing has changed
 
 torch.func's grad refuses writes to tensors from outside it, a tracer records them in place of what they are for, and
-fake tensors have no elements. ``vmap`` alone leaves gathers as they are. So does a mode that counts or prints.
+fake tensors have no elements. ``vmap`` alone leaves gathers as they are, and a backward beneath it is watched by what
+its wrappers hold (``below_vmap``). A mode that counts or prints changes nothing either.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.parameter_access.uncompiled import uncompiled
@@ -18,8 +20,11 @@ from sixfold.fsdp.parameter_access.uncompiled import uncompiled
 _top_transform: Any = torch._C._functorch.peek_interpreter_stack
 _transforms: Any = torch._C._functorch.get_interpreter_stack
 _VMAP = torch._C._functorch.TransformType.Vmap
+_batched: Any = torch._C._functorch.is_batchedtensor
+_unwrapped: Any = torch._C._functorch.get_unwrapped
 _active_mode: Any = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
+_FUNCTIONAL = torch._C._TorchDispatchModeKey.FUNCTIONAL
 _tracing: Any = torch.jit.is_tracing  # type: ignore[attr-defined]
 
 _REMEDY = (
@@ -40,6 +45,8 @@ def refuse_transforms(unit: str | None, step: int, *, functions: bool = True) ->
     what = ""
     if _active_mode(_FAKE) is not None:
         what = "FakeTensorMode is active (a memory estimator, torch.export), and its tensors have no elements"
+    elif _active_mode(_FUNCTIONAL) is not None:
+        what = "FunctionalTensorMode is active, which replaces writes by copies, and a gather is a write"
     elif functions and _top_transform() is not None:
         kinds = [one.key().name for one in _transforms() if one.key() != _VMAP]
         if kinds:
@@ -48,3 +55,10 @@ def refuse_transforms(unit: str | None, step: int, *, functions: bool = True) ->
         what = "torch.jit.trace runs, which records gathers and cannot replay them"
     if what:
         raise FsdpError(f"the model is used while {what}; {_REMEDY}", unit=unit, step=step, op="gather")
+
+
+def below_vmap(tensor: Tensor) -> Tensor:
+    """The tensor that a backward meets: autograd records beneath the wrappers of ``torch.vmap``."""
+    while _batched(tensor):
+        tensor = _unwrapped(tensor)
+    return tensor

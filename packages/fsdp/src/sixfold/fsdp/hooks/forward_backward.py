@@ -19,6 +19,7 @@ from sixfold.fsdp.buffers.unit import Unit
 from sixfold.fsdp.engine.backward import CallContext
 from sixfold.fsdp.engine.engine import Engine
 from sixfold.fsdp.engine.reduce import StageState
+from sixfold.fsdp.engine.transforms import below_vmap
 from sixfold.fsdp.errors import FsdpError
 from sixfold.fsdp.parameter_access.guard import MARK, GuardedParameter
 from sixfold.fsdp.parameter_access.saved_weights import own_outputs, tensors_in
@@ -69,6 +70,7 @@ def watch_outputs(engine: Engine, unit: Unit, output: Any, context: CallContext 
     """
     hook: _OutputHook | None = None
     for tensor in (output,) if type(output) is Tensor else tensors_in(output):
+        tensor = below_vmap(tensor)
         if tensor.requires_grad and not tensor.is_leaf:
             if hook is None:
                 hook = _OutputHook(engine, unit, context)

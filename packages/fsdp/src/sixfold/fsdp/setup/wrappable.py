@@ -31,6 +31,11 @@ def look_at(
         for name, part in module.named_modules():
             if hasattr(part, "main_parameters"):
                 raise FsdpError(f"{name or 'the module'} is a {type(part).__name__} already; wrap a model once")
+            if isinstance(part, torch.jit.ScriptModule):
+                raise FsdpError(
+                    f"{name or 'the module'} is a module of torch.jit, which takes no hooks; wrap the module that it "
+                    "was made of, and speed it up by torch.compile"
+                )
         for name, parameter in module.named_parameters():
             fault = _fault_of(parameter, options.mixed_precision.main_dtype)
             if fault is not None:

@@ -95,47 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     demo.set_defaults(run=_demo)
 
-    prepare = verbs.add_parser("prepare", help="make token files of text; a document is a .txt file or a .jsonl line")
-    prepare.add_argument("inputs", nargs="*", metavar="INPUT", help=".txt and .jsonl files")
-    prepare.add_argument("--cpython", action="store_true", help="the demo's corpus instead of files")
-    prepare.add_argument(
-        "--out", required=True, metavar="PREFIX", help="path of the .bin and .idx files, without extension"
-    )
-    prepare.add_argument(
-        "--tokenizer",
-        default="bytes",
-        help="a tokenizer.json, a folder with one, or bytes: a token per byte (%(default)s)",
-    )
-    prepare.add_argument(
-        "--eod-token",
-        default="",
-        metavar="NAME",
-        help="token that ends a document (default: the tokenizer's eos_token or a usual name)",
-    )
-    prepare.add_argument("--key", default="text", help="key of the text in a .jsonl line (%(default)s)")
-    prepare.add_argument(
-        "--documents",
-        choices=("file", "paragraph", "line"),
-        default="file",
-        help="what is a document in a .txt file (%(default)s)",
-    )
-    prepare.add_argument(
-        "--template", action="store_true", help="also store what the tokenizer's template adds, such as a BOS"
-    )
-    prepare.add_argument(
-        "--messages-key",
-        default="",
-        metavar="NAME",
-        help="key of the conversation in a .jsonl line, a list of messages; training counts what the assistant says",
-    )
-    prepare.add_argument(
-        "--special-tokens",
-        choices=("text", "ids"),
-        default="text",
-        help="how a text that spells a special token is stored: as text, or as the token's id (%(default)s)",
-    )
-    prepare.add_argument("--workers", type=at_least_one, default=1, help="processes (%(default)s)")
-    prepare.set_defaults(run=_prepare)
+    _add_prepare(verbs)
 
     plot = verbs.add_parser("plot", help="draw the losses of runs")
     plot.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folder or metrics.jsonl")
@@ -302,6 +262,50 @@ def _verbs_of_run_folders(verbs: argparse._SubParsersAction[argparse.ArgumentPar
     verb.add_argument("--no-checkpoints", action="store_true", help="compare metrics and digests alone")
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.set_defaults(run=_verify_run)
+
+
+def _add_prepare(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    prepare = verbs.add_parser("prepare", help="make token files of text; a document is a .txt file or a .jsonl line")
+    prepare.add_argument("inputs", nargs="*", metavar="INPUT", help=".txt and .jsonl files")
+    prepare.add_argument("--cpython", action="store_true", help="the demo's corpus instead of files")
+    prepare.add_argument(
+        "--out", required=True, metavar="PREFIX", help="path of the .bin and .idx files, without extension"
+    )
+    prepare.add_argument(
+        "--tokenizer",
+        default="bytes",
+        help="a tokenizer.json, a folder with one, or bytes: a token per byte (%(default)s)",
+    )
+    prepare.add_argument(
+        "--eod-token",
+        default="",
+        metavar="NAME",
+        help="token that ends a document (default: the tokenizer's eos_token or a usual name)",
+    )
+    prepare.add_argument("--key", default="text", help="key of the text in a .jsonl line (%(default)s)")
+    prepare.add_argument(
+        "--documents",
+        choices=("file", "paragraph", "line"),
+        default="file",
+        help="what is a document in a .txt file (%(default)s)",
+    )
+    prepare.add_argument(
+        "--template", action="store_true", help="also store what the tokenizer's template adds, such as a BOS"
+    )
+    prepare.add_argument(
+        "--messages-key",
+        default="",
+        metavar="NAME",
+        help="key of the conversation in a .jsonl line, a list of messages; training counts what the assistant says",
+    )
+    prepare.add_argument(
+        "--special-tokens",
+        choices=("text", "ids"),
+        default="text",
+        help="how a text that spells a special token is stored: as text, or as the token's id (%(default)s)",
+    )
+    prepare.add_argument("--workers", type=at_least_one, default=1, help="processes (%(default)s)")
+    prepare.set_defaults(run=_prepare)
 
 
 def _demo(args: argparse.Namespace) -> int:

@@ -56,7 +56,7 @@ layers lost             | parallel.layers_per_stage=[3]         | 2 | parallel.l
 stages of a V schedule  | parallel.schedule=zb_v                | 2 | parallel.stages_per_rank is 1 and parallel.schedule 'zb_v' puts 2 stages on a rank; parallel.stages_per_rank = 2 works
 groups of a schedule    | parallel.pp=2 parallel.schedule=interleaved parallel.stages_per_rank=2 pipeline.group=1 | 2 | pipeline.group is 1 and parallel.pp 2; ... pipeline.group = 2 works, or 0 for the default
 a schedule's microbatches | parallel.schedule=pipedream_2bw parallel.pp=4 train.global_batch_size=4 parallel.sharding=no_shard train.clip_grad=0 model.tie_embeddings=false | 2 | train.global_batch_size is 4, which is 2 microbatches, and parallel.schedule 'pipedream_2bw' on parallel.pp = 4 ranks takes 3 or more: train.global_batch_size = 6 works
-weights of a schedule   | parallel.schedule=pipedream_2bw parallel.pp=4 | 2 | parallel.sharding is 'optim_grads_params' and parallel.schedule 'pipedream_2bw': its versions are of whole weights; parallel.sharding = no_shard works
+weights of a schedule   | parallel.schedule=pipedream_2bw parallel.pp=4 | 2 | parallel.sharding is 'optim_grads_params' and parallel.schedule 'pipedream_2bw': its versions are of whole weights; parallel.sharding = 'no_shard' works
 weights and datasets    | data.weights=[1]                      | 2 | data.weights has 1 entries and data.blend 2; give one each
 no weight               | data.weights=[0,0]                    | 2 | data.weights is [0.0, 0.0]; at least one weight is > 0
 one name twice          | data.blend=["wiki","./wiki"]          | 2 | data.blend: two datasets are called 'wiki'; tell them apart by data.names

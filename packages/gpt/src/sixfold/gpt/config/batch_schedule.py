@@ -21,7 +21,10 @@ def batch_size(config: "TrainConfig", step: int) -> int:
 
 def batch_sizes(config: "TrainConfig") -> list[tuple[str, int]]:
     """Every global batch size of the run in samples, with the key that sets it."""
-    ramp = [(f"train.batch_ramp[{index}]", batch) for index, (_, batch) in enumerate(config.train.batch_ramp)]
+    entries = config.train.batch_ramp
+    ramp = [(f"train.batch_ramp[{index}][1]", batch) for index, (_, batch) in enumerate(entries)]
+    if entries and entries[0][0] == 0:  # train.global_batch_size is one of them, and no step reads it
+        return ramp
     return [("train.global_batch_size", config.train.global_batch_size), *ramp]
 
 

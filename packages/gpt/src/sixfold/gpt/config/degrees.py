@@ -71,6 +71,12 @@ def multiples(unit: int, value: int) -> list[int]:
     return [n for n in (below, below + unit) if n > 0]
 
 
+def length_unit(parallel: "ParallelConfig") -> int:
+    """What data.seq_length is a multiple of, for these degrees."""
+    cp, tp = parallel.cp, parallel.tp
+    return lcm(2 * cp if cp > 1 else 1, cp * tp if tp > 1 and parallel.sequence else 1)
+
+
 def _check_tensor_parallel(config: "TrainConfig") -> None:
     model, tp = config.model, config.parallel.tp
     cut = {
@@ -103,8 +109,7 @@ def _check_sequence(config: "TrainConfig") -> None:
     parallel, length = config.parallel, config.data.seq_length
     cp, tp = parallel.cp, parallel.tp
     shared = tp > 1 and parallel.sequence
-    unit = lcm(2 * cp if cp > 1 else 1, cp * tp if shared else 1)
-    works = " or ".join(str(n) for n in multiples(unit, length))
+    works = " or ".join(str(n) for n in multiples(length_unit(parallel), length))
     if cp > 1 and length % (2 * cp):
         raise ConfigError(f"data.seq_length is {length}; it is a multiple of 2 * parallel.cp = {2 * cp}: {works} works")
     if shared and length // cp % tp:

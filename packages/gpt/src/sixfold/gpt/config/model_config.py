@@ -124,7 +124,8 @@ class GPTConfig(Table):
             return
         for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"):
             if not getattr(self, key):
-                raise ConfigError(f"model.{key} is 0 and model.kv_lora_rank {self.kv_lora_rank}; it is >= 1")
+                least = 2 if key == "qk_rope_head_dim" else 1  # an even one
+                raise ConfigError(f"model.{key} is 0 and model.kv_lora_rank {self.kv_lora_rank}; it is >= {least}")
         width = self.qk_nope_head_dim + self.qk_rope_head_dim
         wanted = {"head_dim": (0, width), "num_query_groups": (self.num_attention_heads,), "qk_norm": (False,)}
         for key, values in (wanted | {"qkv_bias": (False,)}).items():
@@ -137,6 +138,12 @@ class GPTConfig(Table):
             raise ConfigError(
                 f"model.qk_rope_head_dim is {self.qk_rope_head_dim} and model.v_head_dim {self.v_head_dim}; the first "
                 f"is even, the second at most qk_nope_head_dim + qk_rope_head_dim = {width}"
+            )
+        if width % 2:
+            raise ConfigError(
+                f"model.qk_nope_head_dim is {self.qk_nope_head_dim} and model.qk_rope_head_dim "
+                f"{self.qk_rope_head_dim}, together the width of a head, which is even: model.qk_nope_head_dim = "
+                f"{self.qk_nope_head_dim + 1} works"
             )
         object.__setattr__(self, "head_dim", width)
 

@@ -10,10 +10,11 @@ Numbers only: no torch, no files. The pure functions here read a TrainConfig and
 from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
+from math import gcd, lcm
 from typing import TYPE_CHECKING, Any
 
 from sixfold.gpt.config.batch_schedule import batch_sizes, samples_before
-from sixfold.gpt.config.degrees import check_degrees, check_ranks, multiples
+from sixfold.gpt.config.degrees import check_degrees, check_ranks, length_unit, multiples
 from sixfold.gpt.config.frozen import check_frozen
 from sixfold.gpt.config.lora import check_lora
 from sixfold.gpt.config.token_budgets import check_tokens
@@ -119,11 +120,14 @@ def _check_float8(config: "TrainConfig") -> None:
     # A weight's gradient is a product over tokens; with parallel.tp_overlap over those of up to four chunks.
     multiple = 64 if parallel.tp_overlap else 16
     tokens = loop.micro_batch_size * config.data.seq_length // parallel.cp
+    unit = lcm(length_unit(parallel), parallel.cp * multiple // gcd(multiple, loop.micro_batch_size))
+    lengths = " or ".join(str(n) for n in multiples(unit, config.data.seq_length))
     for key, value, works, needed, why in (
-        ("train.precision", loop.precision, loop.precision == "bf16", "bf16", "its operands are rounded from bfloat16"),
+        ("train.precision", loop.precision, loop.precision == "bf16", "'bf16'",
+         "its operands are rounded from bfloat16"),
         ("lora.rank", config.lora.rank, not config.lora.rank, "0", "an adapter is a product of its own"),
-        ("run.device", config.run.device, config.run.device != "cpu", "cuda", "no CPU multiplies float8 numbers"),
-        ("data.seq_length", config.data.seq_length, not tokens % multiple, f"a multiple of {multiple}",
+        ("run.device", config.run.device, config.run.device != "cpu", "'cuda'", "no CPU multiplies float8 numbers"),
+        ("data.seq_length", config.data.seq_length, not tokens % multiple, lengths,
          f"a product over the {tokens} tokens of a microbatch takes a multiple of {multiple}"),
     ):  # fmt: skip
         if not works:
@@ -202,7 +206,8 @@ def check_versions(config: "TrainConfig") -> None:
             needs.append((key, getattr(config.fsdp, field.name), getattr(plain, field.name), "it shards nothing"))
     for key, value, needed, why in needs:
         if value != needed:
-            remedy = "leave the key out" if needed is None else f"{key} = {str(needed).lower()} works"
+            written = str(needed).lower() if isinstance(needed, bool) else repr(needed)  # as a file takes it
+            remedy = "leave the key out" if needed is None else f"{key} = {written} works"
             raise ConfigError(f"{key} is {value!r} and parallel.schedule {name!r}: {why}; {remedy}")
     if parallel.dp or parallel.pp == 1:
         check_microbatches(config, max(parallel.dp, 1))
@@ -378,8 +383,9 @@ def _check_search(config: "TrainConfig") -> None:
 def _check_schedule_lr(config: "TrainConfig") -> None:
     schedule, steps = config.schedule, config.train.steps
     if schedule.shape != "wsd" and schedule.decay_steps:
+        key = "decay_tokens" if schedule.decay_tokens else "decay_steps"  # the steps of tokens are not what was written
         raise ConfigError(
-            f"schedule.decay_steps is {schedule.decay_steps} and schedule.shape {schedule.shape!r}; "
+            f"schedule.{key} is {getattr(schedule, key)} and schedule.shape {schedule.shape!r}; "
             f"it is 0 unless the shape is 'wsd'"
         )
     if schedule.shape != "wsd" and schedule.decay != type(schedule).decay:

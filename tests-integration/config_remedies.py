@@ -54,23 +54,22 @@ def overrides_of(words: str) -> dict[str, Any]:
 
 def refusal(keys: Mapping[str, Any], world: int = 0) -> str:
     """The text by which the smallest configuration with these keys is refused (on ``world`` ranks), or an empty one."""
-    keys = MINIMAL | dict(keys)
-    tables = dict.fromkeys(key.partition(".")[0] for key in keys)
-    lines = [
-        line
-        for table in tables
-        for line in (
-            f"[{table}]",
-            *(f"{key.partition('.')[2]} = {toml(value)}" for key, value in keys.items() if key.startswith(f"{table}.")),
-        )
-    ]
     try:
-        config = TrainConfig.from_text("\n".join(lines))
+        config = TrainConfig.from_text(toml_of(MINIMAL | dict(keys)))
         if world:
             check_world(config, world)
     except ValueError as error:
         return str(error)
     return ""
+
+
+def toml_of(keys: Mapping[str, Any]) -> str:
+    """The text of a configuration."""
+    tables: dict[str, list[str]] = {}
+    for name, value in keys.items():
+        table, _, key = name.partition(".")
+        tables.setdefault(table, [f"[{table}]"]).append(f"{key} = {toml(value)}")
+    return "".join("\n".join(lines) + "\n\n" for lines in tables.values())
 
 
 def toml(value: Any) -> str:

@@ -1,7 +1,6 @@
 """Pairs and texts for the remedies of data's errors."""
 
 import numpy as np
-import pytest
 
 from sixfold.indexed_data import IndexedDataset, IndexedDatasetBuilder
 
@@ -14,13 +13,6 @@ def pair(path, documents=20, tokens=12, dtype=np.uint16, first=0):
         for document in range(documents):
             builder.add_document([*(np.arange(tokens - 1) + first + document) % EOD, EOD])
     return str(path)
-
-
-def said_by(call):
-    """The text of the error that a call raises."""
-    with pytest.raises((ValueError, RuntimeError)) as raised:
-        call()
-    return str(raised.value)
 
 
 def ids_of(prefix, **options):

@@ -1,6 +1,6 @@
 """Following the remedy of an error, as docs/errors has it.
 
-    docs/errors --> entry_says, follow (this file) --> test_remedies.py, test_remedies_of_data.py, ..._of_training.py
+    docs/errors --> entry_says, follow (this file) --> test_remedies.py, test_remedies_of_*.py
 
 A case is a generator that yields twice: the call that raises, and the call that follows the remedy, whose result is
 true if it did what it promised. A case is named by the heading of its entry.
@@ -43,6 +43,13 @@ def follow(package: str, heading: str, case: Case) -> None:
         next(case)()
     assert entry_says(package, heading, str(raised.value)), str(raised.value)
     assert next(case)()
+
+
+def said_by(call: Callable[[], Any]) -> str:
+    """The text of the error that a call raises."""
+    with pytest.raises((ValueError, RuntimeError)) as raised:
+        call()
+    return str(raised.value)
 
 
 def called(wrong: Callable[[], Any], right: Callable[[], Any]) -> Case:

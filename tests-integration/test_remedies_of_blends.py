@@ -11,8 +11,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from remedy_data import EOD, pair, said_by, texts
-from remedy_helpers import follow
+from remedy_data import EOD, pair, texts
+from remedy_helpers import follow, said_by
 
 from sixfold.blending import (
     BlendChange,

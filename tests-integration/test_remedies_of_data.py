@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from remedy_data import ids_of, pair, said_by, texts
-from remedy_helpers import follow
+from remedy_data import ids_of, pair, texts
+from remedy_helpers import follow, said_by
 
 from sixfold.blending import BlendedMegatronDatasetBuilder, GPTDataset, GPTDatasetConfig
 from sixfold.indexed_data import DType, IndexedDataset, IndexedDatasetBuilder, RemoteOptions, build, filter_pair, merge

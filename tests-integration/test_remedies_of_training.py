@@ -5,10 +5,13 @@ Where the text names a key and a value, they are read out of it (config_remedies
 
 import random
 import re
+from pathlib import Path
 
 import pytest
-from config_remedies import Remedy, changed, overrides_of, refusal, remedies_in
-from remedy_helpers import entry_says
+from config_remedies import MINIMAL, Remedy, changed, overrides_of, refusal, remedies_in, toml_of
+from remedy_helpers import entry_says, follow, said_by
+
+from sixfold.gpt.config.train_config import TrainConfig
 
 DIVIDES = "a degree does not divide what it splits"
 LENGTH = "a degree does not divide the length of a row"
@@ -322,6 +325,121 @@ def test_a_world_that_a_layout_names_can_run_it(world, words):
         assert not refusal(keys, int(named)), f"{said}\n{named}"
     [other] = remedies_in(said.replace("a world of", "leave world")) if ", or parallel" in said else [None]
     assert other is None or leads_on(changed(keys, other), world), said
+
+
+def taken(text, *overrides, preset=None, folder=None):
+    """A configuration of TOML text, or of a file in ``folder``."""
+    if folder is None:
+        return TrainConfig.from_text(text, overrides)
+    (folder / "run.toml").write_text(text)
+    return TrainConfig.from_toml(folder / "run.toml", overrides, preset=preset or "")
+
+
+def a_key_of_no_table(folder):
+    text = toml_of(MINIMAL).replace("steps = 100\n", "")
+    said = said_by(lambda: taken("steps = 10\n" + text))
+    yield lambda: taken("steps = 10\n" + text)
+    named = re.search(r"the nearest key is (.*)", said)[1].split(" or ")
+    yield lambda: "train.steps" in named and taken(text.replace("[train]", "[train]\nsteps = 10")).train.steps == 10
+
+
+def a_table_that_is_not_there(folder):
+    text = toml_of(MINIMAL).replace("[train]", "[trian]")
+    said = said_by(lambda: taken(text))
+    yield lambda: taken(text)
+    yield lambda: taken(text.replace("[trian]", re.search(r"nearest is (\[\w+\])", said)[1])).train.steps == 100
+
+
+def a_key_of_its_table(folder):
+    text = toml_of(MINIMAL).replace("global_batch_size", "batch_size")
+    said = said_by(lambda: taken(text))
+    yield lambda: taken(text)
+    table, key = re.search(r"nearest is (\w+)\.(\w+)", said).groups()
+    yield lambda: table == "train" and taken(text.replace("\nbatch_size", f"\n{key}")).train.global_batch_size == 16
+
+
+def an_override_without_a_value(folder):
+    text = toml_of(MINIMAL)
+    said = said_by(lambda: taken(text, "optimizer.lr"))
+    yield lambda: taken(text, "optimizer.lr")
+    yield lambda: taken(text, re.search(r"as in (.*)", said)[1], 'data.blend=["a", "b"]').data.blend == ("a", "b")
+
+
+def a_text_without_quotes(folder):
+    text = toml_of(MINIMAL)
+    yield lambda: taken(text + "\n[checkpoint]\nresume = never\n")
+    yield lambda: taken(text + '\n[checkpoint]\nresume = "never"\n').checkpoint.resume == "never"
+
+
+def an_empty_file(folder):
+    yield lambda: taken("", folder=folder)
+    text = taken(toml_of(MINIMAL)).to_toml()  # what --print-config prints
+    yield lambda: taken(text, folder=folder) == taken(toml_of(MINIMAL))
+
+
+def a_file_that_is_not_there(folder):
+    taken(toml_of(MINIMAL), folder=folder)
+    yield lambda: TrainConfig.from_toml("run.toml")
+    yield lambda: TrainConfig.from_toml((folder / "run.toml").absolute())
+
+
+def a_key_that_is_missing(folder):
+    text = toml_of(MINIMAL).replace("vocab_size = 257", "")
+    said = said_by(lambda: taken(text))
+    yield lambda: taken(text)
+    yield lambda: taken(text, re.search(r"or (\S+=)VALUE", said)[1] + "257").model.vocab_size == 257
+
+
+def a_model_that_the_import_has(folder):
+    run = folder / "imported"
+    run.mkdir()
+    model, text = toml_of({key: value for key, value in MINIMAL.items() if key.startswith("model")}), toml_of(MINIMAL)
+    (run / "config.toml").write_text(model)
+    rest = text.replace(model.strip(), "").replace("runs/tiny", str(run))
+    said = said_by(lambda: taken(rest))
+    yield lambda: taken(rest)
+    copied = Path(re.search(r"copy the table \[model\] of (\S+) into", said)[1]).read_text()
+    yield lambda: taken(copied + rest).model.num_layers == 4
+
+
+def a_preset_that_does_not_exist(folder):
+    rest = toml_of({key: value for key, value in MINIMAL.items() if not key.startswith("model")})
+    said = said_by(lambda: taken(rest, preset="llama3-8b", folder=folder))
+    yield lambda: taken(rest, preset="llama3-8b", folder=folder)
+    near, every = re.search(r"; (\S+) works. There are (.*)", said).groups()
+    yield lambda: all(taken(rest, preset=name, folder=folder) for name in [near, *every.split(", ")])
+
+
+def a_configuration_that_includes(folder):
+    (folder / "shared").mkdir()
+    (folder / "runs").mkdir()
+    (folder / "shared/base.toml").write_text(toml_of(MINIMAL))
+    (folder / "runs/run.toml").write_text('include = ["base.toml"]\n')
+    yield lambda: TrainConfig.from_toml(folder / "runs/run.toml")
+    (folder / "runs/run.toml").write_text('include = ["../shared/base.toml"]\n[train]\nsteps = 7\n')
+    yield lambda: TrainConfig.from_toml(folder / "runs/run.toml").train.steps == 7
+
+
+TEXTS = [
+    ("a key is in no table", a_key_of_no_table),
+    ("a table that the configuration does not have", a_table_that_is_not_there),
+    ("a key is none of its table", a_key_of_its_table),
+    ("an override is not section.key=value", an_override_without_a_value),
+    ("not TOML", a_text_without_quotes),
+    ("an empty configuration", an_empty_file),
+    ("the configuration cannot be read", a_file_that_is_not_there),
+    ("a key without default is missing", a_key_that_is_missing),
+    ("the configuration has no model, but the import has", a_model_that_the_import_has),
+    ("no configuration, or a preset that does not exist", a_preset_that_does_not_exist),
+    ("a configuration that includes another", a_configuration_that_includes),
+]
+
+
+@pytest.mark.parametrize(("heading", "case"), TEXTS)
+def test_the_remedy_of_an_error_of_a_text_gives_what_it_promises(heading, case, tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    follow("gpt", heading, case(tmp_path))
 
 
 POOL = {

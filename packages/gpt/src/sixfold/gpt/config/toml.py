@@ -138,7 +138,8 @@ def _checked(found: Mapping[str, Any], tables: Tables) -> dict[str, dict[str, An
         if name == "include":
             raise ConfigError("include stands in a text that is no file; only a file has a folder to start from")
         if name not in tables and not isinstance(table, dict):
-            near = _nearest_key(f".{name}", tables)
+            same = [f"{one}.{name}" for one in tables if name in keys_of(tables[one])]  # as steps and every
+            near = " or ".join(same) or _nearest_key(f".{name}", tables)
             raise ConfigError(
                 f"{name} = {table!r} is in no table"
                 + (f"; the nearest key is {near}" if near else "; write [table] above")

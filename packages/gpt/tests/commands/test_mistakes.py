@@ -72,7 +72,7 @@ another tokenizer       | data.blend=["foreign","code"]         | 2 | data at fo
 a torn PREFIX.json      | data.blend=["torn","code"]            | 2 | torn.json is not JSON (...); it names the tokenizer of the pair: prepare the data again
 no such tokenizer       | data.tokenizer=none.json              | 2 | tokenizer 'none.json' cannot be read (No such file or directory); name 'bytes' or a tokenizer.json
 a vocabulary of another   | model.vocab_size=100                | 2 | model.vocab_size is 100 and id 256 ends a document of this tokenizer; model.vocab_size is the tokenizer's, see what `sixfold prepare` printed
-ids beyond the vocabulary | model.vocab_size=100 data.tokenizer= | 1 | wiki: document ..., token ... is id ...; model.vocab_size is 100, ids lie below it. Use the tokenizer that made the data
+ids beyond the vocabulary | model.vocab_size=100 data.tokenizer= | 1 | code: document ..., token ... is id ...; model.vocab_size is 100, ids lie below it. Use the tokenizer that made the data
 --- folders
 run.dir is a file       | run.dir=torn.toml                     | 2 | run.dir is 'torn.toml' and torn.toml is a file; choose another run.dir, or move the file
 run.dir below a file    | run.dir=torn.toml/run                 | 2 | run.dir is 'torn.toml/run' and ...torn.toml is a file; choose another run.dir, or move the file

@@ -156,7 +156,7 @@ def test_keywords_are_one_mapping_per_microbatch_or_one_whose_tensors_have_the_r
     mask = torch.ones(7)  # PyTorch's schedules cut it with tensor_split
     refused(r"kwargs\['mask'\] has 7 rows, the batch 6;", lambda: make().step(x, y, kwargs={"mask": mask}))
     refused(
-        r"kwargs\['mask'\] has 7 rows for 3 microbatches; each",
+        r"kwargs\['mask'\] has 7 rows, the batch 6;",
         lambda: make().step(list(x.chunk(3)), list(y.chunk(3)), kwargs={"mask": mask}),
     )
     refused(r"kwargs\[1\] is a Tensor; it is a dict", lambda: make().step(x, y, kwargs=[{}, mask, {}]))

@@ -10,7 +10,6 @@ conversation gives a beginning of its ids, which is checked.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from functools import cache
@@ -52,6 +51,8 @@ def _keep_blanks(tokenizer: Any) -> None:
 
     Pythia's and RoBERTa's files ask for it. An answer that begins or ends with a blank would belong to no token there.
     """
+    import json  # only here: reading pairs should not load it
+
     backend = tokenizer.backend_tokenizer
     if backend.post_processor is not None:
         said = json.loads(backend.to_str())

@@ -72,6 +72,18 @@ def test_an_exception_in_a_stage_reaches_every_rank_with_its_rank_and_action():
         assert took < TIMEOUT_S
 
 
+def hears_of_a_failure(rank: int, ranks: int) -> bool:
+    """Whether this rank's error says that it is of another rank; the stage of rank 1 fails."""
+    runner = runner_of(one_f_one_b(ranks, 4), rank, Acts(1, fail) if rank == 1 else layers(3)[0], 20.0)
+    with pytest.raises(ScheduleError, match="rank 1 failed at") as raised:
+        runner.step(*batch(8))
+    return raised.value.of_peer
+
+
+def test_an_error_says_whether_it_is_of_another_rank():
+    assert run_ranks(hears_of_a_failure, 3) == [True, False, True]
+
+
 def step_in_a_part_of_the_job(rank: int, ranks: int, faults: tuple[str, ...]) -> list[Report]:
     """Steps of a pipeline of the last two of three ranks, the last of which fails in one of the ways in each."""
     found = []

@@ -28,7 +28,10 @@ class ScheduleError(ValueError):
         position: index in that rank's list, or None.
         action: the action there (or the missing one), or None.
         cycle: list of (rank, position, action), each of which waits for the next; empty if it is no deadlock.
+        of_peer: another rank raised it first, and this one tells what it heard.
     """
+
+    of_peer = False
 
     def __init__(
         self,

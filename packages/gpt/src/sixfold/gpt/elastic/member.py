@@ -216,13 +216,15 @@ def blames_a_peer(error: BaseException) -> bool:
     from sixfold.dist_ckpt import LostPeerError
     from sixfold.gpt.parallel.agreement import is_of_peer
     from sixfold.gpt.parallel.lost_ranks import is_lost_rank
-    from sixfold.pipeline.errors import PipelineTimeout
+    from sixfold.pipeline.errors import PipelineTimeout, ScheduleError
 
     if isinstance(error, ReplicasDifferError):  # raised on all ranks alike
         return not isinstance(error, FinalError)
     seen: BaseException | None = error
     while seen is not None:
         if is_of_peer(seen) or isinstance(seen, LostPeerError | PipelineTimeout):
+            return True
+        if isinstance(seen, ScheduleError) and seen.of_peer:
             return True
         if isinstance(seen, RuntimeError) and is_lost_rank(seen):
             return True

@@ -203,7 +203,10 @@ class FailureReport:
         for rank, theirs in others.items():
             if theirs.error is not None:
                 said = self.broken = f"rank {self._names[rank]} failed at {theirs.place}: {theirs.error}"
-                raise PipelineTimeout(said, rank=rank) if theirs.overdue else ScheduleError(said, rank=rank) from error
+                kind = PipelineTimeout if theirs.overdue else ScheduleError
+                heard = kind(said, rank=rank)
+                heard.of_peer = True
+                raise heard from error
         line = time_out_line(self._rank, self._names, mine, others, self._records.has_store, self._records.deaf)
         self.broken = line
         raise PipelineTimeout(line, rank=self._rank, position=position, action=action) from error

@@ -10,6 +10,7 @@ hidden states between them are (b, s / tp, hidden), logits are (b, s, padded voc
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -156,8 +157,17 @@ class Block(nn.Module):
     def _parts(self, x: Tensor, rows: Rows) -> Tensor:
         again = rows.recompute == "selective" and torch.is_grad_enabled()
         attended = _again(self._attend, x, rows) if again else self._attend(x, rows)
-        x = x + _with_dropout(attended, rows, after_attention(self.number))
-        return x + _with_dropout(self._feed(x, rows), rows, after_feed_forward(self.number))
+        x = x + self._with_dropout(attended, rows, after_attention)
+        return x + self._with_dropout(self._feed(x, rows), rows, after_feed_forward)
+
+    def _with_dropout(self, x: Tensor, rows: Rows, site_of: Callable[[int], int]) -> Tensor:
+        """``x`` with dropout at a site of this layer, or as it is where nothing is dropped.
+
+        Only then is the layer's number read: a program that reads it is compiled for each layer anew.
+        """
+        if rows.dropout is None:
+            return x
+        return dropped(x, rows.dropout.keys_BS, site_of(self.number), rows.dropout.hidden)
 
     def _attend(self, x: Tensor, rows: Rows) -> Tensor:
         attended = self.attention(x if self.attention_norm is None else self.attention_norm(x), rows)
@@ -348,11 +358,6 @@ class GPTModel(nn.Module):
         else:
             logits = self.embedding(x)
         return logits
-
-
-def _with_dropout(x: Tensor, rows: Rows, site: int) -> Tensor:
-    """``x`` with dropout at ``site``, or as it is where nothing is dropped."""
-    return x if rows.dropout is None else dropped(x, rows.dropout.keys_BS, site, rows.dropout.hidden)
 
 
 def _again(function: Any, x: Tensor, rows: Rows) -> Tensor:

@@ -2,13 +2,16 @@
 
 import json
 import os
+import sys
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from sixfold.indexed_data import IndexedDataError, IndexedDataset, build, verify
 from sixfold.indexed_data.text.build import BuildNote
+from sixfold.indexed_data.text.chat_templates import chat_encoder
 
 PLAIN = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
@@ -161,6 +164,18 @@ def test_a_conversation_that_its_template_refuses_is_a_bad_line(folder, tokenize
         build(["chats.jsonl"], "out", tokenizer="model", messages_key="messages")
     report = build(["chats.jsonl"], "out", tokenizer="model", messages_key="messages", on_error="skip")
     assert (report.documents, report.bad_lines) == (2, 2)
+
+
+def test_what_is_wrong_with_every_conversation_ends_the_build_also_where_bad_lines_are_skipped(folder, monkeypatch):
+    """A tokenizer without tokenizer.json does not know where its tokens lie."""
+    transformers = pytest.importorskip("transformers", reason="needs the extra sixfold-indexed-data[transformers]")
+    encode = chat_encoder("model")
+    slow = SimpleNamespace(chat_template=MARKED)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, **__: slow)
+    own = SimpleNamespace(vocab_size=9, eod=8, encode=list, encode_chat=encode)
+    monkeypatch.setitem(sys.modules, "slow", SimpleNamespace(__name__="slow", make=lambda: own))
+    with pytest.raises(IndexedDataError, match=r"chats\.jsonl:1: .*model has no tokenizer\.json.*generation"):
+        build(["chats.jsonl"], "out", tokenizer="slow:make", messages_key="messages", on_error="skip")
 
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_with_what_to_do(folder, tokenizer):

@@ -31,6 +31,11 @@ def chat_encoder(folder: str) -> Callable[..., tuple[list[int], list[bool]]]:
         transformers = extra("transformers", f"tokenizer {folder}")
         made = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         if _MARKED.search(str(made.chat_template)):
+            if getattr(made, "backend_tokenizer", None) is None:
+                raise NotImplementedError(  # of every conversation, so no line is bad by it
+                    f"{folder} has no tokenizer.json, without which nobody knows where in a text its tokens lie; its "
+                    "template marks answers by {% generation %}: save a fast tokenizer, or take the marks out"
+                )
             _keep_blanks(made)
         return made
 
@@ -98,9 +103,11 @@ class _Marked:
             self, messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
         )
         stretches = list(zip(self._asked[::2], self._asked[1::2], strict=True))  # first and last character
-        mask = [any(begin <= last and max(end, begin + 1) > first for first, last in stretches)
-                for begin, end in self._offsets]  # fmt: skip
-        return list(made["input_ids"]), mask
+
+        def is_marked(begin: int, end: int) -> bool:  # a token without characters lies where it begins
+            return any(begin <= last and max(end, begin + 1) > first for first, last in stretches)
+
+        return list(made["input_ids"]), [is_marked(begin, end) for begin, end in self._offsets]
 
 
 def _refuse_unwritten(tokenizer: Any, messages: Chat, tools: Tools, number: int) -> None:

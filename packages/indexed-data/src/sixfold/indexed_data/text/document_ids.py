@@ -64,8 +64,11 @@ class Batch:
 
 
 def is_bad_line(value: Value, error: Exception) -> bool:
-    """Whether what a tokenizer raised is of this line alone: a chat template refuses some conversations."""
-    return not isinstance(value, str) and not isinstance(error, ImportError)
+    """Whether what a tokenizer raised is of this line alone: a chat template refuses some conversations.
+
+    What is missing or not made is missing for every line: to skip them all would give an empty pair.
+    """
+    return not isinstance(value, str) and not isinstance(error, ImportError | NotImplementedError | AttributeError)
 
 
 def _encoded(values: list[Value], tokenizer: Tokenizer) -> list[Any]:
